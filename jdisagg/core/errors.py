@@ -1,0 +1,67 @@
+"""Every named mistake a caller can make, as one tree. Nothing here is raised for a full house (that is a `Reject`).
+
+JdisaggError
+├── ConfigError              a flag, a TOML key, a mesh or a size that cannot be
+│   ├── MeshError            a mesh text that does not parse, or does not fit the devices or the model
+│   └── FlagError            an unknown flag or a value of the wrong kind
+├── CheckpointError          the folder, a file or a tensor is not what the model needs
+│   ├── UnsupportedModel     an architecture or an option this project does not run
+│   ├── MissingTensor        a tensor the model needs is in no file
+│   └── WrongShape           a tensor is there with another shape
+├── RequestError             the client's request cannot be served as written (HTTP 400)
+│   └── TooLong              prompt + max_tokens over the model's limit
+├── JournalError             a record that cannot be read or replayed
+└── IllegalTransition        a phase or handoff event that the table does not have
+"""
+
+
+class JdisaggError(Exception):
+    """Root of every error this project raises on purpose."""
+
+
+class ConfigError(JdisaggError):
+    """A configuration that cannot be run; the launcher prints it in one line and exits with 2."""
+
+
+class MeshError(ConfigError):
+    """A mesh text that does not parse, or a mesh that does not fit the devices or the model."""
+
+
+class FlagError(ConfigError):
+    """An unknown flag or configuration key, or a value of the wrong kind."""
+
+
+class CheckpointError(JdisaggError):
+    """A checkpoint folder that cannot be loaded."""
+
+
+class UnsupportedModel(CheckpointError):
+    """An architecture, or an option of one, that this project does not run."""
+
+
+class MissingTensor(CheckpointError):
+    """A tensor that the model needs is in none of the checkpoint's files."""
+
+
+class WrongShape(CheckpointError):
+    """A tensor whose shape is not the one the configuration asks for."""
+
+
+class RequestError(JdisaggError):
+    """A request that cannot be served as written. `param` names the field at fault, where one is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TooLong(RequestError):
+    """Prompt plus requested output is longer than the model, or any pool, can hold."""
+
+
+class JournalError(JdisaggError):
+    """A journal that cannot be read, or whose replay decides otherwise."""
+
+
+class IllegalTransition(JdisaggError):
+    """An event that the transition table has no row for; the state is left as it was."""

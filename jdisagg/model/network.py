@@ -1,0 +1,184 @@
+"""The network: one Flax module tree for training, for the full forward, and for every device program.
+
+A `Stage` is a run of consecutive layers, with the embedding if it holds the first and the head if it holds the last;
+the whole model is the stage of all layers. What attention reads is not the network's business: `attend` is passed in
+(dense and causal here below, paged in `jdisagg/engine`). Under tensor parallelism a `Stage` is what *one shard* sees:
+its matrices hold that shard's heads, channels and vocabulary, and `axis` names the mesh axis that sums them.
+Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jdisagg.core.kv_layout import heads_per_shard
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.rope import inverse_frequencies, rotate, rotations
+
+# (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D]) -> [..., Hq, D]
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+class Weight(nnx.Module):
+    """A matrix [in, out] and, where the family has one, its bias [out]."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (Zhang and Sennrich 2019), computed in f32 over the last dimension."""
+
+    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype):
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return self.scale[...] * wide.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; q, k and v come from one fused matrix, this shard's q heads first, then k, then v."""
+
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.heads, self.kv_heads = config.num_heads // tp, heads_per_shard(config.num_kv_heads, tp)
+        self.head_dim, self.axis = config.head_dim, axis
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        scale = config.hidden_size**-0.5
+        self.qkv = Weight(config.hidden_size, width, bias=config.qkv_bias, scale=scale, dtype=dtype, rngs=rngs)
+        out_scale = (2 * config.num_layers * config.q_size) ** -0.5
+        self.out = Weight(
+            config.q_size // tp, config.hidden_size, bias=config.o_bias, scale=out_scale, dtype=dtype, rngs=rngs
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+
+    def __call__(self, x: Array, cos: Array, sin: Array, layer: int, attend: Attend) -> Array:
+        heads = self.qkv(x).reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * self.head_dim), self.axis)
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
+
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: jnp.dtype, rngs: nnx.Rngs):
+        width, bias, self.axis = config.intermediate_size // tp, config.mlp_bias, axis
+        scale = config.hidden_size**-0.5
+        self.gate_up = Weight(config.hidden_size, 2 * width, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
+        down_scale = (2 * config.num_layers * config.intermediate_size) ** -0.5
+        self.down = Weight(width, config.hidden_size, bias=bias, scale=down_scale, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return summed(self.down, jax.nn.silu(gate) * up, self.axis)
+
+
+def summed(weight: Weight, x: Array, axis: str | None) -> Array:
+    """A row-sharded product: partial sums are added over the shards, then the bias once."""
+    y = x @ weight.kernel[...]
+    y = y if axis is None else jax.lax.psum(y, axis)
+    return y if weight.bias is None else y + weight.bias[...]
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array, cos: Array, sin: Array, layer: int, attend: Attend) -> Array:
+        x = x + self.attention(self.attention_norm(x), cos, sin, layer, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Stage(nnx.Module):
+    """Layers `layers.start` to `layers.stop` as one shard of `tp` sees them.
+
+    The embedding [V, hidden] is whole on every shard; the head [V / tp, hidden] is split where the vocabulary divides.
+    Tied weights are one leaf only where one shard holds both ends of the model; elsewhere the head is a leaf of its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range,
+        *,
+        tp: int = 1,
+        axis: str | None = None,
+        dtype: jnp.dtype = jnp.dtype("float32"),
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.first, self.axis = config, layers.start, axis
+        last = layers.stop == config.num_layers
+        self.vocab_shards = tp if config.vocab_size % tp == 0 else 1
+        has_head = last and not (config.tie_embeddings and layers.start == 0 and self.vocab_shards == 1)
+
+        def table(shape: tuple[int, int]) -> nnx.Param:
+            return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+
+        self.embed = table((config.vocab_size, config.hidden_size)) if layers.start == 0 else None
+        self.layers = nnx.List([Layer(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for _ in layers])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype) if last else None
+        self.head = table((config.vocab_size // self.vocab_shards, config.hidden_size)) if has_head else None
+
+    def embed_tokens(self, tokens: Array) -> Array:
+        """i32[...] -> [..., hidden]."""
+        assert self.embed is not None, "only the first stage embeds"
+        return self.embed[...][tokens]
+
+    def run_layers(self, x: Array, positions: Array, attend: Attend) -> Array:
+        """[..., hidden] -> [..., hidden]; `positions` is i32[...]."""
+        cos, sin = rotations(positions, inverse_frequencies(self.config))
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, index, attend)
+        return x
+
+    def logits(self, x: Array) -> Array:
+        """[..., hidden] -> f32[..., V], whole on every shard."""
+        assert self.norm is not None, "only the last stage has a head"
+        head = self.embed if self.head is None else self.head
+        assert head is not None
+        y = jnp.einsum("...h,vh->...v", self.norm(x), head[...], preferred_element_type=jnp.float32)
+        if self.axis is not None and self.vocab_shards > 1:
+            y = jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
+        return y
+
+
+def dense_attend(window_of: Callable[[int], int | None]) -> Attend:
+    """Plain causal attention over the tokens at hand: q [..., T, Hq, D], no cache. `window_of(layer)` in tokens."""
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        length, groups = q.shape[-3], q.shape[-2] // k.shape[-2]
+        k, v = jnp.repeat(k, groups, axis=-2), jnp.repeat(v, groups, axis=-2)
+        scores = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+        seen = distance >= 0
+        window = window_of(layer)
+        if window is not None:
+            seen &= distance < window
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v)
+
+    return attend
+
+
+def forward(model: Stage, tokens: Array) -> Array:
+    """Full forward of the whole model: i32[B, T] -> f32[B, T, V]. The definition every served token is held against."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+    attend = dense_attend(lambda layer: model.config.window(model.first + layer))
+    return model.logits(model.run_layers(model.embed_tokens(tokens), positions, attend))
