@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import heads_per_shard
 from jdisagg.core.model_config import ModelConfig
@@ -25,7 +26,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 class Weight(nnx.Module):
     """A matrix [in, out] and, where the family has one, its bias [out]."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, scale: float, dtype: DTypeLike, rngs: nnx.Rngs):
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
@@ -37,7 +38,7 @@ class Weight(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root mean square norm (Zhang and Sennrich 2019), computed in f32 over the last dimension."""
 
-    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype):
+    def __init__(self, size: int, epsilon: float, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones((size,), dtype))
         self.epsilon = epsilon
 
@@ -50,7 +51,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention; q, k and v come from one fused matrix, this shard's q heads first, then k, then v."""
 
-    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         self.heads, self.kv_heads = config.num_heads // tp, heads_per_shard(config.num_kv_heads, tp)
         self.head_dim, self.axis = config.head_dim, axis
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
 
-    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         width, bias, self.axis = config.intermediate_size // tp, config.mlp_bias, axis
         scale = config.hidden_size**-0.5
         self.gate_up = Weight(config.hidden_size, 2 * width, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
@@ -95,7 +96,7 @@ def summed(weight: Weight, x: Array, axis: str | None) -> Array:
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -110,7 +111,7 @@ class Stage(nnx.Module):
     """Layers `layers.start` to `layers.stop` as one shard of `tp` sees them.
 
     The embedding [V, hidden] is whole on every shard; the head [V / tp, hidden] is split where the vocabulary divides.
-    Tied weights are one leaf only where one shard holds both ends of the model; elsewhere the head is a leaf of its own.
+    Tied weights are one leaf only where one shard holds both ends of the model; elsewhere the head is a second leaf.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Stage(nnx.Module):
         *,
         tp: int = 1,
         axis: str | None = None,
-        dtype: jnp.dtype = jnp.dtype("float32"),
+        dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.config, self.first, self.axis = config, layers.start, axis
