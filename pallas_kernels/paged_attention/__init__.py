@@ -1,0 +1,41 @@
+"""Decode attention: one query token a slot over its paged KV. Arguments are checked and the platform chosen here."""
+
+from functools import partial
+
+import jax
+from jax import Array
+
+from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
+from pallas_kernels.paged_attention import xla
+
+
+def paged_attention(
+    q: Array,
+    kv_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """Attention of one token per slot to the tokens its slot holds.
+
+    q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv).
+    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16; only the pages that hold valid tokens count.
+    page_table: i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P).
+    lengths: i32[B], tokens held with the current one, at most W * page_size; a slot of length 0 gives zeros.
+    scale: factor of the logits, D**-0.5 unless given. window: only the last `window` tokens are seen, the current one
+    counted. soft_cap: logits become soft_cap * tanh(logits / soft_cap). sinks: [Hq], a logit that takes its share of
+    the softmax and adds nothing. Returns [B, Hq, D] in q's dtype; sums are in f32.
+    """
+    check_queries(q, kv_pages, sinks)
+    check_table(page_table, q.shape[0])
+    check_ints("lengths", lengths, q.shape[:1])
+    check_options(window, soft_cap)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    options = dict(scale=scale, window=window, soft_cap=soft_cap)
+    return jax.lax.platform_dependent(
+        q, kv_pages, page_table, lengths, sinks, default=partial(xla.paged_attention, **options)
+    )

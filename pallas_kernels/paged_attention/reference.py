@@ -1,0 +1,35 @@
+"""Decode attention, the definition: gather everything, mask, softmax. Slow and plain on purpose."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def paged_attention(
+    q: Array,
+    kv_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Array:
+    """q [B, Hq, D], kv_pages [P, Hkv, 2, page_size, D], page_table i32[B, W], lengths i32[B] -> [B, Hq, D]."""
+    slots, heads, _ = q.shape
+    groups = heads // kv_pages.shape[1]
+    held = jnp.moveaxis(kv_pages[page_table], (2, 3), (1, 2)).astype(jnp.float32)  # [B, Hkv, 2, W, page_size, D]
+    held = jnp.repeat(held.reshape(*held.shape[:3], -1, held.shape[-1]), groups, axis=1)  # [B, Hq, 2, S, D]
+    logits = jnp.einsum("bhd,bhsd->bhs", q.astype(jnp.float32), held[:, :, 0]) * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    position, length = jnp.arange(logits.shape[-1]), lengths[:, None, None]
+    seen = position < length if window is None else (position < length) & (position >= length - window)
+    sink = (
+        jnp.full((slots, heads, 1), -jnp.inf) if sinks is None else jnp.broadcast_to(sinks[:, None], (slots, heads, 1))
+    )
+    logits = jnp.concatenate([jnp.where(seen, logits, -jnp.inf), sink.astype(jnp.float32)], axis=-1)
+    weights = jnp.where(length > 0, jax.nn.softmax(logits, axis=-1)[..., :-1], 0.0)
+    values = jnp.where(seen[..., None], held[:, :, 1], 0.0)
+    return jnp.einsum("bhs,bhsd->bhd", weights, values).astype(q.dtype)
