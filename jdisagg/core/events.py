@@ -1,0 +1,155 @@
+"""What happens (`Event`) and what follows (`Effect`). Actors take the one and return the others; drivers act."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.ledger import Ledger
+from jdisagg.core.messages import Message
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A client's request reaches the router."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client no longer wants it (gone, or a stop string was found)."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of another actor arrives."""
+
+    sender: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The driver knows that a worker is gone; what it held is gone with it."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """A prefill plan's results were read: the drawn token of every chunk marked `last`, and prompt logprobs if asked.
+
+    `prompt` holds, for a request that asked, one entry a prompt token of this chunk that has a predecessor in it
+    or before it; the very first prompt token has none.
+    """
+
+    plan_id: int
+    sampled: tuple[tuple[RequestId, Sampled], ...]
+    prompt: tuple[tuple[RequestId, tuple[Sampled, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDone:
+    """A decode plan's tokens were read: (slot, token), None for a slot that had masked itself before this turn."""
+
+    plan_id: int
+    sampled: tuple[tuple[int, Sampled | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVArrived:
+    """At the destination: the pages of a transfer have been handed to its device in program order."""
+
+    transfer: KVTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """An engine raised; `plan_id` is None for a transfer, whose handoff is then named."""
+
+    plan_id: int | None
+    handoff: str | None
+    reason: str
+
+
+Event = Submit | Cancel | Received | TimerFired | WorkerLost | PrefillDone | DecodeDone | KVArrived | EngineFailed
+
+# ------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    to: WorkerId  # or ROUTER
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrefill:
+    plan: PrefillPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RunDecode:
+    plan: DecodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ShipKV:
+    """Pack the source pages now (in program order) and bring them to the destination; KVArrived follows there."""
+
+    transfer: KVTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """One timer a key: setting it again moves it."""
+
+    at_s: float
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """Tokens for the client, in order. `prompt` comes once, before the first, where prompt logprobs were asked for."""
+
+    request_id: RequestId
+    sampled: tuple[Sampled, ...]
+    worker: WorkerId
+    prompt: tuple[Sampled, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The request's one terminal effect. `detail` is for people: what failed, which deadline."""
+
+    request_id: RequestId
+    reason: FinishReason
+    ledger: Ledger
+    prefill_worker: WorkerId | None = None
+    decode_worker: WorkerId | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The house is full: nothing was taken. Not an error, a decision."""
+
+    request_id: RequestId
+    retry_after_s: float
+    detail: str
+
+
+Effect = Send | RunPrefill | RunDecode | ShipKV | SetTimer | EmitTokens | Finish | Reject
+
+ROUTER = WorkerId("router")

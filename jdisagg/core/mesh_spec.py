@@ -1,0 +1,108 @@
+"""Meshes as text: `prefill:2xtp4,decode:pp2tp2` is two prefill workers of TP 4 and one decode worker of PP 2 x TP 2.
+
+spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "tp") number};  role = prefill | decode | colocated
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jdisagg.core.errors import MeshError
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
+
+_POOL = re.compile(r"(?P<role>[a-z]+):(?:(?P<count>\d+)x)?(?P<shape>(?:(?:pp|tp)\d+)+)")
+_AXIS = re.compile(r"(pp|tp)(\d+)")
+GRAMMAR = "prefill:[Nx]tpT,decode:[Nx][ppS][tpT] or colocated:[Nx][ppS][tpT]"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """`count` equal workers of one role, each a mesh of `pp` stages by `tp` shards."""
+
+    role: Role
+    count: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        axes = (f"pp{self.pp}" if self.pp > 1 else "") + (f"tp{self.tp}" if self.tp > 1 or self.pp == 1 else "")
+        return f"{self.role}:" + (f"{self.count}x" if self.count > 1 else "") + axes
+
+    @property
+    def num_devices(self) -> int:
+        return self.count * self.pp * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMesh:
+    """One worker's place: devices `first_device` to `first_device + pp * tp`, stage-major."""
+
+    worker: WorkerId
+    role: Role
+    pp: int
+    tp: int
+    first_device: int
+
+    @property
+    def device_ids(self) -> range:
+        return range(self.first_device, self.first_device + self.pp * self.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    pools: tuple[PoolSpec, ...]
+
+    @staticmethod
+    def parse(text: str) -> MeshSpec:
+        """Raises MeshError saying what is wrong and what the grammar is."""
+        spec = MeshSpec(tuple(_parse_pool(part, text) for part in text.replace(" ", "").split(",")))
+        roles = [pool.role for pool in spec.pools]
+        if len(set(roles)) != len(roles):
+            raise MeshError(f"mesh {text!r} names a role twice; write the count instead, as in prefill:2xtp4")
+        if Role.COLOCATED not in roles and set(roles) != {Role.PREFILL, Role.DECODE}:
+            missing = Role.DECODE if Role.PREFILL in roles else Role.PREFILL
+            raise MeshError(f"mesh {text!r} has no {missing} pool; the grammar is {GRAMMAR}")
+        if Role.COLOCATED in roles and len(roles) > 1:
+            raise MeshError(f"mesh {text!r} mixes colocated with {', '.join(r for r in roles if r != 'colocated')}")
+        return spec
+
+    def __str__(self) -> str:
+        return ",".join(str(pool) for pool in self.pools)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def decode_pp(self) -> int:
+        """Stages of the workers that decode; prefill runs its layers in as many groups."""
+        return next(pool.pp for pool in self.pools if pool.role.decodes)
+
+    def workers(self) -> tuple[WorkerMesh, ...]:
+        """Every worker with its devices, in the order of the text."""
+        placed, first = [], 0
+        for pool in self.pools:
+            for index in range(pool.count):
+                placed.append(WorkerMesh(WorkerId(f"{pool.role}-{index}"), pool.role, pool.pp, pool.tp, first))
+                first += pool.pp * pool.tp
+        return tuple(placed)
+
+
+def _parse_pool(part: str, text: str) -> PoolSpec:
+    match = _POOL.fullmatch(part)
+    if match is None:
+        raise MeshError(f"cannot read {part!r} in mesh {text!r}; the grammar is {GRAMMAR}")
+    if match["role"] not in list(Role):
+        raise MeshError(f"unknown role {match['role']!r} in mesh {text!r}; roles are {', '.join(Role)}")
+    axes = _AXIS.findall(match["shape"])
+    sizes = {axis: int(size) for axis, size in axes}
+    if len(sizes) != len(axes):
+        raise MeshError(f"{part!r} in mesh {text!r} gives an axis twice")
+    pool = PoolSpec(Role(match["role"]), int(match["count"] or 1), sizes.get("pp", 1), sizes.get("tp", 1))
+    if min(pool.count, pool.pp, pool.tp) < 1:
+        raise MeshError(f"{part!r} in mesh {text!r} has a size of 0; sizes start at 1")
+    if pool.role is Role.PREFILL and pool.pp > 1:
+        raise MeshError(f"{part!r} in mesh {text!r}: prefill meshes are tensor parallel, pp{pool.pp} is not taken")
+    return pool

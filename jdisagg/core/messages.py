@@ -1,0 +1,134 @@
+"""What actors say to each other: the handoff's words first, then what keeps the router's view true.
+
+RESERVE -> RESERVED -> (KV shipped) -> COMMIT -> ACK, and ABORT, acknowledged, from anywhere. Every message of a handoff
+carries its epoch: one of another epoch is late and is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.ledger import Mark
+from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Router to decode worker: hold pages and a slot for this request until the deadline."""
+
+    handoff: str
+    epoch: int
+    request: Request  # as it is to be prefilled: earlier output joined to the prompt
+    num_output: int  # output tokens already given to the client (a resumed request has some)
+    prefill_worker: WorkerId
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Decode worker to router: these pages are held."""
+
+    handoff: str
+    epoch: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Decode worker to router: no bed now."""
+
+    handoff: str
+    epoch: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Router to prefill worker: compute this prompt, then ship its KV to those pages of that worker."""
+
+    handoff: str
+    epoch: int
+    request: Request
+    num_output: int
+    decode_worker: WorkerId
+    decode_pages: tuple[int, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Prefill to decode worker: all KV of the handoff has been shipped; this token was drawn and is fed next."""
+
+    handoff: str
+    epoch: int
+    first: Sampled
+    num_tokens: int  # tokens the shipped KV holds
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Decode to prefill worker: committed; the source pages may go."""
+
+    handoff: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Any actor to another: give back what this handoff holds, then say AbortAck."""
+
+    handoff: str
+    epoch: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAck:
+    handoff: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Worker to router: a request reached an instant of its ledger."""
+
+    request_id: RequestId
+    epoch: int
+    mark: Mark
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Worker to router: the sequence came to its end on this worker."""
+
+    request_id: RequestId
+    epoch: int
+    reason: FinishReason
+    at_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """Decode worker to router: pages ran out, this sequence gave its own back; prefill it again with its output."""
+
+    request_id: RequestId
+    epoch: int
+    output: tuple[int, ...]  # every token drawn since the last StartPrefill, in order
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Worker to router: what is free and waiting, after it changed."""
+
+    free_pages: int
+    free_slots: int
+    waiting_tokens: int  # prompt tokens not yet prefilled
+    running: int  # sequences in slots
+
+
+Message = (
+    Reserve | Reserved | Refused | StartPrefill | Commit | Ack | Abort | AbortAck | Progress | Ended | Preempted | View
+)

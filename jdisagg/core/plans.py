@@ -1,0 +1,99 @@
+"""One step's work in plain numbers: what a worker decides, an engine runs and a cost model prices.
+
+Nothing here knows an array. Every size that a program's shape depends on is a field, so that a plan names its program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens that penalties count."""
+
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Consecutive tokens of one sequence. `pages` covers positions 0 to start + len(tokens)."""
+
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    start: int  # position of the first token
+    pages: tuple[int, ...]
+    last: bool  # the sequence's last chunk: a token is drawn after it
+    sampling: SamplingParams
+    history: History = History()  # filled on the last chunk where sampling.penalised
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Chunks of several sequences packed into one program call."""
+
+    plan_id: int
+    chunks: tuple[PrefillChunk, ...]
+    bucket_tokens: int  # declared program size, >= all chunks' tokens
+    table_pages: int  # declared table width, >= the longest chunk's pages
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a slot: its KV holds `position` tokens, `token` (drawn, not yet in the KV) is fed next."""
+
+    slot: int
+    request_id: RequestId
+    token: int
+    position: int
+    pages: tuple[int, ...]
+    sampling: SamplingParams
+    num_output: int  # tokens out so far, `token` included (for min_tokens)
+    history: History = History()  # filled where sampling.penalised
+
+
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """Entry `index` of a slot's page table becomes `page`."""
+
+    slot: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One turn of one microbatch through all stages: retire, admit, grant, then one token for every active slot.
+
+    Slots are numbered over the whole worker; microbatch m holds the slots from m * n to (m + 1) * n. A slot whose
+    stop token was drawn masks itself on the device, so a turn may list it as active before the host has read that.
+    """
+
+    plan_id: int
+    microbatch: int
+    active: tuple[int, ...]
+    table_pages: int  # declared table width, >= the pages of the longest active slot
+    admit: tuple[Admission, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    retire: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """KV of one request, from pages of one worker to pages of another. `epoch` fences late writers."""
+
+    handoff: str
+    epoch: int
+    request_id: RequestId
+    source: WorkerId
+    destination: WorkerId
+    source_pages: tuple[int, ...]
+    destination_pages: tuple[int, ...]
+    num_tokens: int

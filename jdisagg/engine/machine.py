@@ -1,0 +1,51 @@
+"""What a driver needs of a machine: a mesh with parameters and KV pages that runs plans and decides nothing.
+
+All methods are called from one thread, return before the device is done, and take effect in program order: pages that
+an earlier call wrote are what a later call reads. `read` and `wait` block, and are called from reader threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jdisagg.core.events import DecodeDone, PrefillDone
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.worker_config import WorkerConfig
+
+
+class PendingPrefill(Protocol):
+    def read(self) -> PrefillDone:
+        """Blocks until the drawn tokens are on the host."""
+        ...
+
+
+class PendingDecode(Protocol):
+    def read(self) -> DecodeDone:
+        """Blocks until the drawn tokens are on the host."""
+        ...
+
+
+class Parcel(Protocol):
+    """Packed pages on their way to another machine."""
+
+    transfer: KVTransfer
+
+    def wait(self) -> None:
+        """Blocks until the bytes are on the destination's devices (not yet in its pages)."""
+        ...
+
+
+class Machine(Protocol):
+    config: WorkerConfig
+
+    def run_prefill(self, plan: PrefillPlan) -> PendingPrefill: ...
+
+    def run_decode(self, plan: DecodePlan) -> PendingDecode: ...
+
+    def ship(self, transfer: KVTransfer, destination: Any) -> Parcel:
+        """Packs the source pages in program order and starts them on their way to `destination`, another machine."""
+        ...
+
+    def insert(self, parcel: Any) -> None:
+        """At the destination, once the parcel has landed: scatters it into the transfer's destination pages."""
+        ...

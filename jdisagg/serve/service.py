@@ -1,0 +1,58 @@
+"""What the fronts (HTTP, gRPC, the `LLM` class) know of a running stack: tokens in, deltas out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from jdisagg.core.errors import JdisaggError
+from jdisagg.core.events import Finish
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Request, RequestId, Sampled
+from jdisagg.model.tokenizer import Tokenizer
+
+
+class Rejected(JdisaggError):
+    """The house is full; try again after `retry_after_s` seconds (HTTP 429)."""
+
+    def __init__(self, detail: str, retry_after_s: float) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(JdisaggError):
+    """The server is going down and takes no new requests (HTTP 503)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became known at once: tokens drawn, and with the last delta of a request, how it finished."""
+
+    sampled: tuple[Sampled, ...] = ()
+    prompt: tuple[Sampled, ...] = ()  # prompt logprobs, once, where they were asked for
+    finish: Finish | None = None
+
+
+class Service(Protocol):
+    """A running stack. All methods are called on the event loop."""
+
+    model_name: str
+    model_config: ModelConfig
+    max_model_len: int
+    tokenizer: Tokenizer
+    ready: bool
+    draining: bool
+
+    def now_s(self) -> float:
+        """The driver's clock, for Request.arrival_s."""
+        ...
+
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        """Deltas until one has `finish`. Closing the generator early cancels the request and frees what it held.
+
+        Raises RequestError (bad request), Rejected or Draining before the first delta.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None: ...
