@@ -1,0 +1,139 @@
+"""A stage's weights on its devices: cut from a source, shard by shard, straight into sharded arrays.
+
+The module tree is flattened once, here; from then on a stage is a flat list of leaves, and `merge` rebuilds the
+`Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from jdisagg.core.errors import MeshError, MissingTensor, WrongShape
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.names import Index, Leaf, stage_leaves
+from jdisagg.model.network import Stage
+from jdisagg.model.sources import Source
+
+AXIS = "tp"  # the one axis of a stage's mesh
+
+
+@dataclass(frozen=True)
+class AbstractStage:
+    """The tree of a stage as one shard sees it, without memory."""
+
+    graphdef: nnx.GraphDef
+    treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
+    paths: list[str]  # "layers.0.attention.qkv.kernel", in leaf order
+    leaves: list[jax.ShapeDtypeStruct]  # local shapes
+
+
+@dataclass(frozen=True)
+class StageParams:
+    """A stage's weights. Leaf i is a whole array sharded by `specs[i]` (on one device, `specs[i]` is empty)."""
+
+    graphdef: nnx.GraphDef
+    treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
+    leaves: list[jax.Array]
+    specs: list[PartitionSpec]
+
+    def merge(self, leaves: list[jax.Array]) -> Stage:
+        """The module over `leaves`: one shard's local arrays under `shard_map`, the whole ones on one device."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards together, replicas counted once."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def check_divides(config: ModelConfig, tp: int) -> None:
+    """Raises `MeshError` where `tp` shards cannot hold even shares of heads and channels."""
+    for name, size in (("num_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        if size % tp:
+            raise MeshError(f"tp{tp} does not divide {name} = {size}")
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        raise MeshError(f"tp{tp} neither divides num_kv_heads = {config.num_kv_heads} nor is a multiple of it")
+
+
+def abstract_stage(config: ModelConfig, layers: range, tp: int, axis: str | None, dtype: DTypeLike) -> AbstractStage:
+    """The stage of `layers` as one of `tp` shards sees it; nothing is allocated."""
+    check_divides(config, tp)
+    assert layers.step == 1 and 0 <= layers.start < layers.stop <= config.num_layers, layers
+    stage = nnx.eval_shape(lambda: Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(stage)
+    found, treedef = jax.tree_util.tree_flatten_with_path(state)
+    return AbstractStage(graphdef, treedef, [_dotted(path) for path, _ in found], [leaf for _, leaf in found])
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> StageParams:
+    """Reads the stage of `layers` onto `mesh` (one axis, "tp"), each shard's slice on its own.
+
+    On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
+    leaf at a time. Raises `MissingTensor`, `WrongShape`, `MeshError`.
+    """
+    assert mesh.axis_names == (AXIS,), mesh.axis_names
+    tp = mesh.size
+    abstract = abstract_stage(config, layers, tp, AXIS if tp > 1 else None, dtype)
+    table = stage_leaves(config, layers, tp if config.vocab_size % tp == 0 else 1)
+    rules = [table[path] for path in abstract.paths]
+    _check(source, rules)
+    specs = [_spec(rule, tp) for rule in rules]
+    leaves = [
+        _load_leaf(source, rule, local, _sharding(mesh, spec), tp)
+        for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
+    ]
+    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs)
+
+
+def _check(source: Source, rules: list[Leaf]) -> None:
+    """Every tensor is there with its shape, before the first byte is read."""
+    for part in (part for rule in rules for part in rule.parts):
+        found = source.shape(part.name)
+        if found is None:
+            raise MissingTensor(f"tensor {part.name} is not in {source.place}")
+        if found != part.shape:
+            raise WrongShape(
+                f"tensor {part.name} in {source.place} has shape {found}; the config asks for {part.shape}"
+            )
+
+
+def _spec(rule: Leaf, tp: int) -> PartitionSpec:
+    if tp == 1 or rule.axis is None:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * rule.axis, AXIS)
+
+
+def _sharding(mesh: Mesh, spec: PartitionSpec) -> Sharding:
+    return SingleDeviceSharding(mesh.devices.flat[0]) if mesh.size == 1 else NamedSharding(mesh, spec)
+
+
+def _load_leaf(source: Source, rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.Array:
+    shape = list(local.shape)
+    if rule.axis is not None:
+        shape[rule.axis] *= tp
+
+    def shard_at(index: Index | None) -> np.ndarray:
+        start = 0 if rule.axis is None or not index else index[rule.axis].start or 0
+        shard = 0 if rule.axis is None else start // local.shape[rule.axis]
+        return shard_of_leaf(source, rule, shard, tp, local.dtype)
+
+    # Waiting here is what keeps the host at one leaf: transfers to an accelerator hold their buffer until they end.
+    return jax.block_until_ready(jax.make_array_from_callback(tuple(shape), sharding, shard_at))
+
+
+def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
+    """One shard's leaf on the host, contiguous, in `dtype`."""
+    parts = [source.read(part.name, part.index(shard, tp)) for part in rule.parts]
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    joined = joined.astype(jnp.dtype(dtype), copy=False)
+    return np.ascontiguousarray(joined.T) if rule.transposed else np.ascontiguousarray(joined)
