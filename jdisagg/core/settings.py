@@ -1,0 +1,99 @@
+"""Everything a user can set, once: name, default, group and one line of help. Flags, TOML keys and `LLM(...)` arguments
+are all made from these fields (see `jdisagg/flags.py` and `jdisagg/config.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from jdisagg.core.errors import ConfigError, FlagError
+
+
+def _setting(default: Any, group: str, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run's settings; `check()` says which value cannot be."""
+
+    # model
+    model: str = _setting("", "model", "Hugging Face or Orbax folder; empty: the embedded code model")
+    tokenizer: str = _setting("", "model", "folder of the tokenizer; empty: the model's")
+    served_model_name: str = _setting("", "model", "name clients use; empty: the folder's name")
+    load_format: str = _setting("hf", "model", "how weights are read", ("hf", "orbax", "random"))
+    dtype: str = _setting("auto", "model", "of weights and activations; auto: float32 on CPU, else bfloat16",
+                          ("auto", "float32", "bfloat16"))  # fmt: skip
+    kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
+    seed: int = _setting(0, "model", "of random weights (--load_format=random)")
+    # mesh
+    mesh: str = _setting("prefill:tp2,decode:pp2", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1")
+    # sizes
+    max_model_len: int = _setting(0, "sizes", "tokens of prompt and output together; 0: the model's")
+    max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once")
+    max_num_batched_tokens: int = _setting(512, "sizes", "tokens of one prefill chunk")
+    max_chunk_seqs: int = _setting(8, "sizes", "sequences packed into one prefill chunk")
+    page_size: int = _setting(16, "sizes", "tokens a KV page")
+    kv_tokens: int = _setting(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
+    hbm_fraction: float = _setting(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
+    prefill_buckets: str = _setting("", "sizes", "declared chunk sizes in tokens, as 128,512; empty: chosen")
+    table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
+    # scheduling
+    queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")
+    queue_timeout_s: float = _setting(60.0, "scheduling", "longest wait before prefill starts; 0: none")
+    reserve_tokens: int = _setting(
+        512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
+    )
+    turns_ahead: int = _setting(2, "scheduling", "decode turns dispatched before the first one's tokens are read")
+    handoff_timeout_s: float = _setting(30.0, "scheduling", "deadline of every wait of a handoff")
+    max_retries: int = _setting(3, "scheduling", "times a request is prefilled again after a failure")
+    # server
+    host: str = _setting("127.0.0.1", "server", "address the servers bind")
+    http_port: int = _setting(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
+    grpc_port: int = _setting(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
+    api_key: str = _setting("", "server", "key that clients must send; empty: none")
+    drain_s: float = _setting(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")
+    max_body_bytes: int = _setting(4 << 20, "server", "largest HTTP body")
+    metrics_compat: str = _setting("", "server", "also export metrics under these names, as vllm,jetstream")
+    # one-shot
+    prompt: str = _setting("", "one-shot", "stream one completion to the terminal and stop")
+    prompts: str = _setting("", "one-shot", "JSONL file of prompts to run as a batch, with --output")
+    output: str = _setting("", "one-shot", "JSONL file for the batch's completions; resumed if it exists")
+    max_tokens: int = _setting(128, "one-shot", "output tokens of --prompt and --prompts")
+    temperature: float = _setting(0.0, "one-shot", "temperature of --prompt and --prompts")
+    # running
+    platform: str = _setting("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
+    record_dir: str = _setting("", "running", "keep the journal of every event here, for jdisagg.replay")
+    compile_cache_dir: str = _setting("", "running", "keep compiled programs here for the next start")
+    log_level: str = _setting("warning", "running", "of the servers", ("debug", "info", "warning", "error"))
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first setting that cannot be, with its value."""
+        for each in fields(self):
+            value, choices = getattr(self, each.name), each.metadata["choices"]
+            if choices and value not in choices:
+                raise FlagError(f"--{each.name} is {value!r}, must be one of {', '.join(choices)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_seqs", "page_size", "turns_ahead"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is {getattr(self, name)}, must be at least 1")
+        for name in ("max_model_len", "kv_tokens", "queue_timeout_s", "drain_s", "reserve_tokens", "max_retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} is {getattr(self, name)}, must not be negative")
+        if not 0 < self.hbm_fraction <= 1:
+            raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
+        for name in ("http_port", "grpc_port"):
+            if not -1 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"--{name} is {getattr(self, name)}, must lie in [-1, 65535]")
+        if bool(self.prompts) != bool(self.output):
+            raise ConfigError(f"--prompts={self.prompts!r} and --output={self.output!r}: give both or neither")
+
+
+def int_list(text: str, name: str) -> tuple[int, ...]:
+    """Ascending positive integers of "128,512"; ConfigError otherwise."""
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part)
+    except ValueError as error:
+        raise ConfigError(f"--{name} is {text!r}, must be numbers as in 128,512") from error
+    if list(numbers) != sorted(set(numbers)) or (numbers and numbers[0] < 1):
+        raise ConfigError(f"--{name} is {text!r}, must be positive and ascending")
+    return numbers

@@ -1,0 +1,73 @@
+"""Flags: one absl flag for every field of `Settings`, short grouped help, and the nearest name for a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from absl import flags
+
+from jdisagg.core.errors import FlagError
+from jdisagg.core.settings import Settings
+
+FlagValues = flags.FlagValues
+GROUPS = ("model", "mesh", "sizes", "scheduling", "server", "one-shot", "running")
+
+
+def parse(argv: Sequence[str]) -> tuple[dict[str, Any], FlagValues]:
+    """The settings given in `argv` (program name first) and the flags themselves. Raises FlagError in one line."""
+    values = declare()
+    try:
+        rest = values([argv[0], *map(_underscored, argv[1:])])
+    except flags.UnrecognizedFlagError as error:
+        raise FlagError(_unknown(error.flagname, list(values))) from error
+    except flags.Error as error:
+        raise FlagError(str(error).replace("\n", " ")) from error
+    if len(rest) > 1:
+        raise FlagError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+    return {each.name: values[each.name].value for each in fields(Settings) if values[each.name].present}, values
+
+
+def declare() -> FlagValues:
+    """Flags of their own, apart from those that imported libraries declare."""
+    values = flags.FlagValues()
+    define: dict[type, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    for each in fields(Settings):
+        define[type(each.default)](each.name, each.default, each.metadata["help"], flag_values=values)
+    flags.DEFINE_string("config", "", "TOML file with any of these as keys; flags win", flag_values=values)
+    flags.DEFINE_bool("print_config", False, "print the resolved settings as TOML and stop", flag_values=values)
+    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
+    return values
+
+
+def help_text() -> str:
+    """One line a flag, grouped."""
+    lines = ["python -m jdisagg.launch [--flag=value ...]   (every flag is also a key of the --config file)"]
+    for group in GROUPS:
+        lines.append(f"\n{group}:")
+        for each in fields(Settings):
+            if each.metadata["group"] == group:
+                lines.append(_help_line(each.name, each.default, each.metadata["help"], each.metadata["choices"]))
+    lines.append("\n  --config=FILE, --print_config, --help")
+    return "\n".join(lines)
+
+
+def _help_line(name: str, default: Any, text: str, choices: tuple[str, ...]) -> str:
+    shown = "|".join(choices) if choices else text
+    text = f"{shown}: {text}" if choices else text
+    return f"  --{name}={default}".ljust(38) + f" {text}"
+
+
+def _underscored(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
+    return f"unknown flag --{name}{hint}"

@@ -1,0 +1,134 @@
+"""What a run will be, worked out before anything is loaded: the model, the meshes, and every worker's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
+from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
+from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings, int_list
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.model.hf_config import read_config
+from jdisagg.policy.stages import split_layers
+
+EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
+CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """One stack, ready to be built. `layers` are the decode stages' runs, and the prefill meshes' layer groups."""
+
+    model_folder: Path
+    model_name: str
+    model: ModelConfig
+    mesh: MeshSpec
+    layers: tuple[range, ...]
+    dtype: str
+    kv: KVLayout
+    max_model_len: int
+    workers: tuple[WorkerConfig, ...]
+
+    def place(self, worker: WorkerId) -> WorkerMesh:
+        return next(each for each in self.mesh.workers() if each.worker == worker)
+
+
+def draw(settings: Settings, platform: str, device_bytes: int | None) -> Blueprint:
+    """The blueprint of `settings` on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
+
+    Raises ConfigError, MeshError or CheckpointError, each in one line.
+    """
+    folder = Path(settings.model) if settings.model else EMBEDDED_MODEL
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"--model={settings.model or folder}: there is no config.json in that folder")
+    model = read_config(folder)
+    mesh = MeshSpec.parse(settings.mesh)
+    for pool in mesh.pools:
+        check_fit(model, pool.tp, str(pool))
+    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
+    kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
+    kv = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, settings.page_size, kv_dtype)
+    longest = min(settings.max_model_len or model.max_position, model.max_position)
+    if settings.max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
+        )
+    budget = Budget(model.num_params() * DTYPE_BYTES[dtype], device_bytes)
+    name = settings.served_model_name or ("embedded" if folder == EMBEDDED_MODEL else folder.resolve().name)
+    workers = tuple(
+        worker_config(settings, place, longest, _pages(settings, place, kv, longest, budget))
+        for place in mesh.workers()
+    )
+    layers = split_layers(model, mesh.decode_pp)
+    return Blueprint(folder, name, model, mesh, layers, dtype, kv, longest, workers)
+
+
+def check_fit(model: ModelConfig, tp: int, pool: str) -> None:
+    """Raises MeshError where `tp` shards cannot split the model's heads and channels evenly."""
+    for what, size in (("query heads", model.num_heads), ("feed-forward channels", model.intermediate_size)):
+        if size % tp:
+            raise MeshError(f"{pool}: tp{tp} does not divide the model's {size} {what}")
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        raise MeshError(f"{pool}: tp{tp} and the model's {model.num_kv_heads} KV heads do not divide each other")
+
+
+def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages: int) -> WorkerConfig:
+    """One worker's sizes; slots are rounded up to whole microbatches."""
+    slots = -(-settings.max_num_seqs // place.pp) * place.pp
+    chunk = settings.max_num_batched_tokens
+    buckets = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, 64, 4)
+    if buckets[-1] != chunk:
+        buckets = (*(size for size in buckets if size < chunk), chunk)
+    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
+    pages = sorted({-(-width // settings.page_size) for width in (*widths, longest) if width <= longest})
+    return WorkerConfig(
+        worker=place.worker,
+        role=place.role,
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        max_model_len=longest,
+        num_slots=slots,
+        num_microbatches=place.pp,
+        prefill_buckets=buckets,
+        table_buckets=tuple(pages),
+        max_chunk_seqs=settings.max_chunk_seqs,
+        turns_ahead=settings.turns_ahead,
+    )
+
+
+def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
+    """`largest` divided by `ratio` again and again while it stays over `smallest`, ascending."""
+    sizes = [largest]
+    while sizes[0] // ratio >= smallest:
+        sizes.insert(0, sizes[0] // ratio)
+    return tuple(sizes)
+
+
+def _pages(
+    settings: Settings,
+    place: WorkerMesh,
+    model: ModelConfig,
+    kv: KVLayout,
+    dtype: str,
+    longest: int,
+    memory: int | None,
+) -> int:
+    """Pages of one worker's pool: what --kv_tokens says, else every slot's longest sequence as far as memory goes."""
+    wanted = settings.max_num_seqs * kv.pages_for(longest)
+    if settings.kv_tokens:
+        pages = kv.pages_for(settings.kv_tokens)
+    elif budget.device_bytes is None:
+        pages = min(wanted, CPU_KV_BYTES // kv.bytes_per_page)
+    else:
+        free = budget.device_bytes * place.pp * place.tp * settings.hbm_fraction - budget.weights_bytes
+        pages = int(free) // kv.bytes_per_page
+    if pages < kv.pages_for(longest):
+        raise ConfigError(
+            f"{place.worker}: room for {max(pages, 0) * kv.page_size} KV tokens, but one sequence may have {longest};"
+            " lower --max_model_len, or raise --kv_tokens or the mesh"
+        )
+    return pages

@@ -1,0 +1,241 @@
+"""The live driver of one process: real clock, in-process messages, real machines. It decides nothing.
+
+One *driver thread* owns the actors: it takes an event from the inbox, hands it to its actor, and carries out the
+effects in order. Machines return before their devices are done; *reader threads* (one a machine and phase) block on
+results and post them back as events, so the driver thread is never behind a device, and the devices always have the
+next turn queued. Tokens go to their request's listener, which is told once an event, however many tokens there are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jdisagg.core.events import (
+    ROUTER,
+    EmitTokens,
+    EngineFailed,
+    Event,
+    Finish,
+    KVArrived,
+    Received,
+    Reject,
+    RunDecode,
+    RunPrefill,
+    Send,
+    SetTimer,
+    ShipKV,
+    TimerFired,
+)
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import RequestId, WorkerId
+from jdisagg.engine.machine import Machine, Parcel
+
+log = logging.getLogger("jdisagg.driver")
+
+Outcome = EmitTokens | Finish | Reject
+Observer = Callable[[str, Any, float], None]  # (actor, event or effect, now_s)
+
+
+class Actor(Protocol):
+    def handle(self, event: Any, now_s: float) -> Sequence[Any]: ...
+
+
+class Readers:
+    """Threads that wait for devices, one a lane; results of a lane come in the order they were asked for."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def read(self, lane: str, wait: Callable[[], None]) -> None:
+        if lane not in self._lanes:
+            self._lanes[lane] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._run, args=(self._lanes[lane],), name=f"read-{lane}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._lanes[lane].put(wait)
+
+    @staticmethod
+    def _run(lane: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (wait := lane.get()) is not None:
+            wait()
+
+    def stop(self) -> None:
+        for lane in self._lanes.values():
+            lane.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+
+class LiveDriver:
+    """Runs `router` and `workers` over `machines` until stopped. Public methods are safe from any thread."""
+
+    def __init__(
+        self,
+        router: Actor,
+        workers: Mapping[WorkerId, Actor],
+        machines: Mapping[WorkerId, Machine],
+        *,
+        deliver: Callable[[list[tuple[RequestId, Outcome]]], None],
+        died: Callable[[BaseException], None],
+        observers: Sequence[Observer] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`deliver` takes what clients are to be told, once an event; `died` why the loop ended; both on its thread."""
+        self._actors: dict[WorkerId, Actor] = {ROUTER: router, **workers}
+        self._machines = machines
+        self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
+        self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Parcel] | None] = queue.SimpleQueue()
+        self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
+        self._told: list[tuple[RequestId, Outcome]] = []
+        self._timers: list[tuple[float, WorkerId, str]] = []
+        self._armed: dict[tuple[WorkerId, str], float] = {}
+        self._readers = Readers()
+        self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, actor: WorkerId, event: Event) -> None:
+        self._inbox.put((actor, event))
+
+    def stop(self) -> None:
+        """Ends the threads; what is in flight on the devices is left to finish unread."""
+        self._inbox.put(None)
+        self._thread.join(timeout=10)
+        self._readers.stop()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            while self._one_round():
+                continue
+        except BaseException as error:
+            log.exception("the driver thread ends: an actor or a machine raised")
+            self._died(error)
+
+    def _one_round(self) -> bool:
+        """Waits for one thing to happen and follows it, and everything it causes here, to the end."""
+        try:
+            item = self._inbox.get(timeout=self._until_next_timer())
+        except queue.Empty:
+            item = (ROUTER, None)
+        if item is None:
+            return False
+        if item[1] is not None:
+            self._take(*item)
+        self._fire_timers()
+        self._settle()
+        return True
+
+    def _take(self, actor: WorkerId, item: Event | Parcel) -> None:
+        if hasattr(item, "wait"):
+            self._land(actor, item)  # type: ignore[arg-type]
+        else:
+            self._round.append((actor, item))  # type: ignore[arg-type]
+
+    def _settle(self) -> None:
+        while self._round:
+            actor, event = self._round.popleft()
+            now_s = self.now_s()
+            self._observe(actor, event, now_s)
+            for effect in self._actors[actor].handle(event, now_s):
+                self._observe(actor, effect, now_s)
+                self._act(actor, effect)
+        if self._told:
+            self._deliver(self._told)
+            self._told = []
+
+    def _observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
+        for observer in self._observers:
+            observer(actor, item, now_s)
+
+    # ------------------------------------------------------------ effects
+
+    def _act(self, actor: WorkerId, effect: Any) -> None:
+        match effect:
+            case EmitTokens() | Finish() | Reject():
+                self._told.append((effect.request_id, effect))
+            case RunDecode(plan) | RunPrefill(plan):
+                self._run_plan(actor, effect, plan.plan_id)
+            case Send(to, message):
+                self._round.append((to, Received(actor, message)))
+            case ShipKV(transfer):
+                self._ship(actor, transfer)
+            case SetTimer(at_s, key):
+                self._armed[actor, key] = at_s
+                heapq.heappush(self._timers, (at_s, actor, key))
+            case _:
+                raise AssertionError(f"no driver knows the effect {effect!r}")
+
+    def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode, plan_id: int) -> None:
+        machine, lane = self._machines[actor], type(effect).__name__
+        try:
+            if isinstance(effect, RunDecode):
+                pending = machine.run_decode(effect.plan)
+            else:
+                pending = machine.run_prefill(effect.plan)
+        except Exception as error:
+            self._engine_failed(actor, error, plan_id=plan_id)
+            return
+        self._readers.read(f"{actor}-{lane}", lambda: self._read_plan(actor, pending.read, plan_id))
+
+    def _read_plan(self, actor: WorkerId, read: Callable[[], Event], plan_id: int) -> None:
+        try:
+            self.post(actor, read())
+        except Exception as error:
+            self._engine_failed(actor, error, plan_id=plan_id)
+
+    def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
+        try:
+            parcel = self._machines[actor].ship(transfer, self._machines[transfer.destination])
+        except Exception as error:
+            self._engine_failed(actor, error, handoff=transfer.handoff)
+            return
+        self._readers.read(f"ship-{transfer.destination}", lambda: self._await_landing(actor, parcel))
+
+    def _await_landing(self, source: WorkerId, parcel: Parcel) -> None:
+        try:
+            parcel.wait()
+            self._inbox.put((parcel.transfer.destination, parcel))
+        except Exception as error:
+            self._engine_failed(source, error, handoff=parcel.transfer.handoff)
+
+    def _land(self, actor: WorkerId, parcel: Parcel) -> None:
+        try:
+            self._machines[actor].insert(parcel)
+        except Exception as error:
+            self._engine_failed(actor, error, handoff=parcel.transfer.handoff)
+            return
+        self._round.append((actor, KVArrived(parcel.transfer)))
+
+    def _engine_failed(
+        self, actor: WorkerId, error: Exception, plan_id: int | None = None, handoff: str | None = None
+    ) -> None:
+        log.error("%s failed: %s: %s", actor, type(error).__name__, error)
+        self.post(actor, EngineFailed(plan_id, handoff, f"{type(error).__name__}: {error}"))
+
+    # ------------------------------------------------------------ timers
+
+    def _until_next_timer(self) -> float | None:
+        return max(0.0, self._timers[0][0] - self.now_s()) if self._timers else None
+
+    def _fire_timers(self) -> None:
+        now_s = self.now_s()
+        while self._timers and self._timers[0][0] <= now_s:
+            at_s, actor, key = heapq.heappop(self._timers)
+            if self._armed.get((actor, key)) == at_s:
+                del self._armed[actor, key]
+                self._round.append((actor, TimerFired(key)))

@@ -1,0 +1,156 @@
+"""A running stack in this process, as the fronts see it: requests in, deltas out, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.events import ROUTER, Cancel, EmitTokens, Finish, Reject, Submit
+from jdisagg.core.ledger import Ledger
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
+from jdisagg.engine.machine import Machine
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome
+from jdisagg.serve.service import Delta, Draining, Rejected
+
+
+class Mailbox:
+    """What one request has been told and its reader has not yet taken."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self._items, self._waiter = loop, deque[Outcome](), asyncio.Event()
+
+    def put(self, item: Outcome) -> None:
+        self._items.append(item)
+        self._waiter.set()
+
+    async def take(self) -> list[Outcome]:
+        """Everything there is, at least one thing."""
+        await self._waiter.wait()
+        self._waiter.clear()
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+
+class LocalService:
+    """Implements `Service` over a `LiveDriver` that it starts and stops."""
+
+    def __init__(
+        self,
+        router: Actor,
+        workers: Mapping[WorkerId, Actor],
+        machines: Mapping[WorkerId, Machine],
+        *,
+        model_name: str,
+        model_config: ModelConfig,
+        max_model_len: int,
+        tokenizer: Tokenizer,
+        observers: Sequence[Observer] = (),
+        recompiles: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.model_name, self.model_config = model_name, model_config
+        self.max_model_len, self.tokenizer = max_model_len, tokenizer
+        self.recompiles = recompiles
+        self.draining = False
+        self._mailboxes: dict[RequestId, Mailbox] = {}
+        self.driver = LiveDriver(
+            router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, clock=time.monotonic
+        )
+
+    @property
+    def ready(self) -> bool:
+        return self.driver.alive and not self.draining
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._mailboxes)
+
+    def now_s(self) -> float:
+        return self.driver.now_s()
+
+    def start(self) -> None:
+        self.driver.start()
+
+    def stop(self) -> None:
+        self.driver.stop()
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.driver.post(ROUTER, Cancel(request_id))
+
+    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        """See `Service.stream`."""
+        if not self.ready:
+            raise Draining("the server is not ready, or going down: running requests finish, new ones are not taken")
+        request.check(self.model_config.vocab_size, self.max_model_len)
+        if request.request_id in self._mailboxes:
+            raise RequestError(f"a request with the id {request.request_id!r} is running", param="request_id")
+        mailbox = self._mailboxes[request.request_id] = Mailbox(asyncio.get_running_loop())
+        self.driver.post(ROUTER, Submit(request))
+        ended = False
+        try:
+            while not ended:
+                delta = _joined(await mailbox.take())
+                ended = delta.finish is not None
+                yield delta
+        except Rejected:
+            ended = True
+            raise
+        finally:
+            del self._mailboxes[request.request_id]
+            if not ended:
+                self.cancel(request.request_id)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Takes no new requests, lets running ones finish for `deadline_s` seconds, then cancels the rest."""
+        self.draining = True
+        end_s = self.now_s() + deadline_s
+        while self._mailboxes and self.now_s() < end_s:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._mailboxes):
+            self.cancel(request_id)
+        while self._mailboxes and self.now_s() < end_s + 2.0:
+            await asyncio.sleep(0.02)
+
+    def _died(self, error: BaseException) -> None:
+        """The driver thread is gone: every running request ends as an error instead of waiting for ever."""
+        detail = f"the driver stopped: {type(error).__name__}: {error}"
+        self._deliver(
+            [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=detail)) for each in [*self._mailboxes]]
+        )
+
+    def _deliver(self, told: list[tuple[RequestId, Outcome]]) -> None:
+        """On the driver thread: one wake-up of each event loop an event, however many tokens there are."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Outcome]]] = {}
+        for request_id, item in told:
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                by_loop.setdefault(mailbox.loop, []).append((mailbox, item))
+        for loop, items in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_put_all, items)
+
+
+def _put_all(items: list[tuple[Mailbox, Outcome]]) -> None:
+    for mailbox, item in items:
+        mailbox.put(item)
+
+
+def _joined(items: list[Outcome]) -> Delta:
+    """One delta of everything told since the last; a `Reject` is raised as `Rejected`."""
+    sampled, prompt, finish = [], [], None
+    for item in items:
+        match item:
+            case EmitTokens():
+                sampled.extend(item.sampled)
+                prompt.extend(item.prompt)
+            case Finish():
+                finish = item
+            case Reject():
+                raise Rejected(item.detail, item.retry_after_s)
+    return Delta(tuple(sampled), tuple(prompt), finish)

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# The whole test suite; arguments go to pytest (for example: bash launch/test.sh -m "not slow").
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+ensure_venv test,lint
+exec .venv/bin/python -m pytest "$@"
