@@ -1,5 +1,5 @@
 # Sourced by demo.sh and test.sh: makes .venv on first use, and again after pyproject.toml has changed.
-# Arguments: the extras to install, as "test,lint". PYTHON names the interpreter (default: python3.12, 3.11 or python3).
+# `ensure_venv [EXTRAS]` installs the project with extras, as "test,lint". PYTHON names the interpreter (default: python3.12, 3.11 or python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +13,7 @@ find_python() {
 }
 
 ensure_venv() {
-  local extras=$1 stamp=".venv/.jdisagg-$1" python
+  local extras=${1:-} stamp=".venv/.jdisagg-${1:-}" python
   if [ -e "$stamp" ] && [ "$stamp" -nt pyproject.toml ]; then return; fi
   python=$(find_python)
   if [ ! -x .venv/bin/python ]; then
@@ -21,7 +21,7 @@ ensure_venv() {
     "$python" -m venv .venv
   fi
   echo "jdisagg: installing jax and the other packages into .venv ..."
-  .venv/bin/python -m pip install --disable-pip-version-check --progress-bar on -q -e ".[$extras]"
+  .venv/bin/python -m pip install --disable-pip-version-check --progress-bar on -q -e ".${extras:+[$extras]}"
   touch "$stamp"
   echo "jdisagg: .venv is ready"
 }

@@ -108,15 +108,15 @@ def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _pages(
-    settings: Settings,
-    place: WorkerMesh,
-    model: ModelConfig,
-    kv: KVLayout,
-    dtype: str,
-    longest: int,
-    memory: int | None,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of the whole model's weights, and of one device's memory (None on the CPU: the host's is shared)."""
+
+    weights_bytes: int
+    device_bytes: int | None
+
+
+def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
     """Pages of one worker's pool: what --kv_tokens says, else every slot's longest sequence as far as memory goes."""
     wanted = settings.max_num_seqs * kv.pages_for(longest)
     if settings.kv_tokens:
