@@ -1,0 +1,100 @@
+"""Text to tokens and back, as the checkpoint's own `tokenizer.json` says; chat messages to text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jdisagg.core.errors import CheckpointError, RequestError
+from jdisagg.model.chat_template import ChatTemplates, Message, find_templates
+from jdisagg.model.detokenizer import Vocabulary, pieces
+from jdisagg.model.hf_config import Json, read_generation_config, read_json
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder (`tokenizer.json`; the other files are optional)."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        raw = _read_tokenizer(self.folder / "tokenizer.json")
+        config = self._optional("tokenizer_config.json")
+        named = _special_tokens(self._optional("special_tokens_map.json")) | _special_tokens(config)
+        self._raw, self.vocabulary = raw, Vocabulary(raw)
+        self.bos_id = raw.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        self.eos_ids = self._end_tokens(named.get("eos_token"))
+        self._chat = ChatTemplates(find_templates(self.folder, config), named, str(self.folder))
+
+    def _optional(self, name: str) -> Json:
+        return read_json(self.folder / name) if (self.folder / name).exists() else {}
+
+    def _end_tokens(self, eos_token: str | None) -> tuple[int, ...]:
+        """Every id that ends an answer: the generation config's and the tokenizer's own, in that order."""
+        listed = read_generation_config(self.folder).eos_ids if (self.folder / "config.json").exists() else ()
+        own = None if eos_token is None else self._raw.token_to_id(eos_token)
+        return tuple(dict.fromkeys([*listed, *([] if own is None else [own])]))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the tokenizer knows, added ones included (a model's table may be longer)."""
+        return self._raw.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, between the special tokens the model expects around a prompt if asked."""
+        try:
+            return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"text that is not Unicode cannot be tokenized: {error}", "prompt") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids the vocabulary does not have give nothing, broken characters give U+FFFD."""
+        return self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, special ones by name: for logprobs and for looking at things."""
+        return self._raw.decode([token_id], skip_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat.exists
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """Messages as one prompt by the model's template, which gets `kwargs` too (`tools`, ...).
+
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
+        """
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+
+
+class Detokenizer:
+    """One answer's text, streamed: the pieces joined are `Tokenizer.decode` of all ids, whatever their grouping."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._pieces = pieces(tokenizer.vocabulary, skip_special_tokens)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete; "" while a character is open. Linear in the tokens, over a whole answer."""
+        return self._pieces.push(list(ids))
+
+    def flush(self) -> str:
+        """What is still held when the answer ends (an unfinished character becomes U+FFFD)."""
+        return self._pieces.flush()
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    if not path.exists():
+        raise CheckpointError(f"no {path.name} in {path.parent}")
+    try:
+        raw = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    raw.no_truncation()
+    raw.no_padding()
+    return raw
+
+
+def _special_tokens(config: Json) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like, each written as a string or as {"content": ...}."""
+    named = {key: value for key, value in config.items() if key.endswith("_token") and value}
+    texts = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
