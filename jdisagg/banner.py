@@ -1,0 +1,101 @@
+"""What the launcher prints before *ready*: the model, the meshes as a picture, capacities, and the compile bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jdisagg.core.ledger import PARTS, Ledger
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.serve.blueprint import Blueprint
+
+
+def show(console: Console, plan: Blueprint, platform: str) -> None:
+    """Prints the whole blueprint once."""
+    console.print(f"[bold]model[/]    {plan.model_name}: {_model_line(plan.model)}, {plan.dtype}, {plan.model_folder}")
+    console.print(f"[bold]mesh[/]     {plan.mesh} on {plan.mesh.num_devices} {platform} devices")
+    for line in picture(plan):
+        console.print(f"         {line}", highlight=False)
+    kv = plan.kv
+    console.print(
+        f"[bold]kv[/]       {kv.bytes_per_token:,} bytes a token ({kv.dtype}), pages of {kv.page_size} tokens,"
+        f" sequences up to {plan.max_model_len:,} tokens"
+    )
+    for config in plan.workers:
+        tokens = config.num_pages * config.page_size
+        size = config.num_pages * plan.kv.bytes_per_page
+        console.print(f"         {config.worker}: {tokens:,} tokens ({config.num_pages:,} pages, {_mib(size)})")
+    for config in plan.workers:
+        console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, plan)}")
+
+
+def picture(plan: Blueprint) -> list[str]:
+    """Each worker's devices, stage by stage; shards of one stage stand in one bracket."""
+    lines = []
+    for place in plan.mesh.workers():
+        rows = [place.device_ids[stage * place.tp : (stage + 1) * place.tp] for stage in range(place.pp)]
+        runs = plan.layers if place.pp > 1 else (range(plan.model.num_layers),)
+        boxes = [
+            f"[{' '.join(str(device) for device in row)}] layers {run.start}-{run.stop - 1}"
+            for row, run in zip(rows, runs, strict=True)
+        ]
+        lines.append(f"{place.worker:<12} " + " -> ".join(boxes))
+        if place.role == "prefill" and place is [w for w in plan.mesh.workers() if w.role == "prefill"][-1]:
+            lines.append("     |  KV pages")
+            lines.append("     v")
+    return lines
+
+
+def _model_line(model: ModelConfig) -> str:
+    return (
+        f"{model.family}, {model.num_params() / 1e6:,.1f} M parameters, {model.num_layers} layers,"
+        f" {model.num_heads}/{model.num_kv_heads} heads x {model.head_dim}"
+    )
+
+
+def _programs(config: WorkerConfig, plan: Blueprint) -> str:
+    widths = "/".join(str(width * config.page_size) for width in config.table_buckets)
+    parts = []
+    if config.role.prefills:
+        chunks = "/".join(map(str, config.prefill_buckets))
+        parts.append(f"prefill chunks of {chunks} tokens x tables of {widths} tokens x {len(plan.layers)} layer groups")
+    if config.role.decodes:
+        parts.append(
+            f"decode of {config.slots_per_microbatch} slots x {config.num_microbatches} stages x {widths} tokens"
+        )
+    return ", ".join(parts)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.0f} MiB"
+
+
+def compile_bar(console: Console) -> tuple[Progress, Callable[[str, int, int], None]]:
+    """A progress bar and the function that moves it: (program's name, programs done, programs in all)."""
+    bar = Progress(
+        TextColumn("[bold]warm[/]    "),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+    )
+    task = bar.add_task("", total=None)
+    return bar, lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+def ledger_table(ledger: Ledger, num_tokens: int) -> Table:
+    """Where one request's time went; the parts sum exactly to the whole."""
+    table = Table("part", "ms", "share", title=f"{num_tokens} tokens", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    parts, total = ledger.parts_ns(), ledger.total_ns
+    for part in PARTS:
+        table.add_row(part, f"{parts[part] / 1e6:.3f}", f"{100 * parts[part] / max(total, 1):.1f} %")
+    table.add_section()
+    table.add_row("whole", f"{total / 1e6:.3f}", "100 %")
+    return table

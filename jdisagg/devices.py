@@ -1,0 +1,47 @@
+"""The devices of a run. On a machine without an accelerator they are virtual CPU devices, made here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+
+from jdisagg.core.errors import MeshError
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def prepare(platform: str, num_devices: int, compile_cache_dir: str = "") -> list[Any]:
+    """The first `num_devices` devices of `platform` ("auto": the best there is); call before any other use of jax.
+
+    On the CPU it makes the virtual devices that are missing, and widens the client's thread pool to twice the devices:
+    with fewer threads, collectives of several meshes wait for each other's threads until the client aborts.
+    Raises MeshError naming both numbers where an accelerator has too few.
+    """
+    os.environ.setdefault("PJRT_NPROC", str(max(32, 4 * num_devices)))
+    if platform != "auto":
+        jax.config.update("jax_platforms", _PLATFORMS[platform])
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # a backend is up already: then its devices are what there is
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    if compile_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", compile_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise MeshError(f"--platform={platform}: no such devices here ({error})") from error
+    if len(devices) < num_devices:
+        raise MeshError(
+            f"the mesh needs {num_devices} devices, this machine has {len(devices)} ({devices[0].platform})"
+        )
+    return devices[:num_devices]
+
+
+def memory_bytes(device: Any) -> int | None:
+    """Memory of one accelerator in bytes; None where the runtime does not say (CPU)."""
+    stats = device.memory_stats()
+    return stats.get("bytes_limit") if stats else None

@@ -1,0 +1,140 @@
+"""`python -m jdisagg.launch`: one command from nothing to a running stack. See --help.
+
+Settings are resolved, ports bound and the blueprint printed before anything is loaded, so that a mistake costs a second
+and one line: exit code 2, no traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from jdisagg import banner, config, devices, flags
+from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.settings import Settings
+from jdisagg.serve import blueprint, offline, servers
+from jdisagg.serve.build import build
+from jdisagg.serve.local import LocalService
+
+BAD_USE = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 after a clean end, 2 with one line on stderr for a mistake of the caller's."""
+    try:
+        settings, values = config.resolve(sys.argv if argv is None else argv)
+        if values["help"].value:
+            print(flags.help_text())
+            return 0
+        if values["print_config"].value:
+            print(config.as_toml(settings))
+            return 0
+        return run(settings)
+    except (ConfigError, CheckpointError, RequestError) as error:
+        print(f"jdisagg: {error}", file=sys.stderr)
+        return BAD_USE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run(settings: Settings) -> int:
+    """Builds the stack and does what the settings ask of it."""
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    console = Console(stderr=bool(settings.prompt))
+    mesh = MeshSpec.parse(settings.mesh)
+    once = bool(settings.prompt or settings.prompts)
+    sockets = servers.Sockets() if once else servers.bind(settings)
+    jobs = offline.read_jobs(_existing(settings.prompts)) if settings.prompts else []
+    found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
+    plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
+    banner.show(console, plan, found[0].platform)
+    bar, told = banner.compile_bar(console)
+    with bar:
+        service = build(plan, settings, found, told)
+    service.start()
+    try:
+        if settings.prompt:
+            return asyncio.run(complete_one(service, settings, console))
+        if settings.prompts:
+            return asyncio.run(run_batch(service, settings, jobs))
+        return asyncio.run(serve(service, settings, sockets, console))
+    finally:
+        service.stop()
+
+
+def _existing(name: str) -> Path:
+    if not Path(name).exists():
+        raise ConfigError(f"--prompts={name}: there is no such file")
+    return Path(name)
+
+
+def sampling_of(settings: Settings) -> SamplingParams:
+    return SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
+
+
+async def complete_one(service: LocalService, settings: Settings, console: Console) -> int:
+    """Streams one completion to stdout, then prints its ledger."""
+    room = service.max_model_len - len(service.tokenizer.encode(settings.prompt))
+    sampling = sampling_of(replace(settings, max_tokens=max(1, min(settings.max_tokens, room))))
+    print(settings.prompt, end="", flush=True)
+    num_tokens, finish = 0, None
+    async for piece in offline.stream(service, settings.prompt, sampling):
+        print(piece.text, end="", flush=True)
+        num_tokens, finish = num_tokens + len(piece.sampled), piece.finish
+    print(flush=True)
+    if finish is not None:
+        console.print(banner.ledger_table(finish.ledger, num_tokens))
+    return 0
+
+
+async def run_batch(service: LocalService, settings: Settings, jobs: Sequence[offline.Job]) -> int:
+    """Runs the lines of --prompts that --output does not have yet."""
+    output = Path(settings.output)
+    done = offline.done_lines(output)
+    left = [job for job in jobs if job.line not in done]
+    with Progress() as bar, output.open("a") as out:
+        task = bar.add_task(
+            f"{settings.prompts} -> {settings.output}", total=len(jobs), completed=len(jobs) - len(left)
+        )
+        await offline.run_jobs(service, left, sampling_of(settings), out, lambda _: bar.advance(task))
+    return 0
+
+
+async def serve(service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console) -> int:
+    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once."""
+    running = await servers.start(service, settings, sockets)
+    for line in running.urls:
+        console.print(f"[bold]ready[/]    {line}", highlight=False)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _stop_or_die, stop)
+    stopped, died = asyncio.create_task(stop.wait()), asyncio.create_task(running.wait())
+    await asyncio.wait({stopped, died}, return_when=asyncio.FIRST_COMPLETED)
+    console.print(f"draining: {service.running} running, at most {settings.drain_s:g} s (again to stop at once)")
+    await service.drain(settings.drain_s)
+    await running.stop()
+    stopped.cancel()
+    await died
+    return 0
+
+
+def _stop_or_die(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(INTERRUPTED)
+    stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""`LLM`: the whole stack in your own process, for research and for batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from jdisagg import devices
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.settings import Settings
+from jdisagg.serve import blueprint, build, offline
+from jdisagg.serve.offline import Completion, Prompt
+from jdisagg.serve.text import Piece
+
+GREEDY = SamplingParams(max_tokens=128, temperature=0.0)
+
+
+class LLM:
+    """A running stack; arguments are the launcher's flags. Close it, or use it as a context.
+
+    >>> with LLM(mesh="prefill:tp2,decode:pp2") as llm:
+    ...     print(llm.generate("def fibonacci(n):").text)
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """Loads, compiles and warms. Raises ConfigError, MeshError or CheckpointError."""
+        self.settings = Settings(**settings)
+        self.settings.check()
+        mesh = MeshSpec.parse(self.settings.mesh)
+        found = devices.prepare(self.settings.platform, mesh.num_devices, self.settings.compile_cache_dir)
+        self.plan = blueprint.draw(self.settings, found[0].platform, devices.memory_bytes(found[0]))
+        self.service = build.build(self.plan, self.settings, found)
+        self.service.start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        self._thread.start()
+
+    def generate(self, prompt: Prompt, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()) -> Completion:
+        """One whole answer to a text or to token ids."""
+        return self.generate_all([prompt], sampling, stop)[0]
+
+    def generate_all(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        """Answers in the prompts' order; they run together, batched as the workers see fit."""
+        work = offline.complete_all(self.service, prompts, sampling, stop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()
+    ) -> AsyncGenerator[Piece]:
+        """Pieces of one answer as they come, on the caller's event loop; closing the generator cancels the request."""
+        return offline.stream(self.service, prompt, sampling, stop)
+
+    def close(self) -> None:
+        self.service.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""The HTTP and gRPC servers of a service: bound early, so that a port in use is found before a model is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc.aio
+import uvicorn
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import Settings
+from jdisagg.serve.grpc.server import create_grpc_server
+from jdisagg.serve.http.app import create_app
+from jdisagg.serve.local import LocalService
+from jdisagg.serve.front_settings import FrontSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Bound and not yet listening; None where a server is switched off. `grpc_port` was free a moment ago."""
+
+    http: socket.socket | None = None
+    grpc_port: int | None = None
+
+
+def bind(settings: Settings) -> Sockets:
+    """Raises ConfigError naming the flag, the address and the system's reason."""
+    http = _bound(settings.host, settings.http_port, "http_port") if settings.http_port >= 0 else None
+    if settings.grpc_port < 0:
+        return Sockets(http, None)
+    with _bound(settings.host, settings.grpc_port, "grpc_port") as probe:  # grpc binds for itself: only look
+        return Sockets(http, probe.getsockname()[1])
+
+
+def _bound(host: str, port: int, flag: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"--{flag}={port}: cannot bind {host}:{port} ({error.strerror or error})") from error
+    return bound
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn without its signal handling: the launcher decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(slots=True)
+class Running:
+    """Servers that take requests."""
+
+    http: HTTPServer | None
+    http_task: asyncio.Task[None] | None
+    grpc_server: grpc.aio.Server | None
+    urls: list[str]
+
+    async def wait(self) -> None:
+        """Returns when a server has ended."""
+        if self.http_task is not None:
+            await self.http_task
+        elif self.grpc_server is not None:
+            await self.grpc_server.wait_for_termination()
+
+    async def stop(self) -> None:
+        """Closes both at once: draining came before."""
+        if self.http is not None:
+            self.http.should_exit = True
+        if self.grpc_server is not None:
+            await self.grpc_server.stop(grace=1.0)
+
+
+async def start(service: LocalService, settings: Settings, sockets: Sockets) -> Running:
+    """Starts what `sockets` has; returns once both accept connections."""
+    front = front_settings(service, settings)
+    running = Running(None, None, None, [])
+    if sockets.http is not None:
+        running.http = HTTPServer(
+            uvicorn.Config(create_app(service, front), log_level=settings.log_level, access_log=False, lifespan="off")
+        )
+        running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
+        await _until(lambda: running.http is not None and running.http.started, running.http_task)
+        host, port = sockets.http.getsockname()[:2]
+        running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; /docs, /metrics, /health)")
+    if sockets.grpc_port is not None:
+        running.grpc_server = create_grpc_server(service, front)
+        running.grpc_server.add_insecure_port(f"{settings.host}:{sockets.grpc_port}")
+        await running.grpc_server.start()
+        running.urls.append(f"gRPC  {settings.host}:{sockets.grpc_port}            (jetstream_proto.Orchestrator)")
+    return running
+
+
+async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
+    while not true() and not task.done():
+        await asyncio.sleep(0.01)
+    if task.done():
+        task.result()
+
+
+def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
+    return FrontSettings(
+        eos_ids=service.tokenizer.eos_ids,
+        api_key=settings.api_key or None,
+        max_body_bytes=settings.max_body_bytes,
+        queue_timeout_s=settings.queue_timeout_s or None,
+    )

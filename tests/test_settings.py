@@ -1,0 +1,71 @@
+from dataclasses import fields, replace
+
+import pytest
+
+from jdisagg import config, flags
+from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.settings import Settings
+
+
+def resolved(*arguments, **environment):
+    return config.resolve(["launch", *arguments], {f"JDISAGG_{k.upper()}": v for k, v in environment.items()})[0]
+
+
+def test_flags_win_over_environment_which_wins_over_the_file_which_wins_over_defaults(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("[sizes]\npage_size = 32\nmax_num_seqs = 3\nmax_chunk_seqs = 5\n")
+    got = resolved(f"--config={file}", "--page_size=64", page_size="16", max_num_seqs="4")
+    assert (got.page_size, got.max_num_seqs, got.max_chunk_seqs, got.turns_ahead) == (64, 4, 5, Settings().turns_ahead)
+
+
+def test_printed_settings_read_back_are_the_same(tmp_path):
+    settings = replace(Settings(), mesh="colocated:2xtp1", temperature=0.5, model='a "quoted" folder', drain_s=3.0)
+    file = tmp_path / "c.toml"
+    file.write_text(config.as_toml(settings))
+    assert resolved(f"--config={file}") == settings
+
+
+def test_every_setting_is_a_flag_and_stands_in_the_help():
+    text = flags.help_text()
+    for each in fields(Settings):
+        assert f"--{each.name}=" in text
+        assert each.metadata["group"] in flags.GROUPS
+        assert getattr(resolved(f"--{each.name}={each.default}"), each.name) == each.default
+
+
+def test_dashes_are_taken_for_underscores():
+    assert resolved("--max-model-len=77").max_model_len == 77
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max_modl_len=7"], "unknown flag --max_modl_len; did you mean --max_model_len?"),
+        (["--page_size=abc"], "page_size=abc"),
+        (["--page_size=0"], "--page_size is 0, must be at least 1"),
+        (["--load_format=zip"], "--load_format is 'zip', must be one of hf, orbax, random"),
+        (["serve"], "'serve' is not a flag"),
+        (["--prompts=a.jsonl"], "give both or neither"),
+        (["--config=/nowhere.toml"], "/nowhere.toml"),
+        (["--http_port=70000"], "--http_port is 70000"),
+        (["--hbm_fraction=1.5"], "--hbm_fraction is 1.5"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_the_value_in_it(arguments, says):
+    with pytest.raises(ConfigError) as error:
+        resolved(*arguments)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_wrong_key_in_the_file_names_the_nearest_one(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("page_sise = 32\n")
+    with pytest.raises(FlagError, match=r"'page_sise'; did you mean 'page_size'"):
+        resolved(f"--config={file}")
+
+
+def test_a_value_of_the_wrong_kind_in_the_file_is_refused(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('page_size = "big"\n')
+    with pytest.raises(FlagError, match=r"page_size is 'big', must be of type int"):
+        resolved(f"--config={file}")
