@@ -185,7 +185,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     model = read_json(Path(folder) / "config.json")
     eos, bos = (own.get(key, model.get(key)) for key in ("eos_token_id", "bos_token_id"))
     sampling = {key: own[key] for key in SAMPLING_KEYS if own.get(key) is not None}
-    if own and not own.get("do_sample", False):
+    if own.get("do_sample") is False:
         sampling = {"temperature": 0.0}
     return GenerationDefaults(_ids(eos), bos, sampling)
 

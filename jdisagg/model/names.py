@@ -5,7 +5,10 @@ is cut for a shard. Checkpoint matrices are [out, in]; our kernels are [in, out]
 Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.model_config import ModelConfig
@@ -43,6 +46,15 @@ class Leaf:
     parts: tuple[Part, ...]
     axis: int | None = None  # dimension of the leaf that is sharded; None where every shard holds the same
     transposed: bool = False
+
+    def cut(self, local: np.ndarray, shard: int, tp: int) -> Iterator[tuple[Part, Index, np.ndarray]]:
+        """A shard's leaf back into its parts: where each lies in the checkpoint's tensor, and its values."""
+        rows, start = local.T if self.transposed else local, 0
+        for part in self.parts:
+            index = part.index(shard, tp)
+            stop = start + index[0].stop - index[0].start
+            yield part, index, rows[start:stop]
+            start = stop
 
 
 def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[str, Leaf]:

@@ -68,10 +68,11 @@ def abstract_stage(config: ModelConfig, layers: range, tp: int, axis: str | None
     stage = nnx.eval_shape(lambda: Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(stage)
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
-    return AbstractStage(graphdef, treedef, [_dotted(path) for path, _ in found], [leaf for _, leaf in found])
+    return AbstractStage(graphdef, treedef, [dotted(path) for path, _ in found], [leaf for _, leaf in found])
 
 
-def _dotted(path: tuple) -> str:
+def dotted(path: tuple) -> str:
+    """A path of the module tree as "layers.0.attention.qkv.kernel"."""
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
@@ -93,6 +94,13 @@ def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, d
         for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
     ]
     return StageParams(abstract.graphdef, abstract.treedef, leaves, specs)
+
+
+def check_tensors(source: Source, config: ModelConfig) -> None:
+    """Every tensor of the whole model is in `source` with its shape. Raises `MissingTensor`, `WrongShape`."""
+    layers = range(config.num_layers)
+    table = stage_leaves(config, layers, 1)
+    _check(source, [table[path] for path in abstract_stage(config, layers, 1, None, jnp.float32).paths])
 
 
 def _check(source: Source, rules: list[Leaf]) -> None:

@@ -76,6 +76,8 @@ def _opened(path: Path) -> Any:
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index where there is one, else from the files themselves."""
+    if not folder.is_dir():
+        raise CheckpointError(f"no folder {folder}")
     if (folder / INDEX_FILE).exists():
         return {name: folder / file for name, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
     files = sorted(folder.glob("*.safetensors"))

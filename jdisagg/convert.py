@@ -1,0 +1,85 @@
+"""Converts a model folder between Hugging Face safetensors and a sharded Orbax checkpoint, either way.
+
+    python -m jdisagg.convert --input=FOLDER --output=DIR --format=orbax|hf [--dtype=bfloat16|float32|float16]
+
+The input may be either kind. Config, tokenizer and chat template files come along, so the output folder is served as
+it is: `--load_format=orbax` restores each shard's slice straight onto its device. Writing Orbax holds the whole model
+in host memory once; writing safetensors holds one file of it.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from absl import flags
+from rich.progress import track
+
+from jdisagg.core.errors import CheckpointError, FlagError, JdisaggError
+from jdisagg.model.checkpoint import stored_source
+from jdisagg.model.export import copy_companions, save_hf
+from jdisagg.model.hf_config import read_config
+from jdisagg.model.orbax_source import OrbaxSource, save_orbax
+from jdisagg.model.params import check_tensors
+from jdisagg.model.sources import HFSource
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
+
+
+def parse(argv: Sequence[str]) -> flags.FlagValues:
+    """Flags of this command alone. Raises `FlagError`."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("input", None, "model folder, Hugging Face or Orbax", flag_values=values)
+    flags.DEFINE_string("output", None, "folder to write, new or empty", flag_values=values)
+    flags.DEFINE_enum("format", "orbax", ["orbax", "hf"], "what to write", flag_values=values)
+    flags.DEFINE_enum("dtype", None, list(DTYPES), "cast weights to this; as stored if absent", flag_values=values)
+    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
+    try:
+        rest = values(list(argv))
+    except flags.Error as error:
+        raise FlagError(str(error).replace("\n", " ")) from error
+    if not values.help and (len(rest) > 1 or not values.input or not values.output):
+        raise FlagError(f"needed: --input=FOLDER --output=DIR; found: {' '.join(argv[1:]) or 'nothing'}")
+    return values
+
+
+def convert(source_folder: Path, target: Path, fmt: str, dtype: str | None) -> None:
+    """Writes the model of `source_folder` to `target` as "orbax" or "hf". Raises `CheckpointError`."""
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"output {target} is not empty")
+    source = stored_source(source_folder)
+    check_tensors(source, read_config(source_folder))
+    target.mkdir(parents=True, exist_ok=True)
+    if fmt == "orbax":
+        save_orbax(target, dict(_tensors(source, dtype)))
+    else:
+        save_hf(target, _tensors(source, dtype))
+    copy_companions(source_folder, target, dtype)
+
+
+def _tensors(source: HFSource | OrbaxSource, dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
+    for name in track(source.names, description="tensors"):
+        shape = source.shape(name)
+        assert shape is not None, name
+        tensor = source.read(name, tuple(slice(0, size) for size in shape))
+        yield name, tensor if dtype is None else tensor.astype(DTYPES[dtype])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    try:
+        values = parse(argv)
+        if values.help:
+            print(__doc__)
+            return 0
+        convert(Path(values.input), Path(values.output), values.format, values.dtype)
+    except JdisaggError as error:
+        print(f"jdisagg.convert: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {values.output} ({values.format})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,127 @@
+"""Out of the house: a model's tensors as a Hugging Face folder that `transformers`, and we, read back."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jdisagg.core.model_config import ModelConfig, RopeScaling
+from jdisagg.model.hf_config import FAMILIES
+from jdisagg.model.names import stage_leaves
+from jdisagg.model.network import Stage
+from jdisagg.model.params import dotted
+from jdisagg.model.sources import INDEX_FILE
+
+FILE_BYTES = 4 << 30  # a new safetensors file starts beyond this
+COMPANIONS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "merges.txt", "LICENSE*")
+Tensors = Iterable[tuple[str, np.ndarray]]
+
+
+def checkpoint_tensors(stage: Stage) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a whole model on one device, under their Hugging Face names and in its [out, in] order."""
+    config = stage.config
+    assert stage.embed is not None and stage.norm is not None, "only a whole model makes a checkpoint"
+    table = stage_leaves(config, range(config.num_layers), 1)
+    for path, value in jax.tree_util.tree_flatten_with_path(nnx.state(stage))[0]:
+        for part, _, piece in table[dotted(path)].cut(np.asarray(value), 0, 1):
+            yield part.name, np.ascontiguousarray(piece)
+
+
+def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) -> dict[str, Any]:
+    """`config.json` of `config` (old spelling, which every transformers reads); `ids` as in `eos_token_id=1`."""
+    names = {family: name for name, family in FAMILIES.items()}
+    return {
+        "architectures": [names[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_json(config.rope_scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        **_window_json(config),
+        "torch_dtype": dtype,
+        **ids,
+    }
+
+
+def _rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    factors = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return factors
+    return factors | {
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+
+
+def _window_json(config: ModelConfig) -> dict[str, Any]:
+    window = next(filter(None, config.layer_windows), None)
+    if config.family == "mistral" or window is None:
+        return {"sliding_window": window}
+    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.layer_windows]
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
+
+
+def save_hf(folder: Path, tensors: Tensors, file_bytes: int = FILE_BYTES) -> None:
+    """Writes safetensors, one file or several with their index; the host holds one file's tensors at a time."""
+    parts: list[Path] = []
+    place: dict[str, int] = {}
+    for batch in _batches(tensors, file_bytes):
+        parts.append(folder / f"part-{len(parts)}")
+        place |= dict.fromkeys(batch, len(parts) - 1)
+        save_file(batch, parts[-1], metadata={"format": "pt"})
+    if len(parts) == 1:
+        parts[0].rename(folder / "model.safetensors")
+        return
+    final = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    for part, name in zip(parts, final, strict=True):
+        part.rename(folder / name)
+    index = {"metadata": {}, "weight_map": {name: final[i] for name, i in place.items()}}
+    write_json(folder / INDEX_FILE, index)
+
+
+def _batches(tensors: Tensors, file_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    batch: dict[str, np.ndarray] = {}
+    size = 0
+    for name, tensor in tensors:
+        if batch and size + tensor.nbytes > file_bytes:
+            yield batch
+            batch, size = {}, 0
+        batch[name], size = tensor, size + tensor.nbytes
+    yield batch
+
+
+def copy_companions(source: Path, target: Path, dtype: str | None) -> None:
+    """Config, tokenizer and template files; the config then names `dtype`, where one is given."""
+    for path in (path for pattern in COMPANIONS for path in source.glob(pattern) if path.name != INDEX_FILE):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    if dtype is not None:
+        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        spelling = "dtype" if "dtype" in config else "torch_dtype"
+        write_json(target / "config.json", config | {spelling: dtype})
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Indented, in the mapping's own order, ending in a newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

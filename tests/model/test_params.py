@@ -1,0 +1,196 @@
+"""Weights reach their shards: every cut holds the same matrices, the host holds one leaf, mistakes are named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jdisagg.core.errors import CheckpointError, MeshError, MissingTensor, WrongShape
+from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.checkpoint import open_source
+from jdisagg.model.hf_config import read_config
+from jdisagg.model.names import Index, stage_leaves
+from jdisagg.model.params import StageParams, abstract_stage, check_tensors, load_stage
+from jdisagg.model.sources import HFSource, RandomSource, Source
+from tests.fixtures.conformance import ROOT, families
+from tests.model.sharded import mesh_of, split_layers
+
+BIG = ModelConfig("llama", 1024, 256, 1024, 4, 8, 4, 32, 128)
+
+
+class Counted:
+    """A source that notes how many bytes each read handed out."""
+
+    def __init__(self, inner: Source):
+        self.inner, self.sizes = inner, list[int]()
+        self.place = inner.place
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.inner.shape(name)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        found = self.inner.read(name, index)
+        self.sizes.append(found.nbytes)
+        return found
+
+
+def load(source: Source, config: ModelConfig, layers: range, tp: int) -> tuple[list[str], StageParams]:
+    paths = abstract_stage(config, layers, tp, "tp" if tp > 1 else None, jnp.float32).paths
+    return paths, load_stage(source, config, layers, mesh_of(tp), jnp.float32)
+
+
+def reassembled(source: Source, config: ModelConfig, tp: int, pp: int) -> dict[str, np.ndarray]:
+    """Every checkpoint tensor, put together again from the shards' local arrays; a replica must agree."""
+    tensors: dict[str, np.ndarray] = {}
+    for layers in split_layers(config, pp):
+        paths, params = load(source, config, layers, tp)
+        table = stage_leaves(config, layers, tp if config.vocab_size % tp == 0 else 1)
+        for path, leaf in zip(paths, params.leaves, strict=True):
+            for shard, local in enumerate(leaf.addressable_shards):
+                for part, index, piece in table[path].cut(np.asarray(local.data), shard, tp):
+                    whole = tensors.setdefault(part.name, np.full(part.shape, np.nan, np.float32))
+                    known = ~np.isnan(whole[index])
+                    assert (whole[index][known] == piece[known]).all()
+                    whole[index] = piece
+    return tensors
+
+
+def stored(family: str) -> dict[str, np.ndarray]:
+    files = sorted((ROOT / family).glob("*.safetensors"))
+    return {name: tensor.astype(np.float32) for path in files for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", families())
+def test_every_cut_reassembles_to_the_stored_matrices(family: str, tp: int, pp: int):
+    found = reassembled(HFSource(ROOT / family), read_config(ROOT / family), tp, pp)
+    expected = stored(family)
+    assert found.keys() == expected.keys()
+    assert all((found[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_shard_of_the_fused_matrix_holds_its_q_then_k_then_v_heads(tp: int):
+    config, weights = read_config(ROOT / "qwen2"), stored("qwen2")
+    paths, params = load(HFSource(ROOT / "qwen2"), config, range(4), tp)
+    leaf, d = params.leaves[paths.index("layers.1.attention.qkv.kernel")], config.head_dim
+    prefix, width = "model.layers.1.self_attn", config.q_size // tp
+    for shard, local in enumerate(leaf.addressable_shards):
+        kv = kv_head_of_shard(config.num_kv_heads, tp, shard) * d
+        rows = slice(kv, kv + heads_per_shard(config.num_kv_heads, tp) * d)
+        parts = [weights[f"{prefix}.q_proj.weight"][shard * width : (shard + 1) * width]]
+        parts += [weights[f"{prefix}.{each}_proj.weight"][rows] for each in "kv"]
+        np.testing.assert_array_equal(local.data, np.concatenate(parts).T)
+
+
+def test_an_indivisible_vocabulary_is_replicated():
+    config = replace(BIG, vocab_size=1023, num_layers=1)
+    source = RandomSource(config)
+    paths, params = load(source, config, range(1), 4)
+    place = paths.index("head")
+    assert params.specs[place] == jax.sharding.PartitionSpec()
+    assert params.leaves[place].addressable_shards[3].data.shape == (1023, 256)
+
+
+def test_one_device_has_no_axis_and_its_leaves_lie_there_alone():
+    params = load_stage(RandomSource(BIG), BIG, range(2), mesh_of(1, first=3), jnp.float32)
+    assert {leaf.sharding for leaf in params.leaves} == {jax.sharding.SingleDeviceSharding(jax.devices()[3])}
+    assert params.merge(params.leaves).axis is None
+
+
+def test_a_bf16_checkpoint_loads_as_f32_or_as_it_is():
+    config, source = read_config(ROOT / "mistral"), HFSource(ROOT / "mistral")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = load_stage(source, config, range(4), mesh_of(2), dtype)
+        assert {leaf.dtype for leaf in params.leaves} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_shard_reads_only_its_own_slices(tp: int):
+    source = Counted(RandomSource(BIG))
+    _, params = load(source, BIG, range(1, 3), tp)
+    local_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in params.leaves)
+    assert sum(source.sizes) <= tp * local_bytes
+    assert max(source.sizes) == BIG.hidden_size * BIG.intermediate_size * 4 // tp
+
+
+def test_random_weights_are_the_same_in_every_cut():
+    config = replace(BIG, num_heads=4, num_layers=2)
+    whole = reassembled(RandomSource(config, seed=7), config, 1, 1)
+    cut = reassembled(RandomSource(config, seed=7), config, 4, 2)
+    assert whole.keys() == cut.keys()
+    assert all((whole[name] == cut[name]).all() for name in whole)
+    other = reassembled(RandomSource(config, seed=8), config, 1, 1)
+    assert (whole["lm_head.weight"] != other["lm_head.weight"]).any()
+
+
+def test_random_weights_need_only_a_config(tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((ROOT / "qwen3" / "config.json").read_bytes())
+    config = read_config(tmp_path)
+    params = load_stage(open_source(tmp_path, "random", config), config, range(4), mesh_of(2), jnp.float32)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in params.leaves)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "named"),
+    [
+        (BIG, 3, "tp3 does not divide num_heads = 8"),
+        (replace(BIG, intermediate_size=1022), 4, "tp4 does not divide intermediate_size = 1022"),
+        (replace(BIG, num_heads=12, num_kv_heads=6), 4, "tp4 neither divides num_kv_heads = 6"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_heads_is_refused(config: ModelConfig, tp: int, named: str):
+    with pytest.raises(MeshError, match=named):
+        load_stage(RandomSource(config), config, range(4), mesh_of(tp), jnp.float32)
+
+
+def copy_with(tmp_path: Path, **changed: np.ndarray | None) -> HFSource:
+    """The mistral fixture's weights with tensors replaced, or dropped where None."""
+    tensors = load_file(ROOT / "mistral" / "model.safetensors") | changed
+    save_file({name: each for name, each in tensors.items() if each is not None}, tmp_path / "model.safetensors")
+    return HFSource(tmp_path)
+
+
+def test_a_missing_tensor_is_named_with_its_folder(tmp_path: Path):
+    source = copy_with(tmp_path, **{"model.layers.2.mlp.up_proj.weight": None})
+    with pytest.raises(MissingTensor, match=rf"model\.layers\.2\.mlp\.up_proj\.weight is not in {tmp_path}"):
+        check_tensors(source, read_config(ROOT / "mistral"))
+
+
+def test_a_stage_does_not_miss_the_tensors_of_other_stages(tmp_path: Path):
+    source = copy_with(tmp_path, **{"model.layers.2.mlp.up_proj.weight": None, "lm_head.weight": None})
+    params = load_stage(source, read_config(ROOT / "mistral"), range(2), mesh_of(1), jnp.float32)
+    assert params.num_bytes > 0
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    source = copy_with(tmp_path, **{name: np.zeros((16, 64), ml_dtypes.bfloat16)})
+    with pytest.raises(WrongShape, match=rf"{name}.*\(16, 64\).*\(32, 64\)"):
+        load_stage(source, read_config(ROOT / "mistral"), range(4), mesh_of(1), jnp.float32)
+
+
+def test_a_folder_without_weights_says_what_would_work(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors in .*--load_format=random"):
+        HFSource(tmp_path)
+
+
+def test_an_index_that_names_an_absent_file_is_refused(tmp_path: Path):
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors"):
+        HFSource(tmp_path).shape("model.norm.weight")
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        HFSource(tmp_path)
