@@ -29,6 +29,7 @@ class PrefillChunk:
     last: bool  # the sequence's last chunk: a token is drawn after it
     sampling: SamplingParams
     history: History = History()  # filled on the last chunk where sampling.penalised
+    num_output: int = 0  # output tokens among this sequence's tokens (a resumed request has some; for min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Admission:
     request_id: RequestId
     token: int
     position: int
-    pages: tuple[int, ...]
+    pages: tuple[int, ...]  # all it holds: those of its KV and those reserved for tokens to come
     sampling: SamplingParams
     num_output: int  # tokens out so far, `token` included (for min_tokens)
     history: History = History()  # filled where sampling.penalised
@@ -79,7 +80,7 @@ class DecodePlan:
     plan_id: int
     microbatch: int
     active: tuple[int, ...]
-    table_pages: int  # declared table width, >= the pages of the longest active slot
+    table_pages: int  # declared table width, >= the pages that hold the tokens of the longest active slot
     admit: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     retire: tuple[int, ...] = ()

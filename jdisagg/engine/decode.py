@@ -1,0 +1,195 @@
+"""Decode turns: one microbatch through all stages, its tokens drawn and fed back on the device.
+
+The last stage owns each microbatch's *feed*, i32[4, B]: the token fed next, its position, whether the slot has drawn a
+stop token, and whether the host has it enabled. Drawing makes the next feed, so turns follow each other without the
+host; turns of different microbatches share nothing but the KV pools, and pipeline over the stages by program order.
+The host owns page tables and knobs and sends them when they change; admissions, pauses and retirements go as one small
+delta to the feed. In steady state a turn is its stage programs and one draw, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jdisagg.core.events import DecodeDone
+from jdisagg.core.plans import Admission, DecodePlan
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
+from jdisagg.engine.sampling import Counts, Knobs, counted, is_stop, pick, pick_greedy, token_logprobs, with_row
+from jdisagg.engine.section import Section
+from jdisagg.parallel.place import Place, Program
+
+TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a feed
+ADMITTED = 2  # row of a delta, which else is as a feed: 1 where the slot takes a new sequence
+
+
+def steered(feed: Array, delta: Array) -> Array:
+    """The feed after the host's delta i32[4, B]: token, position, admitted, enabled."""
+    admitted = delta[ADMITTED] == 1
+    token, position = (jnp.where(admitted, delta[row], feed[row]) for row in (TOKEN, POSITION))
+    return jnp.stack([token, position, jnp.where(admitted, 0, feed[STOPPED]), delta[ENABLED]])
+
+
+def advanced(feed: Array, tokens: Array, knobs: Knobs) -> tuple[Array, Array]:
+    """The feed after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot."""
+    alive = (feed[ENABLED] == 1) & (feed[STOPPED] == 0)
+    position = feed[POSITION] + alive
+    stopped = feed[STOPPED] | (alive & is_stop(tokens, knobs, position))
+    fed = jnp.where(alive, tokens, feed[TOKEN])
+    return jnp.stack([fed, position, stopped.astype(jnp.int32), feed[ENABLED]]), jnp.where(alive, tokens, -1)
+
+
+def draw_greedy(logits: Array, feed: Array, knobs: Knobs) -> tuple[Array, Array]:
+    return advanced(feed, pick_greedy(logits), knobs)
+
+
+def draw(logits: Array, feed: Array, knobs: Knobs, counts: Counts) -> tuple[Array, Array]:
+    return advanced(feed, pick(logits, knobs, counts, feed[POSITION] + 1), knobs)
+
+
+class Microbatch:
+    """Slots first_slot to first_slot + B: the host's mirror, and what lies on the last stage's first device."""
+
+    def __init__(self, first_slot: int, size: int, max_pages: int, vocab_size: int, device: jax.Device) -> None:
+        self.first_slot, self.size, self.device = first_slot, size, device
+        self.table = np.zeros((size, max_pages), np.int32)
+        self.enabled = np.zeros(size, np.int32)
+        self.sampling: list[SamplingParams | None] = [None] * size
+        self.rows = KnobRows(size)
+        self.knobs = self.rows.on(device)
+        self.feed = jax.device_put(np.zeros((4, size), np.int32), device)
+        empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
+        self.counts = Counts(*jax.device_put(empty, device))
+        self.tables: dict[Place, Array] = {}  # page tables as last sent, all of one width
+
+    def take(self, plan: DecodePlan) -> np.ndarray | None:
+        """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
+        delta = np.zeros((4, self.size), np.int32)
+        for slot in plan.retire:
+            self.sampling[slot - self.first_slot] = None
+        for admission in plan.admit:
+            self._admit(admission, delta)
+        for grant in plan.grants:
+            self.table[grant.slot - self.first_slot, grant.index] = grant.page
+        if plan.grants:
+            self.tables.clear()
+        delta[ENABLED, [slot - self.first_slot for slot in plan.active]] = 1
+        changed = bool(plan.admit) or not np.array_equal(delta[ENABLED], self.enabled)
+        self.enabled = delta[ENABLED].copy()
+        return delta if changed else None
+
+    def _admit(self, admission: Admission, delta: np.ndarray) -> None:
+        row = admission.slot - self.first_slot
+        self.table[row] = 0
+        self.table[row, : len(admission.pages)] = admission.pages
+        self.tables.clear()
+        self.sampling[row] = admission.sampling
+        self.rows.set(row, admission.sampling, admission.position - admission.num_output + 1)
+        delta[:ENABLED, row] = admission.token, admission.position, 1
+
+    def table_on(self, place: Place, width: int) -> Array:
+        """i32[B, width] on every shard of `place`; sent only if it changed since."""
+        held = self.tables.get(place)
+        if held is None or held.shape[1] != width:
+            held = self.tables[place] = place.put(self.table[:, :width].copy())
+        return held
+
+    def asked(self, active: Sequence[int]) -> list[SamplingParams]:
+        found = [self.sampling[slot - self.first_slot] for slot in active]
+        assert None not in found, f"an active slot of {active} holds no sequence"
+        return found  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class PendingDecode:
+    """A turn on its way; see `machine.PendingDecode`."""
+
+    plan: DecodePlan
+    first_slot: int
+    tokens: Array  # i32[B], -1 for a masked slot
+    wanted: list[int | None]  # SamplingParams.logprobs of the active slots
+    logprobs: tuple[Array, Array, Array] | None
+
+    def read(self) -> DecodeDone:
+        rows = [slot - self.first_slot for slot in self.plan.active]
+        tokens = np.asarray(self.tokens)[rows].tolist()
+        logprobs = None if self.logprobs is None else [np.asarray(part)[rows] for part in self.logprobs]
+        drawn = sampled_rows(tokens, self.wanted, logprobs)
+        pairs = zip(self.plan.active, drawn, strict=True)
+        return DecodeDone(self.plan.plan_id, tuple((slot, each if each.token >= 0 else None) for slot, each in pairs))
+
+
+class Decoder:
+    """Runs decode plans over the stages."""
+
+    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
+        self.sections, self.config = sections, config
+        self.device = sections[-1].place.devices[0]  # where tokens are drawn
+        size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
+        self.microbatches = [
+            Microbatch(index * size, size, max_pages, vocab_size, self.device)
+            for index in range(config.num_microbatches)
+        ]
+        self.steer, self.draw_greedy, self.draw = Program(steered), Program(draw_greedy), Program(draw)
+        self.logprobs, self.count, self.set_row = (
+            Program(token_logprobs),
+            Program(counted, donate=(0,)),
+            Program(with_row, donate=(0,)),
+        )
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.steer, self.draw_greedy, self.draw, self.logprobs, self.count, self.set_row]
+
+    def run(self, plan: DecodePlan) -> PendingDecode:
+        batch = self.microbatches[plan.microbatch]
+        self._send_changes(batch, plan)
+        logits = self.stages(batch, plan.table_pages)
+        asked = batch.asked(plan.active)
+        tokens = self._draw(batch, logits, asked)
+        wanted = [sampling.logprobs for sampling in asked]
+        logprobs = None
+        if any(number is not None for number in wanted):
+            logprobs = self.logprobs(logits, tokens)
+        for array in (tokens, *(logprobs or ())):
+            array.copy_to_host_async()
+        return PendingDecode(plan, batch.first_slot, tokens, wanted, logprobs)
+
+    def stages(self, batch: Microbatch, width: int) -> Array:
+        """Logits f32[B, V] of one turn, on the device that draws."""
+        x = None
+        for section in self.sections:
+            table, feed = batch.table_on(section.place, width), section.place.spread(batch.feed)
+            x = section.decode(table, feed, x if x is None else section.place.hop(x))
+        assert x is not None
+        return x.addressable_data(0)
+
+    def _send_changes(self, batch: Microbatch, plan: DecodePlan) -> None:
+        delta = batch.take(plan)
+        if delta is not None:
+            batch.feed = self.steer(batch.feed, jax.device_put(delta, self.device))
+        if plan.admit:
+            batch.knobs = batch.rows.on(self.device)
+        for admission in plan.admit:
+            if admission.sampling.penalised:
+                row = (
+                    np.int32(admission.slot - batch.first_slot),
+                    *history_rows(admission.history, batch.counts.prompt.shape[1]),
+                )
+                batch.counts = self.set_row(batch.counts, *jax.device_put(row, self.device))
+
+    def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
+        if all(is_plain(sampling) for sampling in asked):
+            batch.feed, tokens = self.draw_greedy(logits, batch.feed, batch.knobs)
+            return tokens
+        batch.feed, tokens = self.draw(logits, batch.feed, batch.knobs, batch.counts)
+        if any(sampling.penalised for sampling in asked):
+            batch.counts = self.count(batch.counts, tokens)
+        return tokens

@@ -1,0 +1,155 @@
+"""`MeshMachine`: one worker's devices, for every role. It owns weights and pages, runs plans, and decides nothing.
+
+A decode or colocated worker has one place a stage, a prefill worker one place for all its layer groups; everything
+else is the same code (`section.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.typing import DTypeLike
+
+from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.decode import Decoder, PendingDecode
+from jdisagg.engine.prefill import PendingPrefill, Prefiller
+from jdisagg.engine.section import Section
+from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
+from jdisagg.kv.pools import StagePages
+from jdisagg.kv.shipping import TRANSFER_BUCKETS, Dock, Move, insert_moves, ship_pages
+from jdisagg.model.sources import Source
+from jdisagg.parallel.place import Place, Program
+
+
+@dataclass(frozen=True)
+class MeshParcel:
+    """Packed pages on their way; see `machine.Parcel`."""
+
+    transfer: KVTransfer
+    moves: list[Move]
+
+    def wait(self) -> None:
+        jax.block_until_ready([move.atoms for move in self.moves])
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a machine holds, for people."""
+
+    weights_bytes: int
+    pool_bytes: int
+    num_programs: int  # compiled so far
+
+
+class MeshMachine:
+    """Implements `machine.Machine`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: ModelConfig,
+        source: Source,
+        layout: KVLayout,
+        layers: Sequence[range],
+        devices: Sequence[jax.Device],
+        dtype: DTypeLike,
+    ) -> None:
+        """Reads the weights and allocates the pages; `warm` must follow before the first plan.
+
+        `layers` are the runs of layers of the decode stages, whatever this worker's role; `devices` are this worker's,
+        stage-major. KV pages have the layout's dtype.
+        """
+        self.config, self.model = config, model
+        places = places_of(config.role, len(layers), devices)
+        self.sections = [
+            Section(source, model, run, place, layout, config.num_pages, dtype)
+            for run, place in zip(layers, places, strict=True)
+        ]
+        self.docks = {place: Dock(place) for place in places}
+        self.prefiller = Prefiller(self.sections, config, model.vocab_size) if config.role.prefills else None
+        self.decoder = Decoder(self.sections, config, model.vocab_size) if config.role.decodes else None
+        self._compiled_when_warm: int | None = None
+
+    def run_prefill(self, plan: PrefillPlan) -> PendingPrefill:
+        assert self.prefiller is not None, f"{self.config.worker} does not prefill"
+        return self.prefiller.run(plan)
+
+    def run_decode(self, plan: DecodePlan) -> PendingDecode:
+        assert self.decoder is not None, f"{self.config.worker} does not decode"
+        return self.decoder.run(plan)
+
+    def ship(self, transfer: KVTransfer, destination: MeshMachine) -> MeshParcel:
+        moves = ship_pages(self.pages, self.docks, destination.pages, transfer.source_pages, transfer.destination_pages)
+        return MeshParcel(transfer, moves)
+
+    def insert(self, parcel: MeshParcel) -> None:
+        insert_moves(self.pages, self.docks, parcel.moves)
+
+    @property
+    def pages(self) -> list[StagePages]:
+        """The KV pages of each section, in layer order."""
+        return [section.kv for section in self.sections]
+
+    # ------------------------------------------------------------ warm-up
+
+    def warm(self, progress: Progress = lambda label, done, total: None, peers: Sequence[MeshMachine] = ()) -> None:
+        """Compiles every declared program by running it on null pages and idle slots.
+
+        `peers` are the machines this one ships to (their inserts are compiled too). `progress(label, done, total)` is
+        called before each program and once after the last, with done == total.
+        """
+        jobs = self._warm_jobs(peers)
+        for done, (label, job) in enumerate(jobs):
+            progress(label, done, len(jobs))
+            jax.block_until_ready(job())
+        progress("ready", len(jobs), len(jobs))
+        for machine in (self, *peers):
+            machine._compiled_when_warm = machine.num_compiled
+
+    def _warm_jobs(self, peers: Sequence[MeshMachine]) -> list[Job]:
+        jobs = prefill_jobs(self.prefiller) if self.prefiller else []
+        jobs += decode_jobs(self.decoder) if self.decoder else []
+        for peer in peers:
+            jobs += ship_jobs(partial(self._ship_null, peer), peer.config.worker, TRANSFER_BUCKETS)
+        return jobs
+
+    def _ship_null(self, peer: MeshMachine, pages: int) -> list:
+        nulls = (NULL_PAGE,) * pages
+        moves = ship_pages(self.pages, self.docks, peer.pages, nulls, nulls)
+        insert_moves(peer.pages, peer.docks, moves)
+        return [stage.pools for stage in peer.pages]
+
+    def recompiles(self) -> int:
+        """Programs compiled since `warm`; stays 0 unless a shape was left undeclared."""
+        return self.num_compiled - (self._compiled_when_warm or 0)
+
+    @property
+    def programs(self) -> list[Program]:
+        owners = [*self.sections, *self.docks.values(), self.prefiller, self.decoder]
+        return [program for owner in owners if owner is not None for program in owner.programs]
+
+    @property
+    def num_compiled(self) -> int:
+        return sum(program.num_compiled for program in self.programs)
+
+    def figures(self) -> Figures:
+        return Figures(
+            sum(section.params.num_bytes for section in self.sections),
+            sum(section.kv.num_bytes for section in self.sections),
+            self.num_compiled,
+        )
+
+
+def places_of(role: Role, num_sections: int, devices: Sequence[jax.Device]) -> list[Place]:
+    """One place a section: a prefill worker's groups share all its devices, stages split them evenly."""
+    if not role.decodes:
+        return [Place(devices)] * num_sections
+    tp = len(devices) // num_sections
+    assert tp * num_sections == len(devices), (num_sections, len(devices))
+    return [Place(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_sections)]

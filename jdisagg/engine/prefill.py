@@ -1,0 +1,200 @@
+"""Prefill: packed chunks of several prompts through all layer groups, and the first token of those that end.
+
+Every chunk runs with the widest page table: attention visits only the pages a chunk holds, so a narrower table would
+save nothing and cost a program each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax import Array
+
+from jdisagg.core.events import PrefillDone
+from jdisagg.core.plans import PrefillChunk, PrefillPlan
+from jdisagg.core.request import RequestId, Sampled
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
+from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
+from jdisagg.engine.section import Chunks, Section, run_prefill
+from jdisagg.parallel.place import Program
+
+MAX_BORDERS = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A plan's numbers as the programs take them, on the host. T rows, S sequences."""
+
+    rows: np.ndarray  # i32[3, T]: token, position, page
+    spans: np.ndarray  # i32[2, S + 1]
+    table: np.ndarray  # i32[S, W]
+    first_rows: np.ndarray  # i32[S + 1]: where each chunk begins
+
+    @property
+    def last_rows(self) -> np.ndarray:
+        """i32[S]: each chunk's last row (0 for unused sequences)."""
+        return np.maximum(self.first_rows[1:] - 1, 0)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """i32[T]: the token after each row; past a chunk's last row it means nothing."""
+        return np.append(self.rows[0, 1:], np.int32(0))
+
+
+def pack(plan: PrefillPlan, config: WorkerConfig) -> Packed:
+    """Chunks one after another, padding rows last on the null page."""
+    assert len(plan.chunks) <= config.max_chunk_seqs and plan.num_tokens <= plan.bucket_tokens, plan
+    rows = np.zeros((3, plan.bucket_tokens), np.int32)
+    spans = np.zeros((2, config.max_chunk_seqs + 1), np.int32)
+    table = np.zeros((config.max_chunk_seqs, config.table_buckets[-1]), np.int32)
+    row = 0
+    for index, chunk in enumerate(plan.chunks):
+        stop, length = row + len(chunk.tokens), chunk.start + len(chunk.tokens)
+        positions, pages = np.arange(chunk.start, length), np.array(chunk.pages, np.int32)
+        rows[0, row:stop], rows[1, row:stop] = chunk.tokens, positions
+        rows[2, row:stop] = pages[positions // config.page_size]
+        table[index, : len(pages)] = pages
+        spans[0, index], spans[1, index + 1 :] = length, stop
+        row = stop
+    return Packed(rows, spans, table, spans[1])
+
+
+@dataclass(frozen=True)
+class Border:
+    """The logits that predict a request's next chunk's first token: one row of a head's result."""
+
+    logits: Array  # f32[S, V]
+    row: int
+
+    def logprobs(self, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `token_logprobs` of one row, on the host."""
+        row = np.asarray(self.logits)[self.row].astype(np.float64)
+        logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        best = np.argsort(-logprobs, kind="stable")[:NUM_TOP]
+        return logprobs[[token]], best[None], logprobs[None, best]
+
+
+@dataclass(frozen=True)
+class PendingPrefill:
+    """A plan on its way; see `machine.PendingPrefill`."""
+
+    plan: PrefillPlan
+    first_rows: np.ndarray
+    tokens: Array | None  # i32[S], row i drawn for chunk i
+    logprobs: tuple[Array, Array, Array] | None
+    scores: tuple[Array, Array, Array] | None  # of every row
+    borders: dict[RequestId, Border] = field(default_factory=dict)  # from the chunks before
+
+    def read(self) -> PrefillDone:
+        drawn: list[tuple[RequestId, Sampled]] = []
+        if self.tokens is not None:
+            tokens = np.asarray(self.tokens)[: len(self.plan.chunks)].tolist()
+            wanted = [chunk.sampling.logprobs for chunk in self.plan.chunks]
+            logprobs = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
+            pairs = zip(self.plan.chunks, sampled_rows(tokens, wanted, logprobs), strict=True)
+            drawn = [(chunk.request_id, sampled) for chunk, sampled in pairs if chunk.last]
+        return PrefillDone(self.plan.plan_id, tuple(drawn), self._prompts())
+
+    def _prompts(self) -> tuple[tuple[RequestId, tuple[Sampled, ...]], ...]:
+        if self.scores is None:
+            return ()
+        scores = [np.asarray(part) for part in self.scores]
+        return tuple(
+            (chunk.request_id, self._prompt(chunk, int(self.first_rows[index]), scores))
+            for index, chunk in enumerate(self.plan.chunks)
+            if chunk.sampling.prompt_logprobs is not None
+        )
+
+    def _prompt(self, chunk: PrefillChunk, row: int, scores: list[np.ndarray]) -> tuple[Sampled, ...]:
+        """Row r predicts the token after it; the chunk's first token is predicted by the chunk before."""
+        wanted = chunk.sampling.prompt_logprobs
+        within = [part[row : row + len(chunk.tokens) - 1] for part in scores]
+        known = sampled_rows(chunk.tokens[1:], [wanted] * (len(chunk.tokens) - 1), within)
+        if chunk.start > 0:
+            first, border = chunk.tokens[0], self.borders.get(chunk.request_id)
+            known[:0] = [Sampled(first)] if border is None else sampled_rows([first], [wanted], border.logprobs(first))
+        return tuple(known)
+
+
+class Prefiller:
+    """Runs prefill plans over the layer groups."""
+
+    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
+        self.sections, self.config, self.vocab_size = sections, config, vocab_size
+        self.device = sections[-1].place.devices[0]
+        self.greedy, self.pick, self.logprobs = Program(pick_greedy), Program(pick), Program(token_logprobs)
+        self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
+        self._borders: OrderedDict[RequestId, Border] = OrderedDict()
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.greedy, self.pick, self.logprobs]
+
+    def run(self, plan: PrefillPlan) -> PendingPrefill:
+        packed = pack(plan, self.config)
+        x = self.groups(packed)
+        scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
+        logits = tokens = logprobs = scores = None
+        if scored or any(chunk.last for chunk in plan.chunks):
+            logits = self.head(x, packed)
+            tokens = self.draw(plan, logits)
+        if tokens is not None and any(chunk.last and chunk.sampling.logprobs is not None for chunk in plan.chunks):
+            logprobs = self.logprobs(logits, tokens)
+        if scored:
+            scores = self.sections[-1].score(x, packed.targets)
+        borders = {
+            chunk.request_id: self._borders[chunk.request_id] for chunk in scored if chunk.request_id in self._borders
+        }
+        self._keep_borders(plan, logits)
+        for array in (tokens, *(logprobs or ()), *(scores or ())):
+            if array is not None:
+                array.copy_to_host_async()
+        return PendingPrefill(plan, packed.first_rows, tokens, logprobs, scores, borders)
+
+    def groups(self, packed: Packed) -> Array:
+        """Activations [T, hidden] after all layers."""
+        places = dict.fromkeys(section.place for section in self.sections)
+        chunks_at = {place: Chunks(*place.put((packed.rows, packed.spans, packed.table))) for place in places}
+        return run_prefill(self.sections, chunks_at)
+
+    def head(self, x: Array, packed: Packed) -> Array:
+        """Logits f32[S, V] after each chunk's last row, on the device that draws."""
+        return self.sections[-1].head(x, packed.last_rows).addressable_data(0)
+
+    def draw(self, plan: PrefillPlan, logits: Array) -> Array:
+        """i32[S] tokens; only the rows of last chunks mean anything."""
+        last = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.last]
+        if all(is_plain(chunk.sampling) for _, chunk in last):
+            return self.greedy(logits)
+        rows, positions = KnobRows(self.config.max_chunk_seqs), np.zeros(self.config.max_chunk_seqs, np.int32)
+        for row, chunk in last:
+            positions[row] = chunk.start + len(chunk.tokens)
+            rows.set(row, chunk.sampling, int(positions[row]) - chunk.num_output)
+        counts = self._counts(last)
+        return self.pick(logits, rows.on(self.device), counts, jax.device_put(positions, self.device))
+
+    def _zero_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        shape = (self.config.max_chunk_seqs, self.vocab_size)
+        return np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
+
+    def _counts(self, last: list[tuple[int, PrefillChunk]]) -> Counts:
+        if not any(chunk.sampling.penalised for _, chunk in last):
+            return self.no_counts
+        prompt, output = self._zero_counts()
+        for row, chunk in last:
+            prompt[row], output[row] = history_rows(chunk.history, self.vocab_size)
+        return Counts(*jax.device_put((prompt, output), self.device))
+
+    def _keep_borders(self, plan: PrefillPlan, logits: Array | None) -> None:
+        for row, chunk in enumerate(plan.chunks):
+            self._borders.pop(chunk.request_id, None)
+            if not chunk.last and chunk.sampling.prompt_logprobs is not None:
+                assert logits is not None
+                self._borders[chunk.request_id] = Border(logits, row)
+        while len(self._borders) > MAX_BORDERS:
+            self._borders.popitem(last=False)

@@ -1,0 +1,143 @@
+"""A section: consecutive layers on one place, their weights and KV pages, and the device programs over them.
+
+On a decode worker a section is a pipeline stage; on a prefill worker it is a layer group, and all groups share one
+place. Either way the same two programs run it: `decode` (one token a slot) and `prefill` (one packed chunk). Programs
+are pure and take flat lists of leaves; the module is merged while tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.engine.sampling import token_logprobs
+from jdisagg.kv.pools import POOL_SPEC, StagePages, decode_attend, prefill_attend
+from jdisagg.model.network import Stage
+from jdisagg.model.params import load_stage
+from jdisagg.model.sources import Source
+from jdisagg.parallel.place import WHOLE, Place, Program
+
+SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A packed prefill chunk on one place: T rows (padding last), S sequences (unused ones hold no row)."""
+
+    rows: Array  # i32[3, T]: token, position, page (0 for padding)
+    spans: Array  # i32[2, S + 1]: kv_lens and a zero; cu_q_lens
+    table: Array  # i32[S, W]
+
+
+class Section:
+    """Layers `layers` of the model on `place`."""
+
+    def __init__(
+        self,
+        source: Source,
+        config: ModelConfig,
+        layers: range,
+        place: Place,
+        layout: KVLayout,
+        num_pages: int,
+        dtype: DTypeLike,
+    ) -> None:
+        self.config, self.layers, self.place = config, layers, place
+        self.params = load_stage(source, config, layers, place.mesh, dtype)
+        self.kv = StagePages(layout, layers, num_pages, place)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        batch = (self.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE)
+        self.decode_program = place.program(self._decode, batch, (POOL_SPEC, WHOLE), donate=(1,))
+        self.prefill_program = place.program(self._prefill, (*batch, WHOLE), (POOL_SPEC, WHOLE), donate=(1,))
+        self.head_program = place.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
+        self.score_program = place.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.decode_program, self.prefill_program, self.head_program, self.score_program]
+
+    # ------------------------------------------------------------ running, in program order
+
+    def decode(self, table: Array, feed: Array, x: Array | None) -> Array:
+        """One turn: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
+        self.kv.pools, x = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
+        return x
+
+    def prefill(self, chunks: Chunks, x: Array | None) -> Array:
+        """One chunk: activations [T, hidden] of the group before (None at the first) -> those after this one."""
+        self.kv.pools, x = self.prefill_program(
+            self.params.leaves, self.kv.pools, chunks.rows, chunks.spans, chunks.table, x
+        )
+        return x
+
+    def head(self, x: Array, rows: np.ndarray) -> Array:
+        """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
+        return self.head_program(self.params.leaves, x, self.place.put(rows))
+
+    def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
+        """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""
+        return self.score_program(self.params.leaves, x, self.place.put(targets))
+
+    # ------------------------------------------------------------ what one shard runs
+
+    def _window_of(self, layer: int) -> int | None:
+        return self.config.window(self.layers.start + layer)
+
+    def _run(self, leaves: list[Array], x: Array | None, tokens: Array) -> tuple[Stage, Array]:
+        stage = self.params.merge(leaves)
+        return stage, stage.embed_tokens(tokens) if x is None else x
+
+    def _decode(
+        self, leaves: list[Array], pools: list[Array], table: Array, feed: Array, x: Array | None
+    ) -> tuple[list[Array], Array]:
+        """feed i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
+        stage, x = self._run(leaves, x, feed[0])
+        alive = (feed[3] == 1) & (feed[2] == 0)
+        attend = decode_attend(pools, table, feed[1], alive, self._window_of)
+        x = stage.run_layers(x, feed[1], attend)
+        return pools, stage.logits(x) if self.is_last else x
+
+    def _prefill(
+        self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
+    ) -> tuple[list[Array], Array]:
+        tokens, positions, pages = rows
+        stage, x = self._run(leaves, x, tokens)
+        offsets = positions % pools[0].shape[3]
+        attend = prefill_attend(pools, table, pages, offsets, spans[0, :-1], spans[1], self._window_of)
+        return pools, stage.run_layers(x, positions, attend)
+
+    def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
+        return self.params.merge(leaves).logits(x[rows])
+
+    def _score(self, leaves: list[Array], x: Array, targets: Array) -> tuple[Array, Array, Array]:
+        stage = self.params.merge(leaves)
+        block = min(SCORE_ROWS, x.shape[0])
+        padding = -x.shape[0] % block
+
+        def score_block(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+            return token_logprobs(stage.logits(inputs[0]), inputs[1])
+
+        blocks = (
+            jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, block, x.shape[1]),
+            jnp.pad(targets, (0, padding)).reshape(-1, block),
+        )
+        chosen, ids, values = jax.lax.map(score_block, blocks)
+        chosen, ids, values = (part.reshape(-1, *part.shape[2:])[: x.shape[0]] for part in (chosen, ids, values))
+        return chosen, ids, values
+
+
+def run_prefill(sections: Sequence[Section], chunks_at: dict[Place, Chunks]) -> Array:
+    """All layers over one packed chunk; returns activations [T, hidden] on the last section's place."""
+    x = None
+    for section in sections:
+        x = section.prefill(chunks_at[section.place], x if x is None else section.place.hop(x))
+    assert x is not None
+    return x

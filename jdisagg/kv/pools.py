@@ -1,0 +1,78 @@
+"""KV pages on the devices: one pool a layer, head-major, sharded on heads; page 0 is the null page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jdisagg.core.kv_layout import KVLayout, heads_per_shard
+from jdisagg.model.network import Attend
+from jdisagg.parallel.place import AXIS, Place
+from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
+
+POOL_SPEC = PartitionSpec(None, AXIS)
+
+
+class StagePages:
+    """The KV pages of one stage: layers `layers` of the model on `place`; pools[i] holds layer layers[i].
+
+    A pool is [num_pages + 1, heads of all shards, 2, page_size, D]; with more shards than KV heads, a head is there
+    once for every shard that holds it. Programs take `pools` donated and hand back the list that replaces it.
+    """
+
+    def __init__(self, layout: KVLayout, layers: range, num_pages: int, place: Place) -> None:
+        self.layout, self.layers, self.place = layout, layers, place
+        heads = heads_per_shard(layout.num_kv_heads, place.tp) * place.tp
+        shape = (num_pages + 1, heads, 2, layout.page_size, layout.head_dim)
+        make = jax.jit(lambda: jnp.zeros(shape, layout.dtype), out_shardings=place.sharding(POOL_SPEC))
+        # Each by its own call, so that no two pools share a buffer; awaited, so that the calls never pile up.
+        self.pools: list[Array] = [jax.block_until_ready(make()) for _ in layers]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards together."""
+        return sum(pool.nbytes for pool in self.pools)
+
+
+def decode_attend(
+    pools: list[Array], table: Array, positions: Array, alive: Array, window_of: Callable[[int], int | None]
+) -> Attend:
+    """Attention of one new token a slot; `pools` (a list of this program's own) is updated in place.
+
+    table i32[B, W]; positions i32[B]: tokens held before this one; alive bool[B]: the others write to the null page
+    and attend to nothing.
+    """
+    page_size = pools[0].shape[3]
+    index = positions // page_size
+    alive = alive & (index < table.shape[1])
+    pages = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1)[:, None], axis=1)[:, 0]
+    pages, offsets = jnp.where(alive, pages, 0), positions % page_size
+    lengths = jnp.where(alive, positions + 1, 0)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        pools[layer] = write_kv_pages(pools[layer], k, v, pages, offsets)
+        return paged_attention(q, pools[layer], table, lengths, window=window_of(layer))
+
+    return attend
+
+
+def prefill_attend(
+    pools: list[Array],
+    table: Array,
+    pages: Array,
+    offsets: Array,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    window_of: Callable[[int], int | None],
+) -> Attend:
+    """Attention of packed chunks; row t is written to `offsets[t]` of page `pages[t]` (0: padding)."""
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        pools[layer] = write_kv_pages(pools[layer], k, v, pages, offsets)
+        return prefill_attention(q, pools[layer], table, kv_lens, cu_q_lens, window=window_of(layer))
+
+    return attend

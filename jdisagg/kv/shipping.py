@@ -1,0 +1,124 @@
+"""KV on its way: pages packed into few arrays cut in head atoms, put shard by shard, joined and scattered on arrival.
+
+Three steps, all asynchronous: a pack (program of the source), one put of all shards and atoms (no reshard in flight),
+and an insert (donated program of the destination). Page counts are padded to buckets with the null page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jdisagg.kv.pools import POOL_SPEC, StagePages
+from jdisagg.parallel.place import AXIS, WHOLE, Place, Program
+from jdisagg.policy.reshard import TRANSFER_BUCKETS, HeadPlan, plan_heads, plan_layers, plan_moves
+
+ATOM_SPEC = PartitionSpec(None, None, AXIS)  # atoms are [L, n pages, heads, 2, page_size, D]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Some pages of some layers, landed or about to: atoms as the destination holds them, cut on heads."""
+
+    stage: int  # of the destination
+    layers: range  # of the model
+    atoms: list[Array]
+    pages: np.ndarray  # i32[n], destination pages, 0 where padded
+
+
+class Dock:
+    """One place's programs for sending and taking pages; stages that share a place share its dock."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._packs: dict[int, Program] = {}
+        self.insert_program = place.program(
+            insert_pages, (POOL_SPEC, WHOLE, ATOM_SPEC), (POOL_SPEC, WHOLE), donate=(0,)
+        )
+
+    def pack(self, pools: Sequence[Array], pages: np.ndarray, atom_heads: int) -> tuple[Array, ...]:
+        """Pools of some layers, i32[n] -> one array [L, n, atom_heads * tp, 2, page_size, D] an atom of a shard."""
+        if atom_heads not in self._packs:
+
+            def pack_pages(pools: list[Array], pages: Array) -> tuple[Array, ...]:
+                blocks = jnp.stack([pool[pages] for pool in pools])
+                return tuple(jnp.split(blocks, blocks.shape[2] // atom_heads, axis=2))
+
+            self._packs[atom_heads] = self.place.program(pack_pages, (POOL_SPEC, WHOLE), ATOM_SPEC)
+        return self._packs[atom_heads](list(pools), self.place.put(pages))
+
+    def insert(self, pools: Sequence[Array], move: Move) -> list[Array]:
+        """The pools of `move.layers`, donated -> the same with the pages written."""
+        return self.insert_program(list(pools), self.place.put(move.pages), move.atoms)[0]
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.insert_program, *self._packs.values()]
+
+
+def insert_pages(pools: list[Array], pages: Array, atoms: list[Array]) -> tuple[list[Array], Array]:
+    """Joins the atoms of a shard and writes them; the second result only says that it is done."""
+    blocks = atoms[0] if len(atoms) == 1 else jnp.concatenate(atoms, axis=2)
+    return [pool.at[pages].set(block) for pool, block in zip(pools, blocks, strict=True)], pages[:1]
+
+
+def ship_pages(
+    source: Sequence[StagePages],
+    docks: dict[Place, Dock],
+    destination: Sequence[StagePages],
+    source_pages: Sequence[int],
+    destination_pages: Sequence[int],
+) -> list[Move]:
+    """Packs the pages of every layer, now in program order, and starts them on their way; returns at once.
+
+    The two sides may cut layers and heads differently. `docks` are the source's.
+    """
+    assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
+    moves = []
+    for run in plan_layers(tuple(s.layers for s in source), tuple(d.layers for d in destination)):
+        held, wanted = source[run.source_stage], destination[run.destination_stage]
+        heads = plan_heads(held.layout.num_kv_heads, held.place.tp, wanted.place.tp)
+        pools = held.pools[run.layers.start - held.layers.start : run.layers.stop - held.layers.start]
+        for start, stop, bucket in plan_moves(len(source_pages), TRANSFER_BUCKETS):
+            packed = docks[held.place].pack(pools, padded(source_pages[start:stop], bucket), heads.atom_heads)
+            pages = padded(destination_pages[start:stop], bucket)
+            moves.append(Move(run.destination_stage, run.layers, send(packed, heads, wanted.place), pages))
+    return moves
+
+
+def padded(pages: Sequence[int], size: int) -> np.ndarray:
+    """i32[size]: the pages, then null pages."""
+    filled = np.zeros(size, np.int32)
+    filled[: len(pages)] = pages
+    return filled
+
+
+def insert_moves(stages: Sequence[StagePages], docks: dict[Place, Dock], moves: Sequence[Move]) -> None:
+    """Scatters what has landed into the pools of its stages, in place."""
+    for move in moves:
+        stage = stages[move.stage]
+        layers = slice(move.layers.start - stage.layers.start, move.layers.stop - stage.layers.start)
+        stage.pools[layers] = docks[stage.place].insert(stage.pools[layers], move)
+
+
+def send(packed: tuple[Array, ...], plan: HeadPlan, place: Place) -> list[Array]:
+    """Starts every atom on its way to its destination device; returns at once.
+
+    One put for all: shards go as they are, and the destination sees atom j of all its shards as one array.
+    """
+    shards = [[array.addressable_data(shard) for shard in range(_num_shards(array))] for array in packed]
+    pieces = [shards[atom.index][atom.shard] for row in plan.pieces for atom in row]
+    devices = [device for device, row in zip(place.devices, plan.pieces, strict=True) for _ in row]
+    landed = jax.device_put(pieces, devices)
+    width = plan.atoms_per_destination
+    return [place.join(landed[j::width], ATOM_SPEC, axis=2) for j in range(width)]
+
+
+def _num_shards(array: Array) -> int:
+    return len(array.addressable_shards) if len(array.devices()) > 1 else 1

@@ -1,0 +1,90 @@
+"""Where a stage lives: one or more devices under the single axis "tp", and how arrays and programs get there.
+
+One device means plain single-device arrays and programs, never a mesh of one: on the CPU backend single-device
+programs overlap with everything, multi-device ones with none of their kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jdisagg.parallel.pace import LAUNCHES
+
+AXIS = "tp"
+WHOLE = PartitionSpec()
+
+
+class Place:
+    """Devices of one stage, in shard order."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = tuple(devices)
+        self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        self.whole = self.sharding(WHOLE)
+
+    @property
+    def tp(self) -> int:
+        return len(self.devices)
+
+    @property
+    def axis(self) -> str | None:
+        """What programs of this place sum over; None on one device."""
+        return AXIS if self.tp > 1 else None
+
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        return SingleDeviceSharding(self.devices[0]) if self.tp == 1 else NamedSharding(self.mesh, spec)
+
+    def put(self, arrays: Any) -> Any:
+        """Host arrays (a pytree) to every shard. An aligned numpy buffer may be adopted: never write to it again."""
+        return jax.device_put(arrays, self.whole)
+
+    def hop(self, array: jax.Array) -> jax.Array:
+        """Activations, whole on every shard of another place with as many shards, to this one; returns at once."""
+        return array if array.sharding == self.whole else jax.device_put(array, self.whole)
+
+    def spread(self, array: jax.Array) -> jax.Array:
+        """An array of one device, anywhere, to every shard here; returns at once."""
+        if self.tp == 1:
+            return array if array.devices() == {self.devices[0]} else jax.device_put(array, self.devices[0])
+        copies = jax.device_put([array] * self.tp, list(self.devices))
+        return jax.make_array_from_single_device_arrays(array.shape, self.whole, copies)
+
+    def join(self, shards: Sequence[jax.Array], spec: PartitionSpec, axis: int) -> jax.Array:
+        """One array of this place from its shards, each on its own device already, cut along `axis`."""
+        if self.tp == 1:
+            return shards[0]
+        shape = list(shards[0].shape)
+        shape[axis] *= self.tp
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(spec), list(shards))
+
+    def program(
+        self, function: Callable[..., Any], in_specs: Any = None, out_specs: Any = None, donate: tuple[int, ...] = ()
+    ) -> Program:
+        """`function` of one shard as a program of the whole place. The specs are those of `jax.shard_map`."""
+        if self.tp > 1:
+            function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return Program(function, donate, paced=self.tp > 1)
+
+
+class Program:
+    """A jitted pure function that knows how often it was compiled. Paced ones return a non-donated array last."""
+
+    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, paced: bool = False) -> None:
+        self._jit = jax.jit(function, donate_argnums=donate)
+        self._paced = paced
+
+    def __call__(self, *arguments: Any) -> Any:
+        results = self._jit(*arguments)
+        if self._paced:
+            LAUNCHES.launched(results if isinstance(results, jax.Array) else results[-1])
+        return results
+
+    @property
+    def num_compiled(self) -> int:
+        """Shapes and placements this function was compiled for."""
+        return self._jit._cache_size()
