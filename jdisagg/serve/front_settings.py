@@ -1,0 +1,28 @@
+"""What the fronts (HTTP and gRPC) are told once, at start: limits, keys, and what a silent request means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """Sizes are bytes or counts, times seconds. `None` switches the thing off unless said otherwise."""
+
+    eos_ids: tuple[int, ...] | None = None  # tokens that end an answer; None: the tokenizer's own
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # SamplingParams fields of silent requests
+    served_names: tuple[str, ...] = ()  # further names the model answers to
+    api_key: str | None = None
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 1024  # prompts times n of one HTTP request
+    choices_at_once: int = 64  # of one HTTP request; the rest of its choices are submitted as these end
+    max_stops: int = 64
+    max_stop_chars: int = 256
+    queue_timeout_s: float | None = None  # a request still queued then ends with HTTP 408
+    version: str = field(default_factory=lambda: version("jdisagg"))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"jdisagg-{self.version}"

@@ -1,0 +1,144 @@
+"""The gRPC front: JetStream's Orchestrator, the standard health service, and reflection."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jdisagg.core.errors import JdisaggError, RequestError
+from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.generation import AnswerFailed, failure_of, merged, pieces
+from jdisagg.serve.grpc.health import HealthOfService
+from jdisagg.serve.grpc.jetstream_pb2 import (
+    DESCRIPTOR,
+    DecodeRequest,
+    DecodeResponse,
+    HealthCheckRequest,
+    HealthCheckResponse,
+)
+from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorServicer, add_OrchestratorServicer_to_server
+from jdisagg.serve.sampling import choice_seed, fold_seed, sampling_params
+from jdisagg.serve.service import Draining, Rejected, Service
+from jdisagg.serve.text import TextOptions
+
+MAX_SAMPLES = 128
+NAME = DESCRIPTOR.services_by_name["Orchestrator"].full_name
+Sample = DecodeResponse.StreamContent.Sample
+Call = grpc.aio.ServicerContext
+
+STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (Rejected, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Draining, grpc.StatusCode.UNAVAILABLE),
+)
+FAILED_STATUS = {
+    FinishReason.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    FinishReason.ABORT: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def create_grpc_server(service: Service, settings: FrontSettings | None = None) -> grpc.aio.Server:
+    """A server without a port yet: `add_insecure_port`, then `await start()`."""
+    settings = settings or FrontSettings()
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", settings.max_body_bytes)])
+    add_OrchestratorServicer_to_server(Orchestrator(service, settings), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", NAME)), server)
+    reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+class Orchestrator(OrchestratorServicer):
+    """`jetstream_proto.Orchestrator` over a running stack."""
+
+    def __init__(self, service: Service, settings: FrontSettings) -> None:
+        self._service, self._settings, self._numbers = service, settings, itertools.count()
+
+    async def HealthCheck(self, request: HealthCheckRequest, context: Call) -> HealthCheckResponse:
+        return HealthCheckResponse(is_live=self._service.ready)
+
+    async def Decode(self, request: DecodeRequest, context: Call) -> AsyncGenerator[DecodeResponse]:
+        """One answer is greedy; several are drawn at temperature 1, each with its own seed."""
+        await self._check_key(context)
+        try:
+            requests = self._requests(request)
+            answers = [pieces(self._service, each, self._options(each.sampling)) for each in requests]
+            async with aclosing(merged(answers, self._settings.choices_at_once)) as found:
+                async for index, piece in found:
+                    failure = failure_of(piece)
+                    if failure is not None:
+                        raise failure
+                    if piece.text or piece.sampled:
+                        yield _response(index, len(requests), piece.text, [each.token for each in piece.sampled])
+        except JdisaggError as error:
+            await _abort(context, error)
+
+    async def _check_key(self, context: Call) -> None:
+        if self._settings.api_key is None:
+            return
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(given).encode(), f"Bearer {self._settings.api_key}".encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+
+    def _requests(self, asked: DecodeRequest) -> list[Request]:
+        """The samples' requests, all checked. Raises RequestError."""
+        if asked.lora_adapter_id:
+            raise RequestError(f"lora_adapter_id is not supported yet; it was {asked.lora_adapter_id[:100]!r}")
+        if not 0 <= asked.num_samples <= MAX_SAMPLES:
+            raise RequestError(f"num_samples is {asked.num_samples}, must lie in [0, {MAX_SAMPLES}]")
+        service, settings, now_s = self._service, self._settings, self._service.now_s()
+        prompt = self._prompt(asked)
+        sampling = self._sampling(asked, len(prompt))
+        deadline_s = None if settings.queue_timeout_s is None else now_s + settings.queue_timeout_s
+        name, requests = f"grpc-{next(self._numbers)}", []
+        for i in range(max(1, asked.num_samples)):
+            drawn = replace(sampling, seed=choice_seed(sampling.seed, i))
+            requests.append(Request(RequestId(f"{name}-{i}"), prompt, drawn, now_s, queue_deadline_s=deadline_s))
+        requests[0].check(service.model_config.vocab_size, service.max_model_len)
+        return requests
+
+    def _prompt(self, asked: DecodeRequest) -> tuple[int, ...]:
+        kind = asked.WhichOneof("content")
+        if kind is None:
+            raise RequestError("content is missing: give text_content or token_content")
+        if kind == "token_content":
+            return tuple(asked.token_content.token_ids)
+        return tuple(self._service.tokenizer.encode(asked.text_content.text, add_special_tokens=not asked.has_bos))
+
+    def _sampling(self, asked: DecodeRequest, prompt_tokens: int) -> SamplingParams:
+        service, settings = self._service, self._settings
+        eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
+        said = {
+            "max_tokens": asked.max_tokens or max(1, service.max_model_len - prompt_tokens),
+            "temperature": 0.0 if asked.num_samples <= 1 else 1.0,
+            "seed": fold_seed(None),
+            "stop_token_ids": tuple(eos_ids),
+        }
+        return sampling_params(said, settings.sampling_defaults)
+
+    def _options(self, sampling: SamplingParams) -> TextOptions:
+        ends = frozenset(sampling.stop_token_ids)
+        return TextOptions(stop_token_ids=ends, eos_ids=ends)
+
+
+def _response(index: int, count: int, text: str, token_ids: Sequence[int]) -> DecodeResponse:
+    samples = [Sample() for _ in range(count)]
+    samples[index] = Sample(text=text, token_ids=token_ids)
+    return DecodeResponse(stream_content=DecodeResponse.StreamContent(samples=samples))
+
+
+async def _abort(context: Call, error: JdisaggError) -> NoReturn:
+    code = next((code for kind, code in STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    if isinstance(error, AnswerFailed):
+        code = FAILED_STATUS.get(error.finish.reason, grpc.StatusCode.INTERNAL)
+    after = (("retry-after", f"{error.retry_after_s:.3f}"),) if isinstance(error, Rejected) else ()
+    await context.abort(code, str(error), after)

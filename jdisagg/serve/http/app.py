@@ -1,0 +1,194 @@
+"""The HTTP routes. Each reads its body, builds a job or an answer, and leaves errors to the table in `errors.py`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
+
+from jdisagg.core.errors import RequestError
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.http import errors
+from jdisagg.serve.http.chat import chat_prompt
+from jdisagg.serve.http.gate import Gate, plain_id, read_body
+from jdisagg.serve.http.generation import Generation
+from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, encode
+from jdisagg.serve.http.rendering import Renderer
+from jdisagg.serve.http.schema import (
+    BODIES,
+    Body,
+    ChatBody,
+    ChatFields,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationFields,
+    TokenizeBody,
+    parse,
+)
+from jdisagg.serve.logprobs import TokenNames
+from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.service import Service
+
+EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
+
+
+class Front:
+    """The routes' shared state."""
+
+    def __init__(self, service: Service, settings: FrontSettings, metrics: Metrics) -> None:
+        self.service, self.settings, self.metrics = service, settings, metrics
+        self.created = int(time.time())
+        self._names = {as_ids: TokenNames(service.tokenizer, as_ids) for as_ids in (False, True)}
+
+    async def body(self, request: Request, kind: type[Body]) -> Body:
+        return parse(kind, await read_body(request, self.settings.max_body_bytes))
+
+    def respond(self, job: Job) -> Response:
+        renderer = Renderer(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
+        return Generation(job, renderer, self.service, self.settings, self.metrics.note_stop_string)
+
+    def model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "jdisagg",
+            "root": self.service.model_name,
+            "parent": None,
+            "max_model_len": self.service.max_model_len,
+        }
+
+
+def create_app(service: Service, settings: FrontSettings | None = None, metrics: Metrics | None = None) -> FastAPI:
+    """The HTTP front of a running stack; `metrics` is what `GET /metrics` shows."""
+    settings = settings or FrontSettings()
+    app = FastAPI(title="jdisagg", version=settings.version)
+    front = Front(service, settings, metrics or Metrics(service.model_name))
+    errors.install(app)
+    _add_generation(app, front)
+    _add_tokens(app, front)
+    _add_state(app, front)
+    app.add_middleware(Gate, api_key=settings.api_key)
+    _describe_bodies(app)
+    return app
+
+
+def _request_name(request: Request, body: GenerationFields) -> str:
+    """The client's id for this request (header before body), or the one the gate drew."""
+    if "x-request-id" not in request.headers and plain_id(body.request_id):
+        return str(body.request_id)
+    return request.state.request_id
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
+    service, settings = front.service, front.settings
+
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await front.body(request, CompletionBody)
+        return front.respond(await completion_job(body, service, settings, _request_name(request, body)))
+
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await front.body(request, ChatBody)
+        return front.respond(await chat_job(body, service, settings, _request_name(request, body)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: Exception) -> Response:
+        return EMPTY
+
+
+def _add_tokens(app: FastAPI, front: Front) -> None:
+    service, settings = front.service, front.settings
+
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await front.body(request, TokenizeBody)
+        check_model(body.model, service, settings)
+        ids = await _tokens_of(body, service)
+        strings = [service.tokenizer.token_text(each) for each in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": strings}
+
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await front.body(request, DetokenizeBody)
+        check_model(body.model, service, settings)
+        return {"prompt": service.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+
+
+async def _tokens_of(body: TokenizeBody, service: Service) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        return await encode(service.tokenizer, body.prompt, body.add_special_tokens is not False)
+    chat = ChatFields.model_validate(body.model_dump(exclude_unset=True, exclude={"prompt"}))
+    return await encode(service.tokenizer, chat_prompt(chat, service.tokenizer), bool(body.add_special_tokens))
+
+
+def _add_state(app: FastAPI, front: Front) -> None:
+    service, settings = front.service, front.settings
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        names = dict.fromkeys([service.model_name, *settings.served_names])
+        return {"object": "list", "data": [front.model(name) for name in names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, service, settings)
+        return front.model(name)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 once the stack runs, also while it drains: a process that finishes its work is healthy."""
+        return _state("ok" if service.ready else "draining" if service.draining else "starting", bad=("starting",))
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 while new requests are taken."""
+        state = "draining" if service.draining else "ok" if service.ready else "starting"
+        return _state(state, bad=("starting", "draining"))
+
+    @app.get("/live")
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
+    async def live() -> Response:
+        """200 while the process answers."""
+        return _state("ok", bad=())
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": settings.version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(front.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _state(state: str, bad: tuple[str, ...]) -> Response:
+    return JSONResponse({"status": state}, status_code=503 if state in bad else 200)
+
+
+def _takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI: the body is read by hand (size, key, our own errors), so its schema is named by hand."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = plain()
+        kinds = [(kind, "validation") for kind in BODIES]
+        _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        document.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
+        return document
+
+    app.openapi = described

@@ -1,0 +1,84 @@
+"""From our errors to the JSON and status that OpenAI clients know; foreign exceptions are mapped here only."""
+
+from __future__ import annotations
+
+import json
+import math
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from jdisagg.core.errors import JdisaggError, RequestError
+from jdisagg.core.request import FinishReason
+from jdisagg.serve.generation import AnswerFailed
+from jdisagg.serve.service import Draining, Rejected
+
+
+class ModelNotFound(RequestError):
+    """The client asked for a model that is not served here (HTTP 404)."""
+
+
+class BodyTooLarge(RequestError):
+    """The body is over the size limit (HTTP 413)."""
+
+
+class Unauthorized(JdisaggError):
+    """The key is missing or wrong (HTTP 401)."""
+
+
+# Most special first: the first row that fits counts. (status, type, code)
+RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (ModelNotFound, 404, "not_found_error", "model_not_found"),
+    (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (RequestError, 400, "invalid_request_error", None),
+    (Unauthorized, 401, "authentication_error", "invalid_api_key"),
+    (Rejected, 429, "rate_limit_error", "queue_full"),
+    (Draining, 503, "service_unavailable_error", "not_ready"),
+)
+FAILED_STATUS = {FinishReason.TIMEOUT: 408, FinishReason.ABORT: 503}  # all else is 500
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and `{"error": {...}}` of an error."""
+    if isinstance(error, AnswerFailed):
+        reason = error.finish.reason
+        return FAILED_STATUS.get(reason, 500), _body(str(error), "server_error", None, f"request_{reason.value}")
+    if isinstance(error, HTTPException):
+        return error.status_code, _body(str(error.detail), "invalid_request_error", None, _word(error.status_code))
+    for kind, status, word, code in RESPONSES:
+        if isinstance(error, kind):
+            return status, _body(str(error), word, getattr(error, "param", None), code)
+    return 500, _body("an internal error; the server's log has the details", "server_error", None, "internal_error")
+
+
+def _word(status: int) -> str:
+    return HTTPStatus(status).phrase.lower().replace(" ", "_")
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception) -> Response:
+    """`describe`, as a response with the headers that belong to it."""
+    status, body = describe(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, Rejected):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, BodyTooLarge):
+        headers["connection"] = "close"  # the rest of the body is not read
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+def install(app: FastAPI) -> None:
+    """Every error of this app leaves as OpenAI's JSON."""
+    for kind in (JdisaggError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)

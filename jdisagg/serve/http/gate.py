@@ -1,0 +1,67 @@
+"""What every HTTP request passes first: its id, its key, and a body that may not grow past the limit."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jdisagg.serve.http.errors import BodyTooLarge, Unauthorized, error_response
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version"})  # need no key
+PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+class Gate:
+    """ASGI middleware: `scope["state"]["request_id"]` in, `x-request-id` out, 401 without the key."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = f"Bearer {api_key}".encode() if api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = plain_id(headers.get("x-request-id")) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        mark = (b"x-request-id", request_id.encode())
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), mark]
+            await send(message)
+
+        if self._may_pass(scope["path"], headers):
+            await self._app(scope, receive, marked)
+        else:
+            await error_response(Unauthorized("the API key is missing or wrong"))(scope, receive, marked)
+
+    def _may_pass(self, path: str, headers: Headers) -> bool:
+        if self._key is None or path in OPEN_PATHS:
+            return True
+        return hmac.compare_digest(headers.get("authorization", "").encode(), self._key)
+
+
+def plain_id(text: str | None) -> str | None:
+    """A client's id where it is safe to repeat in headers, bodies and logs; else None."""
+    return text if text is not None and PLAIN_ID.fullmatch(text) else None
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as it is known, also for a body sent in chunks."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise BodyTooLarge(f"the body has {announced} bytes, at most {limit_bytes} are allowed")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes} bytes, the most that is allowed")
+        parts.append(part)
+    return b"".join(parts)

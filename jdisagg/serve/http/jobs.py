@@ -1,0 +1,225 @@
+"""One HTTP request made ready to run: prompts as tokens, a `Request` for every choice, what the answer must show."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.request import Request, RequestId, SamplingParams
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.http.chat import chat_prompt
+from jdisagg.serve.http.errors import ModelNotFound
+from jdisagg.serve.http.schema import ChatBody, CompletionBody, GenerationFields
+from jdisagg.serve.sampling import choice_seed, fold_seed, logit_bias_of, sampling_params, stop_strings
+from jdisagg.serve.service import Service
+from jdisagg.serve.text import TextOptions
+
+INLINE_CHARS = 20_000  # longer prompts are tokenized on a thread, so that running streams go on
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: tuple[int, ...]
+    text: str = ""  # as the client sees it, for `echo`
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    request: Request
+    prompt: Prompt
+    first_of_prompt: bool  # usage counts a prompt once, however many choices it has
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All choices of one HTTP request; choice i is `choices[i]`."""
+
+    chat: bool
+    public_id: str
+    created: int
+    model: str
+    choices: tuple[Choice, ...]
+    options: TextOptions
+    stream: bool
+    include_usage: bool
+    usage_everywhere: bool
+    echo: bool
+    prompt_only: bool  # max_tokens was 0: the one token that had to be drawn is dropped
+    logprobs: bool
+    prompt_logprobs: bool
+    token_ids: bool
+    tokens_as_ids: bool
+    ledger: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(each.prompt.ids) for each in self.choices if each.first_of_prompt)
+
+
+def check_model(name: str | None, service: Service, settings: FrontSettings) -> None:
+    """Raises ModelNotFound unless `name` is empty or one this server answers to."""
+    if name and name != service.model_name and name not in settings.served_names:
+        raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {service.model_name!r}", "model")
+
+
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    """Token ids; off the event loop where it would take long."""
+    if len(text) <= INLINE_CHARS:
+        return tuple(tokenizer.encode(text, add_special_tokens))
+    return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+
+
+async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
+    """`name` is the client's request id, or a fresh one."""
+    check_model(body.model, service, settings)
+    prompts = await _prompts(body, service.tokenizer)
+    prompt_only = bool(body.echo) and body.max_tokens == 0
+    asked = {
+        "max_tokens": 1 if prompt_only else body.max_tokens,
+        "logprobs": body.logprobs,
+        "prompt_logprobs": body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+    }
+    return _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
+
+
+async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, name: str) -> Job:
+    """As `completion_job`, from messages; without a limit the answer may fill the model's length."""
+    check_model(body.model, service, settings)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(f"top_logprobs is {body.top_logprobs} while logprobs is not true", param="top_logprobs")
+    if body.echo:
+        raise RequestError("echo is not supported in chat", param="echo")
+    text = chat_prompt(body, service.tokenizer)
+    ids = await encode(service.tokenizer, text, bool(body.add_special_tokens))
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    asked = {
+        "max_tokens": max(1, service.max_model_len - len(ids)) if limit is None else limit,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "prompt_logprobs": body.prompt_logprobs,
+    }
+    return _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
+
+
+async def _prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
+    """Every spelling of `prompt`: a text, texts, token ids, lists of token ids."""
+    special = body.add_special_tokens is not False
+    prompts = []
+    for each in _listed(body.prompt):
+        if isinstance(each, str):
+            prompts.append(Prompt(await encode(tokenizer, each, special), each))
+        else:
+            text = tokenizer.decode(each, body.skip_special_tokens) if body.echo else ""
+            prompts.append(Prompt(tuple(each), text))
+    return prompts
+
+
+def _listed(prompt: Any) -> list[str | list[int]]:
+    alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if alone else list(prompt)
+
+
+def _job(
+    body: GenerationFields,
+    public_id: str,
+    prompts: Sequence[Prompt],
+    asked: Mapping[str, Any],
+    service: Service,
+    settings: FrontSettings,
+    prompt_only: bool,
+) -> Job:
+    _check_shape(body, len(prompts), settings)
+    eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
+    sampling = _sampling(body, asked, eos_ids, settings)
+    options = TextOptions(
+        stop=stop_strings(body.stop, settings.max_stops, settings.max_stop_chars),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        eos_ids=frozenset(eos_ids),
+        min_tokens=sampling.min_tokens,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+    )
+    choices = _choices(public_id, prompts, body.n or 1, sampling, body.priority, service, settings)
+    stream_options = body.stream_options
+    return Job(
+        chat=isinstance(body, ChatBody),
+        public_id=public_id,
+        created=int(time.time()),
+        model=body.model or service.model_name,
+        choices=choices,
+        options=options,
+        stream=bool(body.stream),
+        include_usage=stream_options is not None and stream_options.include_usage,
+        usage_everywhere=stream_options is not None and stream_options.continuous_usage_stats,
+        echo=bool(body.echo),
+        prompt_only=prompt_only,
+        logprobs=asked["logprobs"] is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        ledger=body.ledger,
+    )
+
+
+def _check_shape(body: GenerationFields, num_prompts: int, settings: FrontSettings) -> None:
+    wanted = num_prompts * (body.n or 1)
+    if wanted == 0:
+        raise RequestError("the prompt is empty: it is a list of 0 prompts, at least 1 is needed", param="prompt")
+    if wanted > settings.max_choices:
+        raise RequestError(
+            f"{num_prompts} prompts times n = {wanted} choices, at most {settings.max_choices} are allowed", param="n"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is given while stream is not true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs is not supported with stream", param="prompt_logprobs")
+
+
+def _sampling(
+    body: GenerationFields, asked: Mapping[str, Any], eos_ids: Sequence[int], settings: FrontSettings
+) -> SamplingParams:
+    ends = () if body.ignore_eos else tuple(eos_ids)
+    said = {
+        **asked,
+        "min_tokens": body.min_tokens,
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": logit_bias_of(body.logit_bias),
+        "seed": fold_seed(body.seed),
+        "stop_token_ids": tuple(dict.fromkeys([*ends, *(body.stop_token_ids or ())])),
+    }
+    return sampling_params(said, settings.sampling_defaults)
+
+
+def _choices(
+    public_id: str,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingParams,
+    priority: int,
+    service: Service,
+    settings: FrontSettings,
+) -> tuple[Choice, ...]:
+    """Every request, checked before the first is submitted. Ids are unique even where clients repeat theirs."""
+    now_s, unique = service.now_s(), uuid.uuid4().hex[:8]
+    deadline_s = None if settings.queue_timeout_s is None else now_s + settings.queue_timeout_s
+    choices = []
+    for index in range(len(prompts) * n):
+        prompt, nth = prompts[index // n], index % n
+        drawn = replace(sampling, seed=choice_seed(sampling.seed, nth))
+        request_id = RequestId(f"{public_id}-{unique}-{index}")
+        request = Request(request_id, prompt.ids, drawn, now_s, priority, deadline_s)
+        if nth == 0:
+            request.check(service.model_config.vocab_size, service.max_model_len)
+        choices.append(Choice(request, prompt, nth == 0))
+    return tuple(choices)

@@ -1,0 +1,207 @@
+"""Answers as JSON: whole ones as dictionaries, streamed ones as bytes around a skeleton that is made once a choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdisagg.core.events import Finish
+from jdisagg.core.request import Sampled
+from jdisagg.serve.http.jobs import Job
+from jdisagg.serve.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from jdisagg.serve.text import Piece
+
+HOLE = "\x00hole\x00"  # where a chunk's text goes
+DONE = b"data: [DONE]\n\n"
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dump(value).encode() + b"\n\n"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is known so far of one choice."""
+
+    parts: list[str] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+    prompt: tuple[Sampled, ...] = ()
+    last: Piece | None = None
+    num_tokens: int = 0
+    offset: int = 0  # characters of text that logprobs cover, for text_offset
+
+    @property
+    def finish(self) -> Finish | None:
+        return self.last.finish if self.last is not None else None
+
+
+class Renderer:
+    """Renders one job. Chunks are made in order: offsets and counts go on from one to the next."""
+
+    def __init__(self, job: Job, names: TokenNames, fingerprint: str) -> None:
+        self.job, self.answers = job, [Answer() for _ in job.choices]
+        self._names = names
+        self._head = {
+            "id": job.public_id,
+            "object": "text_completion"
+            if not job.chat
+            else "chat.completion.chunk"
+            if job.stream
+            else "chat.completion",
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._skeletons: dict[int, tuple[bytes, bytes]] = {}
+        self._plain = not (job.logprobs or job.token_ids or job.usage_everywhere)
+
+    # ------------------------------------------------------------ counts
+
+    def usage(self) -> dict[str, Any]:
+        completion = sum(answer.num_tokens for answer in self.answers)
+        return {
+            "prompt_tokens": self.job.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.job.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    # ------------------------------------------------------------ streams
+
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        """The events of one piece; b"" where it shows nothing (half a character)."""
+        answer = self.answers[index]
+        first = answer.num_tokens == 0 and index not in self._skeletons
+        answer.num_tokens += len(piece.sampled)
+        if first:
+            self._skeletons[index] = self._skeleton(index)
+            return self._opening(index, piece) + self._full_chunk(index, piece, piece.text)
+        if piece.finish_reason is None and self._plain:
+            if not piece.text:
+                return b""
+            head, tail = self._skeletons[index]
+            return head + json.dumps(piece.text).encode() + tail
+        return self._full_chunk(index, piece, piece.text)
+
+    def _opening(self, index: int, piece: Piece) -> bytes:
+        """What comes before the first text: the role in chat, the prompt where it is to be echoed."""
+        if self.job.chat:
+            delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            return event(self._chunk_of(index, self._prompt_ids(index) | delta))
+        if not self.job.echo:
+            return b""
+        logprobs = self._echo_logprobs(index, piece.prompt)
+        echo = {"text": self.job.choices[index].prompt.text, "logprobs": logprobs, "finish_reason": None}
+        return event(self._chunk_of(index, echo))
+
+    def _skeleton(self, index: int) -> tuple[bytes, bytes]:
+        whole = event(self._chunk_of(index, self._delta(HOLE) | self._ending(None)))
+        head, _, tail = whole.rpartition(dump(HOLE).encode())
+        return head, tail
+
+    def _full_chunk(self, index: int, piece: Piece, text: str) -> bytes:
+        if not (text or piece.finish_reason or (piece.sampled and not self._plain)):
+            return b""
+        fields = self._delta(text) | self._ending(piece)
+        fields["logprobs"] = self._logprobs(index, piece.sampled)
+        if self.job.token_ids:
+            fields["token_ids"] = [each.token for each in piece.sampled]
+        return event(self._chunk_of(index, fields | self._ledger(piece.finish)))
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if self.job.chat else {"text": text}
+
+    def _chunk_of(self, index: int, fields: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": [{"index": index, **fields}]}
+        if self.job.include_usage or self.job.usage_everywhere:
+            chunk["usage"] = self.usage() if self.job.usage_everywhere else None
+        return chunk
+
+    def abort_chunks(self) -> bytes:
+        """The end of every choice that has begun and not ended, when something broke."""
+        aborted = Piece(finish_reason="abort")
+        open_ones = [i for i in self._skeletons if self.answers[i].last is None]
+        return b"".join(self._full_chunk(i, aborted, "") for i in open_ones)
+
+    def closing(self) -> bytes:
+        """The counts, where asked for, in a chunk without choices."""
+        return event({**self._head, "choices": [], "usage": self.usage()}) if self.job.include_usage else b""
+
+    # ------------------------------------------------------------ whole answers
+
+    def gather(self, index: int, piece: Piece) -> None:
+        """Keeps a piece for `whole`."""
+        answer = self.answers[index]
+        answer.parts.append(piece.text)
+        answer.num_tokens += len(piece.sampled)
+        answer.prompt += piece.prompt
+        if self.job.logprobs or self.job.token_ids:
+            answer.sampled += piece.sampled
+
+    def whole(self) -> dict[str, Any]:
+        """The response body, once every choice has ended."""
+        choices = [{"index": i, **self._choice(i)} for i in range(len(self.answers))]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        answer, job = self.answers[index], self.job
+        text = "".join(answer.parts)
+        if job.chat:
+            fields: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        else:
+            fields = {"text": job.choices[index].prompt.text + text if job.echo else text}
+        fields |= self._ending(answer.last)
+        before = self._echo_logprobs(index, answer.prompt) if job.echo else None
+        fields["logprobs"] = _joined(before, self._logprobs(index, answer.sampled))
+        if job.prompt_logprobs:
+            fields["prompt_logprobs"] = prompt_logprobs(self._names, answer.prompt)
+        if job.token_ids:
+            fields |= {"token_ids": [each.token for each in answer.sampled]} | self._prompt_ids(index)
+        return fields | self._ledger(answer.finish)
+
+    # ------------------------------------------------------------ parts of both
+
+    def _ending(self, piece: Piece | None) -> dict[str, Any]:
+        return {
+            "logprobs": None,
+            "finish_reason": piece.finish_reason if piece else None,
+            "stop_reason": piece.stop_reason if piece else None,
+        }
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": [*self.job.choices[index].prompt.ids]} if self.job.token_ids else {}
+
+    def _ledger(self, finish: Finish | None) -> dict[str, Any]:
+        if finish is None or not self.job.ledger:
+            return {}
+        return {"ledger": {"total_ns": finish.ledger.total_ns, "parts_ns": finish.ledger.parts_ns()}}
+
+    def _logprobs(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
+        if not self.job.logprobs:
+            return None
+        if self.job.chat:
+            return chat_logprobs(self._names, sampled)
+        answer = self.answers[index]
+        fields, answer.offset = completion_logprobs(self._names, sampled, answer.offset)
+        return fields
+
+    def _echo_logprobs(self, index: int, prompt: Sequence[Sampled]) -> dict[str, Any] | None:
+        if not self.job.logprobs:
+            return None
+        answer, ids = self.answers[index], self.job.choices[index].prompt.ids
+        fields, answer.offset = completion_logprobs(self._names, prompt, 0, first=ids[:1])
+        return fields
+
+
+def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Logprobs of the prompt, then of the output."""
+    if before is None or after is None:
+        return before or after
+    return {name: before[name] + after[name] for name in before}

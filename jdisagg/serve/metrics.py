@@ -1,0 +1,234 @@
+"""Prometheus metrics as a fold over what the driver observes. Nothing is exported that no observation feeds.
+
+Base units everywhere (seconds, bytes, tokens); every sample has the label `model_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from jdisagg.core.events import (
+    EmitTokens,
+    EngineFailed,
+    Finish,
+    KVArrived,
+    Reject,
+    RunDecode,
+    RunPrefill,
+    Send,
+    ShipKV,
+    Submit,
+)
+from jdisagg.core.messages import Preempted, View
+from jdisagg.core.request import FinishReason, Request, RequestId
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.serve.metrics_compat import Aliases
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(slots=True)
+class _Life:
+    """One request between Submit and its end."""
+
+    request: Request
+    started: bool = False  # a prefill plan has held it
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_output: int = 0
+    stopped: bool = False  # the front found a stop string: the abort that follows is a success
+
+
+class Metrics:
+    """`observe` is called on the driver's thread, `render` from anywhere."""
+
+    def __init__(
+        self,
+        model_name: str,
+        workers: Collection[WorkerConfig] = (),
+        page_bytes: int = 0,
+        recompiles: Callable[[], float] | None = None,
+        compat: Collection[str] = (),
+    ) -> None:
+        """`page_bytes`: bytes of a KV page over all layers. `compat`: "vllm", "jetstream" add their names of ours."""
+        self.registry = CollectorRegistry()
+        self._model, self._page_bytes = model_name, page_bytes
+        self._pages: dict[str, int] = {config.worker: config.num_pages for config in workers}
+        self._slots: dict[str, int] = {config.worker: config.num_slots for config in workers if config.role.decodes}
+        self._lives: dict[RequestId, _Life] = {}
+        self._waiting, self._ships = 0, dict[tuple[str, int], float]()
+        self._make_request_metrics()
+        self._make_worker_metrics(recompiles)
+        self._aliases = Aliases(self.registry, compat)
+        self._folds: dict[type, Callable[[str, Any, float], None]] = {
+            Submit: self._submit,
+            EmitTokens: self._emit,
+            Finish: self._finish,
+            Reject: self._reject,
+            RunPrefill: self._prefill,
+            RunDecode: self._decode,
+            ShipKV: self._ship,
+            KVArrived: self._arrived,
+            Send: self._send,
+            EngineFailed: self._engine_failed,
+        }
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"jdisagg_{name}", help, ("model_name", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"jdisagg_{name}", help, ("model_name", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"jdisagg_{name}", help, ("model_name", *labels), registry=self.registry, buckets=buckets)
+
+    def _make_request_metrics(self) -> None:
+        model = self._model
+        self._requests = self._counter("requests", "Requests that ended, by reason", "reason")
+        self._rejects = self._counter("rejects", "Requests turned away because the house was full")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were answered")
+        self._output_tokens = self._counter("generation_tokens", "Output tokens given to clients").labels(model)
+        ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
+        itl = self._histogram("inter_token_latency_seconds", "Between consecutive tokens of a request", SECONDS)
+        self._ttft, self._itl = ttft.labels(model), itl.labels(model)
+        self._tpot = self._histogram("time_per_output_token_seconds", "Mean after the first token, a request", SECONDS)
+        self._e2e = self._histogram("request_seconds", "From arrival to the end", SECONDS)
+        self._parts = self._histogram("request_part_seconds", "Where a request's time went", SECONDS, "part")
+        self._input_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self._output_length = self._histogram("request_generation_tokens", "Output tokens of a request", TOKENS)
+        running = self._gauge("requests_running", "Requests whose prefill has begun").labels(model)
+        waiting = self._gauge("requests_waiting", "Requests whose prefill has not begun").labels(model)
+        running.set_function(lambda: len(self._lives) - self._waiting)
+        waiting.set_function(lambda: self._waiting)
+
+    def _make_worker_metrics(self, recompiles: Callable[[], float] | None) -> None:
+        self._kv_pages = self._gauge("kv_pages", "KV pages, by state", "worker", "state")
+        self._kv_usage = self._gauge("kv_usage_ratio", "Share of KV pages that are not free", "worker")
+        self._decode_slots = self._gauge("decode_slots", "Decode slots, by state", "worker", "state")
+        self._backlog = self._gauge("prefill_backlog_tokens", "Prompt tokens not yet prefilled", "worker")
+        self._prefill_tokens = self._counter("prefill_tokens", "Tokens run through prefill", "worker")
+        self._prefill_runs = self._counter("prefill_runs", "Prefill programs run", "worker")
+        self._decode_runs = self._counter("decode_runs", "Decode turns run", "worker")
+        self._decode_batch = self._histogram("decode_batch_sequences", "Sequences in a turn", SEQUENCES, "worker")
+        self._ship_bytes = self._counter("shipped_bytes", "KV shipped between workers", "source", "destination")
+        self._ship_s = self._histogram("ship_seconds", "From packing to arrival", SECONDS, "source", "destination")
+        self._preemptions = self._counter("preemptions", "Sequences sent back to prefill for want of pages", "worker")
+        self._failures = self._counter("engine_failures", "Programs or transfers that raised", "worker")
+        if recompiles is not None:
+            gauge = self._gauge("recompiles", "Programs compiled since the server was ready")
+            gauge.labels(self._model).set_function(recompiles)
+
+    # ------------------------------------------------------------ in and out
+
+    def observe(self, actor: str, item: Any, now_s: float) -> None:
+        """Folds one event or effect of `actor`; what is not counted is let by."""
+        fold = self._folds.get(type(item))
+        if fold is not None:
+            fold(actor, item, now_s)
+
+    def note_stop_string(self, request_id: RequestId) -> None:
+        """The front found a stop string and cancels: the request ends as "stop", not as "abort"."""
+        life = self._lives.get(request_id)
+        if life is not None:
+            life.stopped = True
+
+    def render(self) -> bytes:
+        """Prometheus text, the aliases behind our own names."""
+        return generate_latest(self.registry) + generate_latest(self._aliases)
+
+    # ------------------------------------------------------------ requests
+
+    def _submit(self, actor: str, item: Submit, now_s: float) -> None:
+        self._lives[item.request.request_id] = _Life(item.request)
+        self._waiting += 1
+
+    def _start(self, life: _Life | None) -> None:
+        if life is not None and not life.started:
+            life.started = True
+            self._waiting -= 1
+
+    def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
+        life, count = self._lives.get(item.request_id), len(item.sampled)
+        self._output_tokens.inc(count)
+        if life is None or count == 0:
+            return
+        if life.first_s is None:
+            life.first_s = now_s
+            self._ttft.observe(now_s - life.request.arrival_s)
+            self._prompt_tokens.labels(self._model).inc(len(life.request.prompt))
+        else:
+            for _ in range(count):
+                self._itl.observe((now_s - life.last_s) / count)
+        life.last_s = now_s
+        life.num_output += count
+
+    def _finish(self, actor: str, item: Finish, now_s: float) -> None:
+        life = self._lives.pop(item.request_id, None)
+        if life is None:
+            return
+        self._start(life)
+        stopped = life.stopped and item.reason is FinishReason.ABORT
+        self._requests.labels(self._model, "stop" if stopped else item.reason.value).inc()
+        self._e2e.labels(self._model).observe(now_s - life.request.arrival_s)
+        self._input_length.labels(self._model).observe(len(life.request.prompt))
+        self._output_length.labels(self._model).observe(life.num_output)
+        if life.first_s is not None and life.num_output > 1:
+            mean_s = (life.last_s - life.first_s) / (life.num_output - 1)
+            self._tpot.labels(self._model).observe(mean_s)
+        for part, nanoseconds in item.ledger.parts_ns().items():
+            self._parts.labels(self._model, part).observe(nanoseconds / 1e9)
+
+    def _reject(self, actor: str, item: Reject, now_s: float) -> None:
+        self._start(self._lives.pop(item.request_id, None))
+        self._rejects.labels(self._model).inc()
+
+    # ------------------------------------------------------------ workers
+
+    def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
+        for chunk in item.plan.chunks:
+            self._start(self._lives.get(chunk.request_id))
+        self._prefill_runs.labels(self._model, actor).inc()
+        self._prefill_tokens.labels(self._model, actor).inc(item.plan.num_tokens)
+
+    def _decode(self, actor: str, item: RunDecode, now_s: float) -> None:
+        self._decode_runs.labels(self._model, actor).inc()
+        self._decode_batch.labels(self._model, actor).observe(len(item.plan.active))
+
+    def _ship(self, actor: str, item: ShipKV, now_s: float) -> None:
+        transfer = item.transfer
+        self._ships[transfer.handoff, transfer.epoch] = now_s
+        shipped = self._ship_bytes.labels(self._model, transfer.source, transfer.destination)
+        shipped.inc(len(transfer.source_pages) * self._page_bytes)
+
+    def _arrived(self, actor: str, item: KVArrived, now_s: float) -> None:
+        transfer = item.transfer
+        sent_s = self._ships.pop((transfer.handoff, transfer.epoch), now_s)
+        self._ship_s.labels(self._model, transfer.source, transfer.destination).observe(now_s - sent_s)
+
+    def _engine_failed(self, actor: str, item: EngineFailed, now_s: float) -> None:
+        self._failures.labels(self._model, actor).inc()
+        for key in [key for key in self._ships if key[0] == item.handoff]:
+            del self._ships[key]
+
+    def _send(self, actor: str, item: Send, now_s: float) -> None:
+        if isinstance(item.message, Preempted):
+            self._preemptions.labels(self._model, actor).inc()
+        elif isinstance(item.message, View):
+            self._view(actor, item.message)
+
+    def _view(self, worker: str, view: View) -> None:
+        model, total, slots = self._model, self._pages.get(worker), self._slots.get(worker)
+        if total is not None:
+            self._kv_pages.labels(model, worker, "free").set(view.free_pages)
+            self._kv_pages.labels(model, worker, "used").set(total - view.free_pages)
+            self._kv_usage.labels(model, worker).set(1 - view.free_pages / max(1, total))
+        if slots is not None:
+            self._decode_slots.labels(model, worker, "free").set(view.free_slots)
+            self._decode_slots.labels(model, worker, "running").set(view.running)
+        self._backlog.labels(model, worker).set(view.waiting_tokens)

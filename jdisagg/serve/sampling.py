@@ -1,0 +1,59 @@
+"""What a client's silence means: defaults filled in, seeds drawn, and one request's choices made to differ."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.request import SamplingParams
+
+SEED_BITS = 31  # device programs keep seeds as int32
+
+
+def fold_seed(seed: int | None) -> int:
+    """A client's 64-bit seed, or a fresh one, as a number of SEED_BITS; small ones stay as they are."""
+    if seed is None:
+        return secrets.randbits(SEED_BITS)
+    return seed if 0 <= seed < 1 << SEED_BITS else _mix(seed, 0)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of the n-th choice of one prompt; the first choice keeps the seed."""
+    return seed if choice == 0 else _mix(seed, choice)
+
+
+def _mix(seed: int, choice: int) -> int:
+    """Steele, Lea and Flood's SplitMix64 finalizer over seed and choice."""
+    z = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
+
+
+def sampling_params(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> SamplingParams:
+    """`asked` (None means not said) over the model's defaults over those of SamplingParams."""
+    said = {name: value for name, value in asked.items() if value is not None}
+    return SamplingParams(**{**defaults, **said})
+
+
+def logit_bias_of(asked: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    """{"50256": -100} as ((50256, -100.0),)."""
+    if asked is None:
+        return None
+    wrong = next((key for key in asked if not key.isascii() or not key.isdigit() or len(key) > 10), None)
+    if wrong is not None:
+        raise RequestError(f"logit_bias has the key {wrong[:40]!r}, must be a token id", param="logit_bias")
+    return tuple((int(key), float(value)) for key, value in asked.items())
+
+
+def stop_strings(asked: str | list[str] | None, max_stops: int, max_chars: int) -> tuple[str, ...]:
+    """`stop` as a tuple, within the limits on its number and length."""
+    words = (asked,) if isinstance(asked, str) else tuple(asked or ())
+    if len(words) > max_stops:
+        raise RequestError(f"stop has {len(words)} strings, at most {max_stops} are allowed", param="stop")
+    longest = max((len(word) for word in words), default=0)
+    if longest > max_chars:
+        raise RequestError(f"stop has a string of {longest} characters, at most {max_chars} are allowed", param="stop")
+    return tuple(dict.fromkeys(word for word in words if word))

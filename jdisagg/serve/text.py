@@ -1,0 +1,161 @@
+"""Tokens become text here: whole characters only, stop strings found and held back, the end in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.core.events import Finish
+from jdisagg.core.request import FinishReason, Sampled
+from jdisagg.model.tokenizer import Detokenizer, Tokenizer
+from jdisagg.serve.service import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How one answer's tokens are to be read."""
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # those of the request's SamplingParams, end tokens included
+    eos_ids: frozenset[int] = frozenset()  # the model's own: stopping there has no `stop_reason`
+    min_tokens: int = 0  # stop strings count only in text after this many tokens
+    include_stop: bool = False  # leave the stop string or token in the text
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one delta adds to an answer. The last piece has `finish_reason`, and `finish` where the driver sent it."""
+
+    text: str = ""
+    sampled: tuple[Sampled, ...] = ()  # counted as output, the stop token included
+    prompt: tuple[Sampled, ...] = ()
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: str | int | None = None  # the stop string, or the id of a stop token the client named
+    finish: Finish | None = None
+
+
+def _borders(word: str) -> list[int]:
+    """borders[i]: length of the longest proper prefix of word[: i + 1] that also ends it (Knuth, Morris, Pratt)."""
+    table, length = [0] * len(word), 0
+    for i in range(1, len(word)):
+        while length and word[i] != word[length]:
+            length = table[length - 1]
+        length += word[i] == word[length]
+        table[i] = length
+    return table
+
+
+@dataclass(slots=True)
+class _Stop:
+    """One stop string and how much of it the text so far ends with."""
+
+    word: str
+    borders: list[int]
+    matched: int = 0
+
+    def step(self, char: str) -> bool:
+        """Reads one character; True when the whole word has just been read."""
+        while self.matched and self.word[self.matched] != char:
+            self.matched = self.borders[self.matched - 1]
+        self.matched += self.word[self.matched] == char
+        return self.matched == len(self.word)
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """Lets text through except a tail that may yet become a stop string; a few steps a character."""
+
+    words: Sequence[str]
+    include: bool = False
+    found: str | None = None
+    _held: str = ""
+    _stops: list[_Stop] = field(default_factory=list)
+    _heads: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        longest_first = sorted(self.words, key=len, reverse=True)  # of two that end together the longer one counts
+        self._stops = [_Stop(word, _borders(word)) for word in longest_first]
+        self._heads = frozenset(word[0] for word in self.words)
+
+    def feed(self, text: str) -> str:
+        """The text that is now safe to show. Once `found` is set the answer is over: feed no more."""
+        if not self._held and self._heads.isdisjoint(text):
+            return text
+        start, text = len(self._held), self._held + text
+        for i in range(start, len(text)):
+            for stop in self._stops:
+                if stop.step(text[i]):
+                    return self._cut(text, i + 1, stop.word)
+        keep = len(text) - max(stop.matched for stop in self._stops)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def _cut(self, text: str, end: int, word: str) -> str:
+        self.found, self._held = word, ""
+        return text[: end if self.include else end - len(word)]
+
+    def flush(self) -> str:
+        """What was held back, once it is known that no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # all others are "abort": never "length"
+
+
+class Transcript:
+    """One answer as it grows: deltas in, pieces out."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self._options = options
+        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
+        self._stops = StopStrings(options.stop, options.include_stop) if options.stop else None
+        self._stop_token: int | None = None
+        self._num_tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: whatever the driver still sends is not part of the answer."""
+        return self._stops is not None and self._stops.found is not None
+
+    def take(self, delta: Delta) -> Piece:
+        """The text, tokens and end that one delta brings."""
+        if self._stops is None:
+            text, sampled = self._push(delta.sampled), delta.sampled
+        else:
+            text, sampled = self._push_watching(self._stops, delta.sampled)
+        piece = Piece(text, sampled, delta.prompt, finish=delta.finish)
+        if delta.finish is not None or self.stopped:
+            self._end(piece, delta.finish)
+        return piece
+
+    def _push(self, sampled: Sequence[Sampled]) -> str:
+        ids = [each.token for each in sampled]
+        if ids and ids[-1] in self._options.stop_token_ids:
+            self._stop_token = ids[-1]
+            if not self._options.include_stop:
+                ids.pop()
+        return self._detokenizer.push(ids) if ids else ""
+
+    def _push_watching(self, stops: StopStrings, sampled: tuple[Sampled, ...]) -> tuple[str, tuple[Sampled, ...]]:
+        """Token by token, so that the count of tokens ends with the one that completed the stop string."""
+        shown = ""
+        for i, each in enumerate(sampled):
+            self._num_tokens += 1
+            text = self._push((each,))
+            shown += text if self._num_tokens <= self._options.min_tokens else stops.feed(text)
+            if stops.found is not None:
+                return shown, sampled[: i + 1]
+        return shown, sampled
+
+    def _end(self, piece: Piece, finish: Finish | None) -> None:
+        if not self.stopped:
+            rest = self._detokenizer.flush()
+            piece.text += rest if self._stops is None else self._stops.feed(rest) + self._stops.flush()
+        if self._stops is not None and self._stops.found is not None:
+            piece.finish_reason, piece.stop_reason = "stop", self._stops.found
+        elif finish is not None:
+            piece.finish_reason = FINISH_WORDS.get(finish.reason, "abort")
+            if finish.reason is FinishReason.STOP and self._stop_token not in self._options.eos_ids:
+                piece.stop_reason = self._stop_token
