@@ -48,7 +48,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the vocabulary does not have give nothing, broken characters give U+FFFD."""
-        return self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise RequestError(f"token ids are integers from 0 to 4294967295: {error}", "tokens") from error
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, special ones by name: for logprobs and for looking at things."""

@@ -159,3 +159,13 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path):
 def test_text_that_is_no_unicode_is_the_clients_mistake():
     with pytest.raises(RequestError):
         BYTE_LEVEL.encode("a\ud800b")
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**40])
+def test_an_id_that_can_be_no_token_is_the_clients_mistake(token_id: int):
+    with pytest.raises(RequestError, match="token ids"):
+        BYTE_LEVEL.decode([1, token_id])
+
+
+def test_an_id_beyond_the_vocabulary_gives_nothing():
+    assert BYTE_LEVEL.decode([69, 5000]) == BYTE_LEVEL.decode([69])
