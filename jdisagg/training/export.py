@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax import Array
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Tokenizer
 
 from jdisagg.core.errors import UnsupportedModel
@@ -25,7 +25,7 @@ def export(folder: Path, model: Stage, tokenizer: Tokenizer) -> None:
     if config.family != "llama" or config.rope_scaling or config.layer_windows or config.qk_norm or config.qkv_bias:
         raise UnsupportedModel(f"only plain Llama models are exported, not family {config.family} as configured here")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(llama_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(llama_tensors(model), metadata={"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(folder / "config.json", llama_config(config, tokenizer))
     _write(folder / "tokenizer_config.json", tokenizer_config(config, tokenizer))

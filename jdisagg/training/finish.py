@@ -13,7 +13,9 @@ from jdisagg.training.export import export, rounded
 from jdisagg.training.plot import plot_losses
 from jdisagg.training.progress import Report
 from jdisagg.training.run import Run
-from jdisagg.training.samples import sample_page
+from jdisagg.training.samples import new_writer, sample_page
+
+SAMPLE_TOKENS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,6 @@ def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
     export(folder, run.network.merge(leaves), run.tokenizer)
     (folder / "training.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
     plot_losses(reports, Path(run.settings.run.out_dir) / "loss.png")
-    samples = sample_page(run.network, leaves, run.tokenizer)
+    samples = sample_page(new_writer(run.network, leaves, run.tokenizer, room=SAMPLE_TOKENS))
     (Path(run.settings.run.out_dir) / "samples.txt").write_text(samples, encoding="utf-8")
     return summary

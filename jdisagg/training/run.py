@@ -69,7 +69,7 @@ def train(run: Run, corpus: Corpus, stop_at: int | None = None) -> list[Report]:
     """Trains to the last step (or to `stop_at`), saving and reporting on the way; returns all reports of the run."""
     every, last = run.settings.run, total_steps(run.settings.phases)
     last = last if stop_at is None else min(last, stop_at)
-    windows = cut_windows(corpus.held_out, run.tokenizer, CHECK_LENGTH)
+    windows = cut_windows(corpus.held_out, run.tokenizer, min(CHECK_LENGTH, run.settings.model.max_position))
     check = thinned(windows, every.eval_windows, run.tokenizer)
     log = ProgressLog(Path(every.out_dir) / "log.jsonl", total_steps(run.settings.phases), run.step)
     try:

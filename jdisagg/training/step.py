@@ -98,6 +98,6 @@ def make_step(network: Network, optimiser: optax.GradientTransformation) -> Trai
         loss, gradients = jax.value_and_grad(loss_of)(leaves, tokens)
         updates, state = optimiser.update(gradients, state, leaves)
         leaves = jax.tree.map(jnp.add, leaves, updates)
-        return leaves, state, loss, optax.global_norm(gradients)
+        return leaves, state, loss, jnp.sqrt(sum(jnp.vdot(part, part) for part in gradients))
 
     return jax.jit(step, donate_argnums=(0, 1))
