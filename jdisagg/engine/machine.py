@@ -28,7 +28,8 @@ class PendingDecode(Protocol):
 class Parcel(Protocol):
     """Packed pages on their way to another machine."""
 
-    transfer: KVTransfer
+    @property
+    def transfer(self) -> KVTransfer: ...
 
     def wait(self) -> None:
         """Blocks until the bytes are on the destination's devices (not yet in its pages)."""

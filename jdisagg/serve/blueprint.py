@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
+from jdisagg.core.errors import CheckpointError, ConfigError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
@@ -13,6 +13,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.model.hf_config import read_config
+from jdisagg.model.params import check_divides
 from jdisagg.policy.stages import split_layers
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
@@ -48,7 +49,7 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     model = read_config(folder)
     mesh = MeshSpec.parse(settings.mesh)
     for pool in mesh.pools:
-        check_fit(model, pool.tp, str(pool))
+        check_divides(model, pool.tp)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
     kv = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, settings.page_size, kv_dtype)
@@ -65,15 +66,6 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     )
     layers = split_layers(model, mesh.decode_pp)
     return Blueprint(folder, name, model, mesh, layers, dtype, kv, longest, workers)
-
-
-def check_fit(model: ModelConfig, tp: int, pool: str) -> None:
-    """Raises MeshError where `tp` shards cannot split the model's heads and channels evenly."""
-    for what, size in (("query heads", model.num_heads), ("feed-forward channels", model.intermediate_size)):
-        if size % tp:
-            raise MeshError(f"{pool}: tp{tp} does not divide the model's {size} {what}")
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
-        raise MeshError(f"{pool}: tp{tp} and the model's {model.num_kv_heads} KV heads do not divide each other")
 
 
 def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages: int) -> WorkerConfig:
@@ -97,6 +89,8 @@ def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         turns_ahead=settings.turns_ahead,
+        reserve_tokens=settings.reserve_tokens,
+        ack_timeout_s=settings.handoff_timeout_s,
     )
 
 

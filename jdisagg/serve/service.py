@@ -41,8 +41,12 @@ class Service(Protocol):
     model_config: ModelConfig
     max_model_len: int
     tokenizer: Tokenizer
-    ready: bool
     draining: bool
+
+    @property
+    def ready(self) -> bool:
+        """New requests are taken."""
+        ...
 
     def now_s(self) -> float:
         """The driver's clock, for Request.arrival_s."""

@@ -1,0 +1,88 @@
+"""From a blueprint to a running stack: weights loaded, programs warm, actors and driver put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.settings import Settings
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.model.orbax_source import OrbaxSource
+from jdisagg.model.sources import HFSource, RandomSource, Source
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.driver import Observer
+from jdisagg.serve.local import LocalService
+
+Progress = Callable[[str, int, int], None]
+
+
+def build(
+    plan: Blueprint,
+    settings: Settings,
+    devices: Sequence[Any],
+    progress: Progress = lambda name, done, total: None,
+    observers: Sequence[Observer] = (),
+) -> LocalService:
+    """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError."""
+    tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
+    machines = load_machines(plan, settings, devices)
+    warm(machines, progress)
+    return LocalService(
+        Router(router_config(settings), plan.workers),
+        {config.worker: Worker(config) for config in plan.workers},
+        machines,
+        model_name=plan.model_name,
+        model_config=plan.model,
+        max_model_len=plan.max_model_len,
+        tokenizer=tokenizer,
+        observers=observers,
+        recompiles=lambda: sum(machine.recompiles() for machine in machines.values()),
+    )
+
+
+def load_machines(plan: Blueprint, settings: Settings, devices: Sequence[Any]) -> dict[WorkerId, MeshMachine]:
+    """Every worker's machine on its own devices, with its own copy of the weights it runs."""
+    source = source_of(plan, settings)
+    return {
+        config.worker: MeshMachine(
+            config,
+            plan.model,
+            source,
+            plan.kv,
+            plan.layers,
+            [devices[index] for index in plan.place(config.worker).device_ids],
+            jnp.dtype(plan.dtype),
+        )
+        for config in plan.workers
+    }
+
+
+def source_of(plan: Blueprint, settings: Settings) -> Source:
+    """Where weights come from."""
+    if settings.load_format == "random":
+        return RandomSource(plan.model, settings.seed)
+    return OrbaxSource(plan.model_folder) if settings.load_format == "orbax" else HFSource(plan.model_folder)
+
+
+def warm(machines: dict[WorkerId, MeshMachine], progress: Progress) -> None:
+    """Compiles every declared program of every worker, shipments between all pairs included."""
+    decoders = [machine for machine in machines.values() if machine.config.role == "decode"]
+    for machine in machines.values():
+        peers = decoders if machine.config.role == "prefill" else []
+        machine.warm(lambda name, done, total, who=machine.config.worker: progress(f"{who} {name}", done, total), peers)
+
+
+def router_config(settings: Settings) -> RouterConfig:
+    return RouterConfig(
+        queue_limit=settings.queue_limit,
+        queue_timeout_s=settings.queue_timeout_s,
+        handoff_timeout_s=settings.handoff_timeout_s,
+        max_retries=settings.max_retries,
+    )
