@@ -64,7 +64,7 @@ class KnobRows:
         )
 
     def on(self, device: jax.Device) -> Knobs:
-        """A device copy. The host rows are copied first: a put may adopt its buffer, and these will be written again."""
+        """A device copy; of copies, because a put may adopt its buffer and these rows will be written again."""
         return Knobs(*jax.device_put((self.ints.copy(), self.floats.copy()), device))
 
 

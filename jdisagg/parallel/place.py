@@ -7,6 +7,7 @@ programs overlap with everything, multi-device ones with none of their kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import jax
@@ -75,7 +76,12 @@ class Program:
     """A jitted pure function that knows how often it was compiled. Paced ones return a non-donated array last."""
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, paced: bool = False) -> None:
-        self._jit = jax.jit(function, donate_argnums=donate)
+        # Through a function of its own: jit keeps one cache a function, and counts here are this program's alone.
+        @wraps(function)
+        def own(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        self._jit = jax.jit(own, donate_argnums=donate)
         self._paced = paced
 
     def __call__(self, *arguments: Any) -> Any:

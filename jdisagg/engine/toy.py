@@ -1,0 +1,182 @@
+"""A machine without arithmetic worth the name, for tests and simulation: no JAX, no arrays, no time.
+
+Its "KV" is the tokens themselves, kept a page slot each, and a token is drawn as a hash of all tokens read back through
+the pages. So a page that is wrong, stale, foreign or not yet there gives a wrong token, and `toy_output` says which
+tokens are right. Prefill and decode draw alike, as a model does: a sequence prefilled again goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from jdisagg.core.events import DecodeDone, PrefillDone
+from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.request import Sampled, SamplingParams
+from jdisagg.core.worker_config import WorkerConfig
+
+VOCAB = 97
+NOTHING = -1  # what a page slot holds that nobody wrote
+
+
+class ToyFault(Exception):
+    """Raised by a machine that was told to fail at a plan."""
+
+
+def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> int:
+    """The token after `tokens`, of which `num_output` are output: a polynomial hash, stops masked before min_tokens."""
+    state = 17
+    for token in tokens:
+        state = (state * 31 + token + 2) % 2147483647
+    token = state * 13 % VOCAB
+    while num_output < sampling.min_tokens and token in sampling.stop_token_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def toy_output(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    """The whole output of a request, its stop token included: the definition."""
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        output.append(next_token([*prompt, *output], sampling, len(output)))
+        if output[-1] in sampling.stop_token_ids:
+            break
+    return output
+
+
+@dataclass(slots=True)
+class ToySlot:
+    """A decode slot as the device knows it."""
+
+    token: int  # fed next
+    position: int
+    table: list[int]
+    sampling: SamplingParams
+    num_output: int
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToyPrefill:
+    result: PrefillDone
+
+    def read(self) -> PrefillDone:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class ToyDecode:
+    result: DecodeDone
+
+    def read(self) -> DecodeDone:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class ToyParcel:
+    transfer: KVTransfer
+    contents: tuple[tuple[int, ...], ...]
+
+    def wait(self) -> None:
+        """Toy bytes are there at once; a driver of virtual time prices their way."""
+        return
+
+
+class ToyMachine:
+    """Implements `Machine`. Plans whose ids are in `fail_plans` raise before they change anything."""
+
+    def __init__(self, config: WorkerConfig, fail_plans: Collection[int] = ()) -> None:
+        self.config, self.fail_plans = config, fail_plans
+        self.pages = [[NOTHING] * config.page_size for _ in range(config.num_pages + 1)]
+        self.slots: dict[int, ToySlot] = {}
+
+    # ------------------------------------------------------------ prefill
+
+    def run_prefill(self, plan: PrefillPlan) -> ToyPrefill:
+        self._check_sizes(plan)
+        for chunk in plan.chunks:
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                self._write(chunk.pages, position, token)
+        sampled = tuple((chunk.request_id, self._first(chunk)) for chunk in plan.chunks if chunk.last)
+        scored = tuple((chunk.request_id, _scores(chunk)) for chunk in plan.chunks if _asked(chunk))
+        return ToyPrefill(PrefillDone(plan.plan_id, sampled, scored))
+
+    def _check_sizes(self, plan: PrefillPlan) -> None:
+        self._maybe_fail(plan.plan_id)
+        config = self.config
+        assert plan.bucket_tokens in config.prefill_buckets and plan.num_tokens <= plan.bucket_tokens
+        assert plan.table_pages in config.table_buckets and len(plan.chunks) <= config.max_chunk_seqs
+        for chunk in plan.chunks:
+            assert len(chunk.pages) == config.pages_for(chunk.start + len(chunk.tokens)) <= plan.table_pages
+
+    def _first(self, chunk: PrefillChunk) -> Sampled:
+        tokens = self._read(chunk.pages, chunk.start + len(chunk.tokens))
+        return Sampled(next_token(tokens, chunk.sampling, chunk.num_output))
+
+    # ------------------------------------------------------------ decode
+
+    def run_decode(self, plan: DecodePlan) -> ToyDecode:
+        self._maybe_fail(plan.plan_id)
+        slots_each = self.config.slots_per_microbatch
+        for slot in plan.retire:
+            del self.slots[slot]
+        for admission in plan.admit:
+            self._admit(admission)
+        for grant in plan.grants:
+            assert grant.slot in plan.active and grant.index == len(self.slots[grant.slot].table)
+            self.slots[grant.slot].table.append(grant.page)
+        assert all(slot // slots_each == plan.microbatch for slot in plan.active)
+        assert plan.table_pages in self.config.table_buckets
+        return ToyDecode(DecodeDone(plan.plan_id, tuple((slot, self._step(slot, plan)) for slot in plan.active)))
+
+    def _admit(self, admission: Admission) -> None:
+        assert admission.slot not in self.slots, f"slot {admission.slot} was not retired"
+        self.slots[admission.slot] = ToySlot(
+            admission.token, admission.position, list(admission.pages), admission.sampling, admission.num_output
+        )
+
+    def _step(self, slot: int, plan: DecodePlan) -> Sampled | None:
+        row = self.slots[slot]
+        if row.stopped:
+            return None
+        assert self.config.pages_for(row.position + 1) <= plan.table_pages, "the table is too narrow"
+        self._write(row.table, row.position, row.token)
+        row.position += 1
+        row.token = next_token(self._read(row.table, row.position), row.sampling, row.num_output)
+        row.num_output += 1
+        row.stopped = row.token in row.sampling.stop_token_ids
+        return Sampled(row.token)
+
+    # ------------------------------------------------------------ pages
+
+    def ship(self, transfer: KVTransfer, destination: ToyMachine) -> ToyParcel:
+        assert len(transfer.source_pages) == len(transfer.destination_pages)
+        return ToyParcel(transfer, tuple(tuple(self.pages[page]) for page in transfer.source_pages))
+
+    def insert(self, parcel: ToyParcel) -> None:
+        for page, content in zip(parcel.transfer.destination_pages, parcel.contents, strict=True):
+            self.pages[page] = list(content)
+
+    def _write(self, table: Sequence[int], position: int, token: int) -> None:
+        page = table[position // self.config.page_size]
+        assert page != NULL_PAGE, "the null page belongs to nobody"
+        self.pages[page][position % self.config.page_size] = token
+
+    def _read(self, table: Sequence[int], num_tokens: int) -> list[int]:
+        joined = [token for page in table[: self.config.pages_for(num_tokens)] for token in self.pages[page]]
+        return joined[:num_tokens]
+
+    def _maybe_fail(self, plan_id: int) -> None:
+        if plan_id in self.fail_plans:
+            raise ToyFault(f"told to fail at plan {plan_id}")
+
+
+def _asked(chunk: PrefillChunk) -> bool:
+    return chunk.sampling.prompt_logprobs is not None
+
+
+def _scores(chunk: PrefillChunk) -> tuple[Sampled, ...]:
+    """One entry a prompt token that has a predecessor."""
+    tokens = chunk.tokens if chunk.start else chunk.tokens[1:]
+    return tuple(Sampled(token, 0.0) for token in tokens)

@@ -1,0 +1,246 @@
+"""Machines for the tests, each made and warmed once a session, and a scheduler of the simplest kind to drive them.
+
+One tiny model: 4 layers, 4 query and 2 KV heads, so that TP 4 holds each KV head twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jdisagg.core.events import PrefillDone
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.plans import Admission, DecodePlan, History, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.model.network import forward
+from jdisagg.model.params import load_stage
+from jdisagg.model.sources import RandomSource, Source
+
+CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
+SOURCE = RandomSource(CONFIG, seed=3)
+PAGE_SIZE, LONGEST, SLOTS, CHUNK = 8, 96, 32, 128
+WIDEST = LONGEST // PAGE_SIZE
+NUM_PAGES = SLOTS * WIDEST
+GREEDY = SamplingParams(temperature=0.0)
+HALVES = (range(0, 2), range(2, 4))
+
+
+def open_machine(
+    role: Role,
+    layers: Sequence[range],
+    devices: Sequence[jax.Device],
+    config: ModelConfig = CONFIG,
+    source: Source = SOURCE,
+    pp: int = 1,
+) -> MeshMachine:
+    """A cold machine over `devices`."""
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE)
+    sizes = WorkerConfig(
+        WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,)
+    )
+    return MeshMachine(sizes, config, source, layout, layers, devices, jnp.float32)
+
+
+@cache
+def prefill_machine(tp: int) -> MeshMachine:
+    machine = open_machine(Role.PREFILL, HALVES, jax.devices()[:tp])
+    machine.warm()
+    return machine
+
+
+@cache
+def decode_machine(pp: int, tp: int = 1) -> MeshMachine:
+    """On the last devices, so that it shares none with a prefill machine while both are small."""
+    size = CONFIG.num_layers // pp
+    layers = [range(start, start + size) for start in range(0, CONFIG.num_layers, size)]
+    machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp * tp :], pp=pp)
+    machine.warm()
+    return machine
+
+
+@cache
+def colocated_machine(pp: int, tp: int) -> MeshMachine:
+    layers = HALVES if pp == 2 else (range(4),)
+    machine = open_machine(Role.COLOCATED, layers, jax.devices()[: pp * tp], pp=pp)
+    machine.warm(peers=[machine])
+    return machine
+
+
+@cache
+def warm_pair(tp: int, pp: int, decode_tp: int = 1) -> tuple[MeshMachine, MeshMachine]:
+    """A prefill and a decode machine with their shipments compiled."""
+    source, destination = prefill_machine(tp), decode_machine(pp, decode_tp)
+    source.warm(peers=[destination])
+    return source, destination
+
+
+def source_pages(index: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(1 + index * WIDEST + page for page in range(-(-num_tokens // PAGE_SIZE)))
+
+
+def destination_pages(index: int, num_tokens: int) -> tuple[int, ...]:
+    """Another order than the source's, so that a mix-up shows."""
+    return tuple(NUM_PAGES - page + 1 for page in source_pages(index, num_tokens))
+
+
+def prefill_plans(
+    prompts: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams], starts: Sequence[int] = ()
+) -> list[PrefillPlan]:
+    """All prompts packed one after another into chunks of at most CHUNK tokens and 8 sequences."""
+    plans, chunks, room = [], [], CHUNK
+    for index, prompt in enumerate(prompts):
+        start = starts[index] if starts else 0
+        while start < len(prompt):
+            stop = min(len(prompt), start + room)
+            chunks.append(prefill_chunk(index, prompt, start, stop, sampling[index]))
+            room, start = room - (stop - start), stop
+            if room == 0 or len(chunks) == 8:
+                plans.append(PrefillPlan(len(plans), tuple(chunks), CHUNK, WIDEST))
+                chunks, room = [], CHUNK
+    return [*plans, PrefillPlan(len(plans), tuple(chunks), CHUNK, WIDEST)] if chunks else plans
+
+
+def prefill_chunk(index: int, prompt: tuple[int, ...], start: int, stop: int, sampling: SamplingParams) -> PrefillChunk:
+    last = stop == len(prompt)
+    history = History(prompt) if last else History()
+    pages = source_pages(index, stop)
+    return PrefillChunk(RequestId(str(index)), prompt[start:stop], start, pages, last, sampling, history)
+
+
+def run_prefill(machine: MeshMachine, plans: Sequence[PrefillPlan]) -> list[PrefillDone]:
+    """Dispatches all, then reads all."""
+    return [pending.read() for pending in [machine.run_prefill(plan) for plan in plans]]
+
+
+def first_tokens(done: Sequence[PrefillDone]) -> list[Sampled]:
+    """In the order of the prompts."""
+    return [sampled for _, sampled in sorted((pair for each in done for pair in each.sampled), key=lambda p: int(p[0]))]
+
+
+def ship_all(source: MeshMachine, destination: MeshMachine, lengths: Sequence[int]) -> None:
+    """Every prompt's pages from the one to the other, one handoff a prompt."""
+    parcels = [
+        source.ship(transfer(source, destination, index, length), destination) for index, length in enumerate(lengths)
+    ]
+    for parcel in parcels:
+        parcel.wait()
+        destination.insert(parcel)
+
+
+def transfer(source: MeshMachine, destination: MeshMachine, index: int, length: int) -> KVTransfer:
+    return KVTransfer(
+        handoff=f"h{index}",
+        epoch=0,
+        request_id=RequestId(str(index)),
+        source=source.config.worker,
+        destination=destination.config.worker,
+        source_pages=source_pages(index, length),
+        destination_pages=destination_pages(index, length),
+        num_tokens=length,
+    )
+
+
+@dataclass
+class Turns:
+    """Dispatches decode turns for sequences 0, 1, ... in slots 0, 1, ... and collects what is drawn."""
+
+    machine: MeshMachine
+    drawn: dict[int, list[Sampled | None]] = field(default_factory=dict)
+    plan_id: int = 0
+
+    def admissions(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        firsts: Sequence[Sampled],
+        sampling: Sequence[SamplingParams],
+        pages_of=destination_pages,
+    ) -> list[Admission]:
+        return [
+            Admission(
+                slot=index,
+                request_id=RequestId(str(index)),
+                token=first.token,
+                position=len(prompt),
+                pages=pages_of(index, LONGEST),
+                sampling=sampling[index],
+                num_output=1,
+                history=History(prompt, (first.token,)),
+            )
+            for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
+        ]
+
+    def run(self, turns: int, admit: Sequence[Admission] = (), active: Sequence[int] = (), width: int = WIDEST) -> None:
+        """`turns` of every microbatch that has an active slot, all dispatched before the first is read."""
+        active = active or [admission.slot for admission in admit]
+        size, pending = self.machine.config.slots_per_microbatch, []
+        for turn in range(turns):
+            for batch in sorted({slot // size for slot in active}):
+                slots = tuple(slot for slot in active if slot // size == batch)
+                new = tuple(each for each in admit if turn == 0 and each.slot // size == batch)
+                pending.append(self.machine.run_decode(DecodePlan(self.plan_id, batch, slots, width, new)))
+                self.plan_id += 1
+        for each in pending:
+            for slot, sampled in each.read().sampled:
+                self.drawn.setdefault(slot, []).append(sampled)
+
+
+def generate(
+    source: MeshMachine,
+    destination: MeshMachine,
+    prompts: Sequence[tuple[int, ...]],
+    turns: int,
+    sampling: Sequence[SamplingParams] = (),
+) -> list[list[Sampled | None]]:
+    """Prefill, ship, decode, all prompts together: the drawn tokens of each, the first one from prefill."""
+    sampling = sampling or [GREEDY] * len(prompts)
+    firsts = first_tokens(run_prefill(source, prefill_plans(prompts, sampling)))
+    pages_of = source_pages
+    if destination is not source:
+        ship_all(source, destination, [len(prompt) for prompt in prompts])
+        pages_of = destination_pages
+    loop = Turns(destination)
+    loop.run(turns, loop.admissions(prompts, firsts, sampling, pages_of))
+    return [[first, *loop.drawn[index]] for index, first in enumerate(firsts)]
+
+
+def tokens_of(rows: Sequence[Sequence[Sampled | None]]) -> list[list[int]]:
+    return [[each.token for each in row if each is not None] for row in rows]
+
+
+def mixed_prompts(count: int = 32, seed: int = 0, longest: int = LONGEST - 16) -> list[tuple[int, ...]]:
+    """`count` prompts of 1 to `longest` tokens."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.permutation(np.linspace(1, longest, count).astype(int))
+    return [tuple(generator.integers(0, CONFIG.vocab_size, length).tolist()) for length in lengths]
+
+
+@cache
+def full_forward():
+    """tokens -> f32[len(tokens), V], by the network's own definition."""
+    params = load_stage(SOURCE, CONFIG, range(4), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32)
+    program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
+
+    def run(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        padded = np.zeros((len(rows), LONGEST), np.int32)
+        for index, row in enumerate(rows):
+            padded[index, : len(row)] = row
+        logits = np.asarray(program(params.leaves, padded))
+        return [logits[index, : len(row)] for index, row in enumerate(rows)]
+
+    return run
+
+
+def greedy_continuation(prompts: Sequence[tuple[int, ...]], tokens: int) -> list[list[int]]:
+    """What greedy decoding gives by repeated full forwards."""
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(tokens):
+        for row, logits in zip(rows, full_forward()(rows), strict=True):
+            row.append(int(logits[-1].argmax()))
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
