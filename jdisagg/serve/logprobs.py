@@ -40,8 +40,10 @@ class TokenNames:
         return self._tokenizer.token_text(token).encode()
 
     def length(self, token: int) -> int:
-        """Characters the token takes in the text, for offsets."""
-        return len(self._tokenizer.token_text(token))
+        """Characters that begin in the token, for offsets into a text without special tokens."""
+        if token in self._tokenizer.vocabulary.special:
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes_of(token))  # UTF-8: all but continuation bytes
 
 
 def _finite(logprob: float | None) -> float | None:

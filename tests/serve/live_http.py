@@ -8,8 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import openai
 import uvicorn
 from fastapi import FastAPI
+from scripted import ScriptedService
+
+
+class Front:
+    """A served `ScriptedService` and a client for it."""
+
+    def __init__(self, service: ScriptedService, url: str) -> None:
+        self.service, self.url = service, url
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 class ThreadServer(uvicorn.Server):

@@ -1,0 +1,29 @@
+"""One real HTTP server a test file, over a service whose script each test may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from live_http import Front, serving
+from scripted import ScriptedService, echo
+
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.http.app import create_app
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Front]:
+    service = ScriptedService()
+    settings = FrontSettings(served_names=("also-tiny",), max_body_bytes=100_000)
+    with serving(create_app(service, settings)) as url:
+        yield Front(service, url)
+
+
+@pytest.fixture
+def front(served: Front) -> Front:
+    """The file's server, its service as new."""
+    service = served.service
+    service.script, service.ready, service.draining = echo, True, False
+    service.seen.clear()
+    return served
