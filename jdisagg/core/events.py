@@ -69,7 +69,7 @@ class DecodeDone:
 
 @dataclass(frozen=True, slots=True)
 class KVArrived:
-    """At the destination: the pages of a transfer have been handed to its device in program order."""
+    """At the destination: a transfer's bytes are on its devices, in no page yet. Answered by InsertKV or DropKV."""
 
     transfer: KVTransfer
 
@@ -107,6 +107,20 @@ class RunDecode:
 @dataclass(frozen=True, slots=True)
 class ShipKV:
     """Pack the source pages now (in program order) and bring them to the destination; KVArrived follows there."""
+
+    transfer: KVTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class InsertKV:
+    """Write what arrived into the destination pages, in program order: their bed still waits for it."""
+
+    transfer: KVTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class DropKV:
+    """Forget what arrived: the handoff is over and its pages may be another's."""
 
     transfer: KVTransfer
 
@@ -150,6 +164,6 @@ class Reject:
     detail: str
 
 
-Effect = Send | RunPrefill | RunDecode | ShipKV | SetTimer | EmitTokens | Finish | Reject
+Effect = Send | RunPrefill | RunDecode | ShipKV | InsertKV | DropKV | SetTimer | EmitTokens | Finish | Reject
 
 ROUTER = WorkerId("router")

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Mark(StrEnum):
-    """Instants of a request's life, in order. A request that is prefilled again sets the later ones anew."""
+    """Instants of a request's life, in order. A request that is prefilled again goes back to REQUEUED."""
 
     ARRIVED = "arrived"
     RESERVE_SENT = "reserve_sent"
@@ -16,18 +16,20 @@ class Mark(StrEnum):
     FIRST_TOKEN = "first_token"
     COMMITTED = "committed"
     FIRST_STEP = "first_step"
+    REQUEUED = "requeued"
     ENDED = "ended"
 
 
-# The part of the ledger that ends at each mark.
-PART_ENDING_AT: dict[Mark, str] = {
-    Mark.RESERVE_SENT: "queue",
-    Mark.RESERVED: "reserve_wait",
-    Mark.PREFILL_STARTED: "queue",
-    Mark.FIRST_TOKEN: "prefill",
-    Mark.COMMITTED: "transfer",
-    Mark.FIRST_STEP: "first_step",
-    Mark.ENDED: "decode",
+# The part of the ledger that begins at each mark, so that a request cut short is charged for what it was doing.
+PART_BEGINNING_AT: dict[Mark, str] = {
+    Mark.ARRIVED: "queue",
+    Mark.RESERVE_SENT: "reserve_wait",
+    Mark.RESERVED: "queue",
+    Mark.PREFILL_STARTED: "prefill",
+    Mark.FIRST_TOKEN: "transfer",
+    Mark.COMMITTED: "first_step",
+    Mark.FIRST_STEP: "decode",
+    Mark.REQUEUED: "queue",
 }
 PARTS: tuple[str, ...] = ("queue", "reserve_wait", "prefill", "transfer", "first_step", "decode")
 
@@ -48,8 +50,8 @@ class Ledger:
     def parts_ns(self) -> dict[str, int]:
         """Nanoseconds of each part; they sum to `total_ns` by construction."""
         parts: dict[str, int] = dict.fromkeys(PARTS, 0)
-        for (_, before), (mark, at) in zip(self.marks, self.marks[1:], strict=False):
-            parts[PART_ENDING_AT.get(mark, "queue")] += at - before
+        for (mark, began), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
+            parts[PART_BEGINNING_AT[mark]] += ended - began
         return parts
 
     @property

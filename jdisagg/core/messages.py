@@ -1,7 +1,7 @@
 """What actors say to each other: the handoff's words first, then what keeps the router's view true.
 
 RESERVE -> RESERVED -> (KV shipped) -> COMMIT -> ACK, and ABORT, acknowledged, from anywhere. Every message of a handoff
-carries its epoch: one of another epoch is late and is dropped.
+carries its epoch: one of another epoch is late and is dropped. Epochs are the router's and never come again.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Any actor to another: give back what this handoff holds, then say AbortAck."""
+    """Any actor to another: give back what this handoff holds, then say AbortAck. From a worker: it has done so."""
 
     handoff: str
     epoch: int
     detail: str
+    reason: FinishReason = FinishReason.ERROR  # what the client is told where trying again is no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,32 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """Tokens of one request, drawn since the last word of it. `index` is the place of the first in its whole output."""
+
+    request_id: RequestId
+    epoch: int
+    index: int
+    sampled: tuple[Sampled, ...]
+    prompt: tuple[Sampled, ...] = ()  # once, before output 0, where prompt logprobs were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Worker to router: what one plan drew. The router alone tells clients, so that no token is told twice."""
+
+    draws: tuple[Draw, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """Worker to router: the sequence came to its end on this worker."""
+    """Worker to router: the sequence came to its end on this worker, `num_output` tokens out in all."""
 
     request_id: RequestId
     epoch: int
     reason: FinishReason
     at_s: float
+    num_output: int
     detail: str = ""
 
 
@@ -123,12 +143,24 @@ class Preempted:
 class View:
     """Worker to router: what is free and waiting, after it changed."""
 
-    free_pages: int
-    free_slots: int
+    free_pages: int  # that a reservation may take: running sequences keep one each to grow into
+    free_slots: int  # further sequences it would take, those that wait for a slot to come free included
     waiting_tokens: int  # prompt tokens not yet prefilled
     running: int  # sequences in slots
 
 
 Message = (
-    Reserve | Reserved | Refused | StartPrefill | Commit | Ack | Abort | AbortAck | Progress | Ended | Preempted | View
+    Reserve
+    | Reserved
+    | Refused
+    | StartPrefill
+    | Commit
+    | Ack
+    | Abort
+    | AbortAck
+    | Progress
+    | Drawn
+    | Ended
+    | Preempted
+    | View
 )

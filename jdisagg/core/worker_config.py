@@ -39,6 +39,10 @@ class WorkerConfig:
     max_chunk_seqs: int = 8  # sequences packed into one chunk
     turns_ahead: int = 2  # decode turns of one microbatch dispatched before the first one's tokens are read
     prefills_ahead: int = 2
+    beds_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
+    reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
+    decode_turns_per_prefill: int = 1  # colocated: turns of each busy microbatch between two prefill chunks
+    ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
 
     @property
     def slots_per_microbatch(self) -> int:

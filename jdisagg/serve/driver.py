@@ -19,10 +19,12 @@ from typing import Any, Protocol
 
 from jdisagg.core.events import (
     ROUTER,
+    DropKV,
     EmitTokens,
     EngineFailed,
     Event,
     Finish,
+    InsertKV,
     KVArrived,
     Received,
     Reject,
@@ -95,6 +97,8 @@ class LiveDriver:
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Parcel] | None] = queue.SimpleQueue()
         self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
         self._told: list[tuple[RequestId, Outcome]] = []
+        self._landed: dict[tuple[str, int], Parcel] = {}  # by handoff and epoch: the worker decides in this very round
+        self._unheard: dict[WorkerId, set[int]] = {}  # plans that failed at once, of which their actor has not heard
         self._timers: list[tuple[float, WorkerId, str]] = []
         self._armed: dict[tuple[WorkerId, str], float] = {}
         self._readers = Readers()
@@ -151,6 +155,8 @@ class LiveDriver:
             actor, event = self._round.popleft()
             now_s = self.now_s()
             self._observe(actor, event, now_s)
+            if isinstance(event, EngineFailed) and event.plan_id is not None:
+                self._unheard.get(actor, set()).discard(event.plan_id)
             for effect in self._actors[actor].handle(event, now_s):
                 self._observe(actor, effect, now_s)
                 self._act(actor, effect)
@@ -174,6 +180,10 @@ class LiveDriver:
                 self._round.append((to, Received(actor, message)))
             case ShipKV(transfer):
                 self._ship(actor, transfer)
+            case InsertKV(transfer):
+                self._insert(actor, self._landed.pop((transfer.handoff, transfer.epoch)))
+            case DropKV(transfer):
+                self._landed.pop((transfer.handoff, transfer.epoch), None)
             case SetTimer(at_s, key):
                 self._armed[actor, key] = at_s
                 heapq.heappush(self._timers, (at_s, actor, key))
@@ -181,13 +191,17 @@ class LiveDriver:
                 raise AssertionError(f"no driver knows the effect {effect!r}")
 
     def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode, plan_id: int) -> None:
+        """A plan made before its actor heard of a failed one may build on that one: it fails as well, unrun."""
         machine, lane = self._machines[actor], type(effect).__name__
         try:
+            if self._unheard.get(actor):
+                raise RuntimeError(f"plan {plan_id} follows plan {min(self._unheard[actor])}, which failed")
             if isinstance(effect, RunDecode):
                 pending = machine.run_decode(effect.plan)
             else:
                 pending = machine.run_prefill(effect.plan)
         except Exception as error:
+            self._unheard.setdefault(actor, set()).add(plan_id)
             self._engine_failed(actor, error, plan_id=plan_id)
             return
         self._readers.read(f"{actor}-{lane}", lambda: self._read_plan(actor, pending.read, plan_id))
@@ -214,12 +228,15 @@ class LiveDriver:
             self._engine_failed(source, error, handoff=parcel.transfer.handoff)
 
     def _land(self, actor: WorkerId, parcel: Parcel) -> None:
+        """The worker says whether its bed still waits: until then the bytes are in no page."""
+        self._landed[parcel.transfer.handoff, parcel.transfer.epoch] = parcel
+        self._round.append((actor, KVArrived(parcel.transfer)))
+
+    def _insert(self, actor: WorkerId, parcel: Parcel) -> None:
         try:
             self._machines[actor].insert(parcel)
         except Exception as error:
             self._engine_failed(actor, error, handoff=parcel.transfer.handoff)
-            return
-        self._round.append((actor, KVArrived(parcel.transfer)))
 
     def _engine_failed(
         self, actor: WorkerId, error: Exception, plan_id: int | None = None, handoff: str | None = None

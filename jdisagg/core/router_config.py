@@ -1,0 +1,20 @@
+"""What the router decides with: limits of the queue, deadlines of every wait, and how often it tries again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Every wait of a request has one of these deadlines, and the router owns them all."""
+
+    queue_limit: int = 256  # waiting requests over which new ones are rejected
+    queue_timeout_s: float = 60.0  # longest wait for a bed, where the request does not say; 0: none
+    handoff_timeout_s: float = 30.0  # for a bed's answer; for KV to reach its bed; for an abort to be acknowledged
+    prefill_timeout_s: float = 300.0  # from the bed to the first token
+    stall_timeout_s: float = 120.0  # between two tokens of one request
+    max_retries: int = 3  # times a request is prefilled again after a failure (preemptions are not counted)
+    abort_tries: int = 3  # times an abort is sent before the lease is left to end it
+    capacity_retry_s: float = 1.0  # a full house is asked again after this, should its word of free pages be lost
+    decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared

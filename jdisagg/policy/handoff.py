@@ -1,0 +1,135 @@
+"""The handoff, as a literal transition table that both of its ends use.
+
+RESERVE holds a bed at the destination before the source starts; KV and COMMIT reach the bed in either order; ACK lets
+the source's pages go. ABORT and EXPIRE (a deadline ran out) end it from anywhere, and an ABORT is acknowledged even
+where it finds nothing left. A signal without a row raises IllegalTransition and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jdisagg.core.errors import IllegalTransition
+from jdisagg.policy.page_pool import Owner
+
+
+class End(StrEnum):
+    SOURCE = "source"  # the worker that prefills
+    DESTINATION = "destination"  # the worker that decodes
+
+
+class State(StrEnum):
+    IDLE = "idle"
+    COMPUTING = "computing"  # source: the prompt waits for its turn or is being computed
+    SHIPPED = "shipped"  # source: KV and COMMIT are on their way
+    RESERVED = "reserved"  # destination: the bed is held
+    ARRIVED = "arrived"  # destination: KV is in the bed's pages, nobody may read it yet
+    COMMITTED = "committed"  # destination: COMMIT came before its KV
+    ADMITTED = "admitted"  # destination: both came, ACK is sent, the sequence decodes
+    RELEASED = "released"
+    ABORTED = "aborted"
+
+
+class Signal(StrEnum):
+    START = "start"
+    SHIP = "ship"
+    ACK = "ack"
+    RESERVE = "reserve"
+    ARRIVE = "arrive"
+    COMMIT = "commit"
+    RELEASE = "release"  # the sequence ended here: nothing is left to hand over, or to decode
+    ABORT = "abort"
+    EXPIRE = "expire"
+
+
+TABLE: dict[tuple[End, State, Signal], State] = {
+    (End.SOURCE, State.IDLE, Signal.START): State.COMPUTING,
+    (End.SOURCE, State.COMPUTING, Signal.SHIP): State.SHIPPED,
+    (End.SOURCE, State.COMPUTING, Signal.RELEASE): State.RELEASED,
+    (End.SOURCE, State.SHIPPED, Signal.ACK): State.RELEASED,
+    (End.SOURCE, State.COMPUTING, Signal.ABORT): State.ABORTED,
+    (End.SOURCE, State.SHIPPED, Signal.ABORT): State.ABORTED,
+    (End.SOURCE, State.COMPUTING, Signal.EXPIRE): State.ABORTED,
+    (End.SOURCE, State.SHIPPED, Signal.EXPIRE): State.ABORTED,
+    (End.DESTINATION, State.IDLE, Signal.RESERVE): State.RESERVED,
+    (End.DESTINATION, State.RESERVED, Signal.ARRIVE): State.ARRIVED,
+    (End.DESTINATION, State.RESERVED, Signal.COMMIT): State.COMMITTED,
+    (End.DESTINATION, State.ARRIVED, Signal.COMMIT): State.ADMITTED,
+    (End.DESTINATION, State.COMMITTED, Signal.ARRIVE): State.ADMITTED,
+    (End.DESTINATION, State.ADMITTED, Signal.RELEASE): State.RELEASED,
+    (End.DESTINATION, State.RESERVED, Signal.RELEASE): State.RELEASED,
+    (End.DESTINATION, State.RESERVED, Signal.ABORT): State.ABORTED,
+    (End.DESTINATION, State.ARRIVED, Signal.ABORT): State.ABORTED,
+    (End.DESTINATION, State.COMMITTED, Signal.ABORT): State.ABORTED,
+    (End.DESTINATION, State.ADMITTED, Signal.ABORT): State.ABORTED,
+    (End.DESTINATION, State.RESERVED, Signal.EXPIRE): State.ABORTED,
+    (End.DESTINATION, State.ARRIVED, Signal.EXPIRE): State.ABORTED,
+    (End.DESTINATION, State.COMMITTED, Signal.EXPIRE): State.ABORTED,
+}
+
+OVER = frozenset({State.RELEASED, State.ABORTED})
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a state waits for, whose timer ends the wait, and which setting is its deadline."""
+
+    for_what: str
+    owner: str
+    deadline: str
+
+
+WAITS: dict[tuple[End, State], Wait] = {
+    (End.SOURCE, State.COMPUTING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.deadline_s"),
+    (End.SOURCE, State.SHIPPED): Wait("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
+    (End.DESTINATION, State.RESERVED): Wait("KV and COMMIT", "decode worker", "Reserve.deadline_s"),
+    (End.DESTINATION, State.ARRIVED): Wait("COMMIT", "decode worker", "Reserve.deadline_s"),
+    (End.DESTINATION, State.COMMITTED): Wait("KV", "decode worker", "Reserve.deadline_s"),
+    (End.DESTINATION, State.ADMITTED): Wait("the next token", "router", "RouterConfig.stall_timeout_s"),
+}
+
+
+def next_state(end: End, state: State, signal: Signal) -> State:
+    """The state that follows, or IllegalTransition."""
+    try:
+        return TABLE[end, state, signal]
+    except KeyError:
+        raise IllegalTransition(f"a handoff's {end} that is {state} cannot take {signal}") from None
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One end of one handoff. `deadline_s` ends the wait it is in (seconds of the driver's clock)."""
+
+    owner: Owner
+    end: End
+    deadline_s: float
+    state: State = State.IDLE
+
+    def take(self, signal: Signal) -> None:
+        self.state = next_state(self.end, self.state, signal)
+
+    def can_take(self, signal: Signal) -> bool:
+        return (self.end, self.state, signal) in TABLE
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def timer(self) -> str:
+        return f"{self.end}/{self.owner.epoch}/{self.owner.handoff}"
+
+
+def owner_of_timer(key: str) -> tuple[End, Owner]:
+    """The end and the handoff that a timer's key names."""
+    end, epoch, handoff = key.split("/", 2)
+    return End(end), Owner(handoff, int(epoch))
+
+
+def mermaid(end: End) -> str:
+    """The end's table as a Mermaid state diagram."""
+    rows = [(state, signal, then) for (side, state, signal), then in TABLE.items() if side is end]
+    lines = [f"    {state} --> {then}: {signal}" for state, signal, then in rows]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {State.IDLE}", *lines])

@@ -1,0 +1,47 @@
+"""Effects of one event, in the order in which they are to happen."""
+
+from __future__ import annotations
+
+from jdisagg.core.events import ROUTER, Effect, Send, SetTimer
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Abort, Draw, Drawn, Ended, Message, Progress
+from jdisagg.core.request import FinishReason, RequestId, WorkerId
+from jdisagg.policy.handoff import Handoff
+from jdisagg.policy.page_pool import Owner
+
+
+class Outbox:
+    """Collects; the actor's `handle` hands them over with `drain`."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def put(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def send(self, to: WorkerId, message: Message) -> None:
+        self._effects.append(Send(to, message))
+
+    def tell_router(self, message: Message) -> None:
+        self._effects.append(Send(ROUTER, message))
+
+    def reach(self, request_id: RequestId, owner: Owner, mark: Mark, now_s: float) -> None:
+        self.tell_router(Progress(request_id, owner.epoch, mark, now_s))
+
+    def draw(self, draws: list[Draw]) -> None:
+        if draws:
+            self.tell_router(Drawn(tuple(draws)))
+
+    def end(self, request_id: RequestId, owner: Owner, reason: FinishReason, num_output: int, now_s: float) -> None:
+        self.tell_router(Ended(request_id, owner.epoch, reason, now_s, num_output))
+
+    def abort(self, owner: Owner, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
+        """Tells the router that this end of a handoff is gone."""
+        self.tell_router(Abort(owner.handoff, owner.epoch, detail, reason))
+
+    def arm(self, handoff: Handoff) -> None:
+        self._effects.append(SetTimer(handoff.deadline_s, handoff.timer))
+
+    def drain(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects

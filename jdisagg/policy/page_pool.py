@@ -1,0 +1,91 @@
+"""Who holds which page of one tier: ids and counts, never arrays. free + held + in_flight + cached = total, always."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Owner(NamedTuple):
+    """One attempt at one request. Epochs never come again, so a late word of an earlier attempt owns nothing."""
+
+    handoff: str
+    epoch: int
+
+
+class PageState(StrEnum):
+    FREE = "free"
+    HELD = "held"  # a sequence computes with it here
+    IN_FLIGHT = "in_flight"  # part of a handoff under way: the other end may still write or read it
+    CACHED = "cached"  # kept for a prefix to come back
+
+
+class PagePool:
+    """Pages 1 to `num_pages`; page 0 is the null page and belongs to nobody. The page freed last is taken first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages, 0, -1))
+        self._owners: dict[int, tuple[Owner, PageState]] = {}
+        self._counts: Counter[PageState] = Counter({PageState.FREE: num_pages})
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def count(self, state: PageState) -> int:
+        return self._counts[state]
+
+    def take(self, count: int, owner: Owner, state: PageState) -> tuple[int, ...] | None:
+        """`count` pages, or None where fewer are free: then nothing is taken."""
+        assert count >= 0 and state is not PageState.FREE, f"{owner} cannot take {count} pages as {state}"
+        if count > len(self._free):
+            return None
+        pages = tuple(self._free.pop() for _ in range(count))
+        for page in pages:
+            self._owners[page] = (owner, state)
+        self._count(PageState.FREE, state, count)
+        return pages
+
+    def move(self, pages: Sequence[int], owner: Owner, state: PageState) -> None:
+        """Books the owner's pages under another state."""
+        assert state is not PageState.FREE, "pages become free by give_back"
+        for page in pages:
+            before = self._state_of(page, owner)
+            self._owners[page] = (owner, state)
+            self._count(before, state, 1)
+
+    def give_back(self, pages: Iterable[int], owner: Owner) -> None:
+        for page in pages:
+            before = self._state_of(page, owner)
+            del self._owners[page]
+            self._free.append(page)
+            self._count(before, PageState.FREE, 1)
+
+    def pages_of(self, owner: Owner) -> set[int]:
+        return {page for page, (holder, _) in self._owners.items() if holder == owner}
+
+    def owners(self) -> set[Owner]:
+        return {owner for owner, _ in self._owners.values()}
+
+    def check_invariants(self) -> None:
+        """Asserts that every page is in exactly one ledger, and that the ledgers sum to the whole."""
+        taken = Counter(state for _, state in self._owners.values())
+        assert len(set(self._free)) == len(self._free), f"a page is free twice: {sorted(self._free)}"
+        assert set(self._free) | set(self._owners) == set(range(1, self.num_pages + 1)), "pages were lost or invented"
+        assert not set(self._free) & set(self._owners), "a page is free and owned"
+        for state in PageState:
+            counted = len(self._free) if state is PageState.FREE else taken[state]
+            assert counted == self._counts[state], f"{state}: {counted} pages, {self._counts[state]} in the ledger"
+        assert sum(self._counts.values()) == self.num_pages, f"{dict(self._counts)} is not {self.num_pages} in all"
+
+    def _state_of(self, page: int, owner: Owner) -> PageState:
+        holder, state = self._owners.get(page, (None, PageState.FREE))
+        assert holder == owner, f"page {page} belongs to {holder}, not to {owner}"
+        return state
+
+    def _count(self, before: PageState, after: PageState, count: int) -> None:
+        self._counts[before] -= count
+        self._counts[after] += count

@@ -1,0 +1,89 @@
+"""What the next plan holds, as pure functions over views: order, packing, page counts, victims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from jdisagg.core.plans import History
+from jdisagg.core.request import Request
+from jdisagg.core.worker_config import WorkerConfig
+
+
+class Order(NamedTuple):
+    """The one order of requests everywhere: priority, then arrival. It outlives preemption, so that nobody starves."""
+
+    priority: int
+    arrival_s: float
+    request_id: str
+
+
+def order_of(request: Request) -> Order:
+    return Order(request.priority, request.arrival_s, request.request_id)
+
+
+def full_tokens(request: Request) -> int:
+    """KV tokens at the latest possible end; the last token drawn is never fed."""
+    return len(request.prompt) + request.sampling.max_tokens - 1
+
+
+def predicted_tokens(request: Request, reserve_tokens: int) -> int:
+    """KV tokens that pages are reserved for: the prompt and the first `reserve_tokens` of the output."""
+    output = max(1, min(request.sampling.max_tokens, reserve_tokens))
+    return len(request.prompt) + output - 1
+
+
+def predicted_pages(request: Request, config: WorkerConfig) -> int:
+    return config.pages_for(predicted_tokens(request, config.reserve_tokens))
+
+
+def history_of(request: Request, num_output: int, drawn: tuple[int, ...] = ()) -> History:
+    """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded."""
+    if not request.sampling.penalised:
+        return History()
+    cut = len(request.prompt) - num_output
+    return History(request.prompt[:cut], request.prompt[cut:] + drawn)
+
+
+class PromptView(NamedTuple):
+    """A prompt that waits: tokens not yet planned, and pages it must get before it starts (0 once it has)."""
+
+    tokens_left: int
+    pages_to_start: int
+
+
+def pick_chunks(waiting: Sequence[PromptView], free_pages: int, config: WorkerConfig) -> list[tuple[int, int]]:
+    """(index into `waiting`, tokens) of the chunks of one plan; `waiting` is in order.
+
+    A prompt is cut at multiples of the chunk size whatever runs beside it, so that its numbers don't depend on its
+    neighbours: what doesn't fit whole waits for the next plan, where the first in order always fits. Nothing starts
+    that cannot finish: where the first to start lacks pages, nobody behind it starts, but who has started goes on.
+    """
+    chunk_tokens = room = config.prefill_buckets[-1]
+    picked: list[tuple[int, int]] = []
+    blocked = False
+    for index, view in enumerate(waiting):
+        tokens = min(view.tokens_left, chunk_tokens)
+        starts = view.pages_to_start > 0
+        blocked = blocked or view.pages_to_start > free_pages
+        if tokens > room or (starts and blocked):
+            continue
+        picked.append((index, tokens))
+        room -= tokens
+        free_pages -= view.pages_to_start
+        if room == 0 or len(picked) == config.max_chunk_seqs:
+            break
+    return picked
+
+
+class Ordered(Protocol):
+    @property
+    def order(self) -> Order: ...
+
+
+T = TypeVar("T", bound=Ordered)
+
+
+def choose_victim(running: Iterable[T]) -> T | None:
+    """Who gives its pages back when they run out: the lowest priority, and of those the youngest."""
+    return max(running, key=lambda each: each.order, default=None)

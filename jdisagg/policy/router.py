@@ -1,0 +1,368 @@
+"""The router: one actor that takes requests, pairs workers, reserves before it starts, and owns every deadline.
+
+Its state is soft: the table of running requests and a view of each worker. Only it tells clients anything, so that
+tokens come in order and once, and each request ends with exactly one `Finish` (or is answered by one `Reject`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable
+from itertools import count
+
+from jdisagg.core.events import (
+    Cancel,
+    Effect,
+    EmitTokens,
+    Event,
+    Received,
+    Reject,
+    SetTimer,
+    Submit,
+    TimerFired,
+    WorkerLost,
+)
+from jdisagg.core.ledger import Ledger, Mark
+from jdisagg.core.messages import (
+    Abort,
+    AbortAck,
+    Draw,
+    Drawn,
+    Ended,
+    Message,
+    Preempted,
+    Progress,
+    Refused,
+    Reserve,
+    Reserved,
+    StartPrefill,
+    View,
+)
+from jdisagg.core.request import FinishReason, Phase, Request, RequestId, WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.aborts import Aborts
+from jdisagg.policy.admission import could_ever_serve, retry_after_s, why_never, why_rejected
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.peers import Peer
+from jdisagg.policy.planning import order_of
+from jdisagg.policy.routing import Choice, choose_pair
+from jdisagg.policy.rows import Row, Waiting
+
+PHASE_OF_MARK = {
+    Mark.FIRST_TOKEN: Phase.SHIPPING,
+    Mark.COMMITTED: Phase.DECODING,
+    Mark.FIRST_STEP: Phase.DECODING,
+}
+END_PHASE = {
+    FinishReason.STOP: Phase.FINISHED,
+    FinishReason.LENGTH: Phase.FINISHED,
+    FinishReason.ABORT: Phase.CANCELLED,
+    FinishReason.TIMEOUT: Phase.FAILED,
+    FinishReason.ERROR: Phase.FAILED,
+}
+CAPACITY_TIMER = "capacity"
+
+
+class Router:
+    """Takes `Submit`, `Cancel`, words of workers, timers and losses."""
+
+    def __init__(self, config: RouterConfig, workers: Iterable[WorkerConfig]) -> None:
+        self.config = config
+        self.peers = {each.worker: Peer(each) for each in workers}
+        self.rows: dict[RequestId, Row] = {}
+        self.queue: list[Row] = []  # rows that wait for a bed, in order
+        self.out = Outbox()
+        self.aborts = Aborts(self.out, config.handoff_timeout_s, config.abort_tries)
+        self._epochs = count(1)
+        self._finish_gap_s, self._last_finish_s = 1.0, 0.0
+        self._ask_anyway = False
+        self._capacity_armed = False
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
+        match event:
+            case Received(sender, message):
+                self._hear(sender, message, now_s)
+            case Submit(request):
+                self._submit(request, now_s)
+            case Cancel(request_id):
+                if request_id in self.rows:
+                    self._finish(self.rows[request_id], FinishReason.ABORT, "cancelled", now_s)
+            case TimerFired(key):
+                self._timer(key, now_s)
+            case WorkerLost(worker):
+                self._lose(worker, now_s)
+            case _:
+                raise AssertionError(f"no router takes {event!r}")
+        self._dispatch(now_s)
+        return self.out.drain()
+
+    # ------------------------------------------------------------ from clients
+
+    def _submit(self, request: Request, now_s: float) -> None:
+        assert request.request_id not in self.rows, f"the id {request.request_id!r} is running"
+        peers, waiting = self.peers.values(), len(self.queue)
+        rejected = why_rejected(peers, waiting, self.config.queue_limit)
+        if rejected:
+            self.out.put(Reject(request.request_id, retry_after_s(waiting, self._finish_gap_s), rejected))
+            return
+        row = Row(request, order_of(request), Ledger(), self._queue_deadline_s(request, now_s))
+        row.ledger.mark(Mark.ARRIVED, now_s)
+        self.rows[request.request_id] = row
+        insort(self.queue, row, key=lambda each: each.order)
+        if could_ever_serve(peers, request):
+            self._wait(row, Waiting.BED, row.first_deadline_s)
+        else:
+            self._finish(row, FinishReason.ERROR, why_never(peers, request), now_s)
+
+    def _queue_deadline_s(self, request: Request, now_s: float) -> float:
+        if request.queue_deadline_s is not None:
+            return request.queue_deadline_s
+        return now_s + self.config.queue_timeout_s if self.config.queue_timeout_s else math.inf
+
+    # ------------------------------------------------------------ to workers
+
+    def _dispatch(self, now_s: float) -> None:
+        """Asks for beds in order; where the first in line finds none, nobody overtakes it."""
+        while self.queue:
+            row = self.queue[0]
+            pair = self._choose(row).taken
+            if pair is None:
+                break
+            del self.queue[0]
+            self._reserve(row, pair.prefill, pair.decode, now_s)
+        self._ask_anyway = False
+        if self.queue and not self._capacity_armed:
+            self._capacity_armed = True
+            self.out.put(SetTimer(now_s + self.config.capacity_retry_s, CAPACITY_TIMER))
+
+    def _choose(self, row: Row) -> Choice:
+        request = row.to_prefill()
+        return choose_pair(
+            [
+                peer.look(request, avoided=worker in row.avoid, ask_anyway=self._ask_anyway)
+                for worker, peer in self.peers.items()
+            ]
+        )
+
+    def _reserve(self, row: Row, prefill: WorkerId, decode: WorkerId, now_s: float) -> None:
+        request, timeout_s = row.to_prefill(), self.config.handoff_timeout_s
+        row.epoch, row.num_before = next(self._epochs), len(row.output)
+        row.prefill, row.decode = prefill, decode
+        self.peers[prefill].book(row.request_id, float(len(request.prompt)), 0.0)
+        self.peers[decode].book(row.request_id, 0.0, request.sampling.max_tokens * self.config.decode_token_weight)
+        self.peers[decode].ask(row.owner, request)
+        lease_s = now_s + 2 * timeout_s + self.config.prefill_timeout_s
+        self.out.send(decode, Reserve(*row.owner, request, row.num_before, prefill, lease_s))
+        row.ledger.mark(Mark.RESERVE_SENT, now_s)
+        self._wait(row, Waiting.ANSWER, now_s + timeout_s)
+
+    def _start(self, row: Row, pages: tuple[int, ...], now_s: float) -> None:
+        assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
+        row.enter(Phase.PREFILLING)
+        row.ledger.mark(Mark.RESERVED, now_s)
+        deadline_s = now_s + self.config.prefill_timeout_s
+        start = StartPrefill(*row.owner, row.to_prefill(), row.num_before, row.decode, pages, deadline_s)
+        self.out.send(row.prefill, start)
+        self._wait(row, Waiting.PREFILL, deadline_s)
+
+    # ------------------------------------------------------------ from workers
+
+    def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
+        match message:
+            case Drawn(draws):
+                for draw in draws:
+                    self._drawn(sender, draw, now_s)
+            case View():
+                if sender in self.peers:
+                    self.peers[sender].hear(message)
+            case Reserved() | Refused():
+                self._answered(sender, message, now_s)
+            case Abort(handoff, epoch):
+                self.out.send(sender, AbortAck(handoff, epoch))
+                self._aborted(sender, message, now_s)
+            case AbortAck(handoff, epoch):
+                self.aborts.acknowledged(sender, Owner(handoff, epoch))
+            case Progress() | Ended() | Preempted():
+                row = self.rows.get(message.request_id)
+                if row is not None and row.epoch == message.epoch:
+                    self._follow(row, sender, message, now_s)
+            case _:
+                raise AssertionError(f"no router hears {message!r}")
+
+    def _row_of(self, owner: Owner) -> Row | None:
+        row = self.rows.get(RequestId(owner.handoff))
+        return row if row is not None and row.epoch == owner.epoch else None
+
+    def _answered(self, sender: WorkerId, message: Reserved | Refused, now_s: float) -> None:
+        owner = Owner(message.handoff, message.epoch)
+        held = isinstance(message, Reserved)
+        if sender in self.peers:
+            self.peers[sender].answered(owner, held=held)
+        row = self._row_of(owner)
+        if row is None or row.waiting is not Waiting.ANSWER:
+            return
+        if isinstance(message, Reserved):
+            self._start(row, message.pages, now_s)
+        else:
+            self._enqueue(row, now_s)
+
+    def _follow(self, row: Row, sender: WorkerId, message: Progress | Ended | Preempted, now_s: float) -> None:
+        match message:
+            case Progress(mark=mark, at_s=at_s):
+                row.ledger.mark(mark, at_s)
+                self._reach(row, PHASE_OF_MARK.get(mark, row.phase), now_s)
+            case Ended():
+                row.ended = message
+                self._end_if_complete(row, sender, now_s)
+            case Preempted():
+                self._enqueue(row, now_s)
+
+    def _drawn(self, sender: WorkerId, draw: Draw, now_s: float) -> None:
+        row = self.rows.get(draw.request_id)
+        if row is None or row.epoch != draw.epoch:
+            return
+        self._reach(row, Phase.SHIPPING if draw.index == row.num_before else Phase.DECODING, now_s)
+        if row.waiting is Waiting.TOKEN:
+            row.deadline_s = now_s + self.config.stall_timeout_s  # the timer finds this out when it fires
+        told = row.take(draw)
+        if told:
+            self.out.put(EmitTokens(row.request_id, told, sender, draw.prompt))
+            self._end_if_complete(row, sender, now_s)
+
+    def _reach(self, row: Row, phase: Phase, now_s: float) -> None:
+        """Moves a row on to `phase`, step by step; a word that says less than is known changes nothing."""
+        if row.phase is Phase.PREFILLING and phase in (Phase.SHIPPING, Phase.DECODING):
+            row.enter(Phase.SHIPPING)
+            self._prefilled(row)
+            self._wait(row, Waiting.SHIP, now_s + self.config.handoff_timeout_s)
+        if row.phase is Phase.SHIPPING and phase is Phase.DECODING:
+            row.enter(Phase.DECODING)
+            self._wait(row, Waiting.TOKEN, now_s + self.config.stall_timeout_s)
+
+    def _prefilled(self, row: Row) -> None:
+        if row.prefill is not None and row.prefill in self.peers:
+            self.peers[row.prefill].prefilled(row.request_id)
+
+    def _end_if_complete(self, row: Row, sender: WorkerId, now_s: float) -> None:
+        if row.ended is not None and len(row.output) >= row.ended.num_output:
+            self._finish(row, row.ended.reason, row.ended.detail, now_s, gone=sender)
+
+    def _aborted(self, sender: WorkerId, message: Abort, now_s: float) -> None:
+        row = self._row_of(Owner(message.handoff, message.epoch))
+        if row is None or (row.phase is Phase.DECODING and sender != row.decode):
+            return  # over, or a source that missed its Ack: nothing is lost
+        self._fail(row, message.reason, message.detail, now_s, gone=sender, avoid=sender)
+
+    # ------------------------------------------------------------ waits
+
+    def _wait(self, row: Row, waiting: Waiting, deadline_s: float) -> None:
+        """One timer a row, moved only to an earlier time: a later deadline is found out when it fires."""
+        row.waiting, row.deadline_s = waiting, deadline_s
+        if deadline_s < math.inf and (row.armed_s is None or deadline_s < row.armed_s):
+            row.armed_s = deadline_s
+            self.out.put(SetTimer(deadline_s, f"row/{row.request_id}"))
+
+    def _timer(self, key: str, now_s: float) -> None:
+        kind, _, name = key.partition("/")
+        if key == CAPACITY_TIMER:
+            self._capacity_armed = False
+            self._ask_anyway = True
+        elif kind == "row":
+            self._row_timer(self.rows.get(RequestId(name)), now_s)
+        else:
+            self.aborts.timer(key, now_s)
+
+    def _row_timer(self, row: Row | None, now_s: float) -> None:
+        if row is None or (row.armed_s is not None and now_s < row.armed_s):
+            return  # of an earlier request with this id
+        row.armed_s = None
+        if now_s < row.deadline_s:
+            self._wait(row, row.waiting, row.deadline_s)
+            return
+        detail = f"waited for {row.waiting} until its deadline"
+        if row.waiting is Waiting.BED:
+            self._finish(row, FinishReason.TIMEOUT, detail, now_s)
+        else:
+            late = row.prefill if row.waiting is Waiting.PREFILL else row.decode
+            self._fail(row, FinishReason.TIMEOUT, detail, now_s, avoid=late)
+
+    # ------------------------------------------------------------ failures and ends
+
+    def _lose(self, worker: WorkerId, now_s: float) -> None:
+        self.peers.pop(worker, None)
+        self.aborts.forget(worker)
+        for row in list(self.rows.values()):
+            prefilling = row.prefill == worker and row.phase is not Phase.DECODING
+            if row.epoch and (prefilling or row.decode == worker):
+                self._fail(row, FinishReason.ERROR, f"worker {worker} was lost", now_s, gone=worker)
+        for row in list(self.queue):
+            if not could_ever_serve(self.peers.values(), row.to_prefill()):
+                self._finish(row, FinishReason.ERROR, f"worker {worker} was lost and no other can do its work", now_s)
+
+    def _fail(
+        self,
+        row: Row,
+        reason: FinishReason,
+        detail: str,
+        now_s: float,
+        *,
+        gone: WorkerId | None = None,
+        avoid: WorkerId | None = None,
+    ) -> None:
+        """Ends an attempt that went wrong: tries again, elsewhere where there is an elsewhere, or gives up."""
+        row.failures += 1
+        if avoid is not None:
+            row.avoid.add(avoid)
+        natural = row.natural_end()
+        if natural is not None:
+            self._finish(row, natural, "", now_s, gone=gone)
+        elif row.failures > self.config.max_retries:
+            self._finish(row, reason, f"{detail} (attempt {row.failures})", now_s, gone=gone)
+        else:
+            self._abort_attempt(row, detail, now_s, gone)
+            self._enqueue(row, now_s)
+
+    def _enqueue(self, row: Row, now_s: float) -> None:
+        """Back to the line, at the place of its arrival; one that never left it keeps its deadline."""
+        self._strike(row)
+        row.leave_workers()
+        deadline_s = row.first_deadline_s
+        if row.phase is not Phase.QUEUED:
+            row.enter(Phase.QUEUED)
+            row.ledger.mark(Mark.REQUEUED, now_s)
+            deadline_s = now_s + (self.config.queue_timeout_s or math.inf)
+        insort(self.queue, row, key=lambda each: each.order)
+        self._wait(row, Waiting.BED, deadline_s)
+
+    def _strike(self, row: Row) -> None:
+        for worker in {row.prefill, row.decode}:
+            peer = self.peers.get(worker) if worker is not None else None
+            if peer is not None:
+                peer.strike(row.request_id)
+                peer.unanswered.pop(row.owner, None)
+
+    def _abort_attempt(self, row: Row, detail: str, now_s: float, gone: WorkerId | None) -> None:
+        """Tells every worker that still holds something of the attempt; `gone` holds nothing any more."""
+        holders = {row.decode}
+        if row.phase in (Phase.PREFILLING, Phase.SHIPPING):
+            holders.add(row.prefill)
+        for worker in sorted(each for each in holders if each is not None and each != gone and each in self.peers):
+            self.aborts.send(worker, row.owner, detail, now_s)
+
+    def _finish(
+        self, row: Row, reason: FinishReason, detail: str, now_s: float, *, gone: WorkerId | None = None
+    ) -> None:
+        if row in self.queue:
+            self.queue.remove(row)
+        self._abort_attempt(row, f"the request ended: {reason}", now_s, gone)
+        self._strike(row)
+        row.enter(END_PHASE[reason])
+        row.ledger.mark(Mark.ENDED, now_s)
+        del self.rows[row.request_id]
+        self._finish_gap_s += 0.1 * (min(60.0, now_s - self._last_finish_s) - self._finish_gap_s)
+        self._last_finish_s = now_s
+        self.out.put(row.finish(reason, detail))

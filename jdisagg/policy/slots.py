@@ -1,0 +1,81 @@
+"""Which sequence sits in which decode slot, which slots the device must be told to retire, and turns in flight."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from jdisagg.core.worker_config import WorkerConfig
+
+T = TypeVar("T")
+
+
+class Slots(Generic[T]):
+    """Slots of all microbatches; microbatch m holds slots m * n to (m + 1) * n."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        assert config.num_slots % config.num_microbatches == 0, "slots must fill whole microbatches"
+        self.turns_ahead = config.turns_ahead
+        self.per_microbatch = config.slots_per_microbatch
+        self.in_flight = [0] * config.num_microbatches
+        self._seats: list[T | None] = [None] * config.num_slots
+        self._taken = [0] * config.num_microbatches
+        self._retiring: list[set[int]] = [set() for _ in range(config.num_microbatches)]
+        self._last = config.num_microbatches - 1
+
+    def microbatch_of(self, slot: int) -> int:
+        return slot // self.per_microbatch
+
+    def free_slot(self) -> int | None:
+        """A free slot of the emptiest microbatch, so that every turn carries its share."""
+        emptiest = min(range(len(self._taken)), key=self._taken.__getitem__)
+        first = emptiest * self.per_microbatch
+        return next((slot for slot in range(first, first + self.per_microbatch) if self._seats[slot] is None), None)
+
+    def seat(self, slot: int, sequence: T) -> None:
+        assert self._seats[slot] is None, f"slot {slot} is taken"
+        self._seats[slot] = sequence
+        self._taken[self.microbatch_of(slot)] += 1
+
+    def clear(self, slot: int, *, on_device: bool) -> None:
+        """Frees the slot; the next turn of its microbatch retires it where the device knows its sequence."""
+        assert self._seats[slot] is not None, f"slot {slot} is free already"
+        microbatch = self.microbatch_of(slot)
+        self._seats[slot] = None
+        self._taken[microbatch] -= 1
+        if on_device:
+            self._retiring[microbatch].add(slot)
+
+    def seated(self, microbatch: int) -> list[tuple[int, T]]:
+        first = microbatch * self.per_microbatch
+        pairs = enumerate(self._seats[first : first + self.per_microbatch], first)
+        return [(slot, sequence) for slot, sequence in pairs if sequence is not None]
+
+    def due(self) -> list[int]:
+        """Microbatches that may take a turn now: fewest in flight first, then round robin."""
+        count = len(self.in_flight)
+        able = [m for m in range(count) if self._taken[m] and self.in_flight[m] < self.turns_ahead]
+        return sorted(able, key=lambda m: (self.in_flight[m], (m - self._last - 1) % count))
+
+    def begin_turn(self, microbatch: int) -> tuple[int, ...]:
+        """Books a turn; returns the slots that it retires."""
+        self._last = microbatch
+        self.in_flight[microbatch] += 1
+        retired = tuple(sorted(self._retiring[microbatch]))
+        self._retiring[microbatch].clear()
+        return retired
+
+    def end_turn(self, microbatch: int) -> None:
+        assert self.in_flight[microbatch] > 0, f"microbatch {microbatch} has no turn in flight"
+        self.in_flight[microbatch] -= 1
+
+    def retire_again(self, microbatch: int, slots: tuple[int, ...]) -> None:
+        """A turn failed before it could retire these."""
+        self._retiring[microbatch].update(slots)
+
+    @property
+    def busy_microbatches(self) -> int:
+        return sum(taken > 0 for taken in self._taken)
+
+    @property
+    def num_taken(self) -> int:
+        return sum(self._taken)

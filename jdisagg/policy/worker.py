@@ -1,0 +1,157 @@
+"""One mesh's worker: an actor that takes events and returns what is to happen. It reads no clock and touches no array.
+
+Its prefill side is `prompts.py`, its decode side `beds.py`; both share one page pool. A colocated worker is the same
+actor with both sides in use.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from jdisagg.core.events import (
+    DecodeDone,
+    Effect,
+    EngineFailed,
+    Event,
+    KVArrived,
+    PrefillDone,
+    Received,
+    TimerFired,
+)
+from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Message, Reserve, StartPrefill, View
+from jdisagg.core.request import FinishReason, WorkerId
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.beds import Beds
+from jdisagg.policy.handoff import Signal, owner_of_timer
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import Owner, PagePool
+from jdisagg.policy.prompts import Prompts
+
+
+class Worker:
+    """Owns its pool, its prompts, its beds, and its side of every handoff."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        plan_ids = count(1)
+        self.config = config
+        self.pool = PagePool(config.num_pages)
+        self.out = Outbox()
+        self.beds = Beds(config, self.pool, self.out, plan_ids.__next__)
+        self.prompts = Prompts(config, self.pool, self.out, self.beds, plan_ids.__next__)
+        self._turns_since_prefill = 0
+        self._told_view: View | None = None
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
+        refused = self._take(event, now_s)
+        self._plan(now_s)
+        self._tell_view(again=refused)
+        return self.out.drain()
+
+    def _take(self, event: Event, now_s: float) -> bool:
+        """Books the event; whether the router must hear the view again."""
+        match event:
+            case DecodeDone():
+                self.beds.decode_done(event, now_s)
+            case PrefillDone():
+                self.prompts.prefill_done(event, now_s)
+            case KVArrived(transfer):
+                self.beds.arrive(transfer, now_s)
+            case Received(sender, message):
+                self._hear(sender, message, now_s)
+                return isinstance(message, Reserve)
+            case TimerFired(key):
+                self._expire(owner_of_timer(key)[1], now_s)
+            case EngineFailed():
+                self._engine_failed(event)
+            case _:
+                raise AssertionError(f"no worker takes {event!r}")
+        return False
+
+    def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
+        match message:
+            case Reserve():
+                self.beds.reserve(message, now_s)
+            case StartPrefill():
+                self.prompts.start(message, now_s)
+            case Commit():
+                self.beds.commit(message, sender, now_s)
+            case Ack(handoff, epoch):
+                self.prompts.end(Owner(handoff, epoch), Signal.ACK)
+            case Abort(handoff, epoch):
+                self._end(Owner(handoff, epoch), Signal.ABORT)
+                self.out.send(sender, AbortAck(handoff, epoch))
+            case AbortAck():
+                return  # this end is gone already
+            case _:
+                raise AssertionError(f"no worker hears {message!r}")
+
+    def _end(self, owner: Owner, signal: Signal) -> bool:
+        prompt_ended = self.prompts.end(owner, signal)
+        return self.beds.end(owner, signal) or prompt_ended
+
+    def _expire(self, owner: Owner, now_s: float) -> None:
+        if self.prompts.expire(owner, now_s) | self.beds.expire(owner, now_s):
+            self._end(owner, Signal.ABORT)
+            detail = f"a deadline of the handoff ran out on {self.config.worker}"
+            self.out.abort(owner, detail, FinishReason.TIMEOUT)
+
+    def _engine_failed(self, event: EngineFailed) -> None:
+        reason = f"{self.config.worker} failed: {event.reason}"
+        if event.plan_id in self.prompts.plans:
+            self.prompts.plan_failed(event.plan_id, reason)
+        elif event.plan_id in self.beds.turns:
+            self.beds.turn_failed(event.plan_id, reason)
+        for owner in self._owners_of(event.handoff):
+            self._end(owner, Signal.ABORT)
+            self.out.abort(owner, reason)
+
+    def _owners_of(self, handoff: str | None) -> list[Owner]:
+        return [owner for owner in {**self.prompts.prompts, **self.beds.beds} if owner.handoff == handoff]
+
+    # ------------------------------------------------------------ plans
+
+    def _plan(self, now_s: float) -> None:
+        """Dispatches all that may be dispatched: turns and chunks take turns, so that neither starves the other."""
+        self.beds.seat_ready()
+        while self._plan_one(now_s):
+            self.beds.seat_ready()
+
+    def _plan_one(self, now_s: float) -> bool:
+        if self._prefill_is_due() and self.prompts.plan(now_s):
+            self._turns_since_prefill = 0
+            return True
+        if self.beds.plan_turn():
+            self._turns_since_prefill += 1
+            return True
+        nothing_else = not self.beds.turns  # every sequence waits for pages that only prompts can free
+        return nothing_else and self.prompts.plan(now_s)
+
+    def _prefill_is_due(self) -> bool:
+        turns = self.config.decode_turns_per_prefill * self.beds.slots.busy_microbatches
+        return self._turns_since_prefill >= turns
+
+    def _look(self) -> View:
+        free_pages = self.beds.reservable_pages if self.config.role.decodes else self.pool.free_pages
+        return View(free_pages, max(0, self.beds.free_slots), self.prompts.waiting_tokens, self.beds.slots.num_taken)
+
+    def _tell_view(self, *, again: bool) -> None:
+        view = self._look()
+        if again or view != self._told_view:
+            self._told_view = view
+            self.out.tell_router(view)
+
+    # ------------------------------------------------------------ invariants
+
+    def check_invariants(self) -> None:
+        """Asserts that every page is booked once, and that whoever owns pages is alive and lists just those."""
+        self.pool.check_invariants()
+        listed = {owner: set(bed.pages) for owner, bed in self.beds.beds.items() if bed.pages}
+        listed |= {owner: set(prompt.pages) for owner, prompt in self.prompts.prompts.items() if prompt.pages}
+        owned = {owner: self.pool.pages_of(owner) for owner in self.pool.owners()}
+        assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is held."""
+        return not (self.prompts.prompts or self.prompts.plans or self.beds.beds or self.beds.turns)

@@ -1,0 +1,58 @@
+"""`python -m jdisagg.replay PATH`: takes a recorded journal through fresh actors and compares every decision.
+
+Exit code 0 and "N events, same decisions", or 1 and the first event that led to something else, or 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from jdisagg.core.errors import JournalError
+from jdisagg.core.events import ROUTER
+from jdisagg.core.journal import Header, Recorded, digest, encode, read_lines
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+
+
+def replay(header: Header, entries: Iterable[Recorded]) -> int:
+    """The number of events whose decisions were the same. Raises JournalError at the first that differs."""
+    router = Router(header.router, header.workers)
+    actors = {config.worker: Worker(config) for config in header.workers}
+    number = 0
+    for number, entry in enumerate(entries, 1):
+        if entry.actor not in actors and entry.actor != ROUTER:
+            raise JournalError(f"event {number} is for {entry.actor}, which the header does not have")
+        actor = router if entry.actor == ROUTER else actors[entry.actor]
+        effects = actor.handle(entry.event, entry.at_s)
+        if digest(effects) != entry.decided:
+            raise JournalError(
+                f"event {number}, at {entry.at_s} s, {entry.actor}: {encode(entry.event)}\n"
+                f"led to effects with the digest {entry.decided}; now it leads to {digest(effects)}:\n"
+                + "\n".join(f"  {encode(effect)}" for effect in effects)
+            )
+    return number
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="jdisagg.replay", description="Replay a journal to the same decisions.")
+    parser.add_argument("path", type=Path, help="a file that --record_dir kept")
+    path = parser.parse_args(arguments).path
+    try:
+        lines = path.open(encoding="utf-8")
+    except OSError as error:
+        print(f"cannot open {path}: {error.strerror}", file=sys.stderr)
+        return 2
+    with lines:
+        try:
+            print(f"{replay(*read_lines(lines))} events, same decisions")
+        except JournalError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""A whole cluster in virtual time: the same router and workers as live, over toy machines, driven by one heap.
+
+After every event the pages of every worker are counted. `run` returns when nothing is left to happen but timers that
+no longer matter, so a request that hangs is a request that a test finds unfinished.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from jdisagg.core.events import (
+    ROUTER,
+    Cancel,
+    DropKV,
+    Effect,
+    EmitTokens,
+    EngineFailed,
+    Event,
+    Finish,
+    InsertKV,
+    KVArrived,
+    Received,
+    Reject,
+    RunDecode,
+    RunPrefill,
+    Send,
+    SetTimer,
+    ShipKV,
+    Submit,
+    TimerFired,
+    WorkerLost,
+)
+from jdisagg.core.journal import Journal
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.toy import ToyFault, ToyMachine, ToyParcel
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.sim.costs import Costs
+from jdisagg.sim.faults import Faults, Luck
+
+MAX_EVENTS = 200_000
+
+
+class World:
+    """Hosts the actors and their machines; `now_s` is virtual."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerConfig],
+        router: RouterConfig | None = None,
+        costs: Costs | None = None,
+        faults: Faults | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.router = Router(router or RouterConfig(), workers)
+        self.workers = {config.worker: Worker(config) for config in workers}
+        self.machines = {config.worker: ToyMachine(config) for config in workers}
+        self.costs, self.luck, self.journal = costs or Costs(), Luck(faults or Faults()), journal
+        self.now_s = 0.0
+        self.told: dict[RequestId, list[Sampled]] = {}  # what each client got
+        self.scored: dict[RequestId, list[Sampled]] = {}  # prompt logprobs
+        self.finished: dict[RequestId, list[Finish]] = {}
+        self.rejected: dict[RequestId, list[Reject]] = {}
+        self.effects: list[tuple[float, WorkerId, Effect]] = []  # all, in order
+        self._heap: list[tuple[float, int, WorkerId, Event]] = []
+        self._ties = count()
+        self._timers: dict[tuple[WorkerId, str], float] = {}
+        self._busy_until_s: dict[WorkerId, float] = {}
+        self._last_word_s: dict[tuple[WorkerId, WorkerId], float] = {}
+        self._parcels: dict[KVTransfer, ToyParcel] = {}
+        self._failing: Counter[WorkerId] = Counter()  # failures that their actors have not heard of
+
+    # ------------------------------------------------------------ the script
+
+    def submit(self, request: Request, at_s: float = 0.0) -> None:
+        self._at(at_s, ROUTER, Submit(request))
+
+    def cancel(self, request_id: RequestId, at_s: float) -> None:
+        self._at(at_s, ROUTER, Cancel(request_id))
+
+    def lose(self, worker: WorkerId, at_s: float) -> None:
+        """The worker is gone at `at_s`; the router is told at once."""
+        self._at(at_s, ROUTER, WorkerLost(worker))
+
+    def run(self, until_s: float = float("inf"), watch: Callable[[], None] | None = None) -> None:
+        """Until nothing is left to happen (timers of what is over do not count), or until `until_s`."""
+        for _ in range(MAX_EVENTS):
+            if not self._heap or self._heap[0][0] > until_s:
+                break
+            self.step()
+            if watch is not None:
+                watch()
+        else:
+            raise AssertionError(f"{MAX_EVENTS} events and no end: {sorted(self.router.rows)} still run")
+        if until_s != float("inf"):
+            self.now_s = max(self.now_s, until_s)
+
+    def step(self) -> None:
+        """Takes the next event; then counts every page."""
+        at_s, _, actor, event = heapq.heappop(self._heap)
+        if isinstance(event, TimerFired):
+            if self._timers.get((actor, event.key)) != at_s:
+                return  # moved since
+            del self._timers[actor, event.key]
+        if actor not in self.workers and actor != ROUTER:
+            return  # it was lost
+        self.now_s = max(self.now_s, at_s)
+        self._deliver(actor, event)
+        for worker in self.workers.values():
+            worker.check_invariants()
+
+    def _deliver(self, actor: WorkerId, event: Event) -> None:
+        if isinstance(event, WorkerLost):
+            self.workers.pop(event.worker, None)
+        if isinstance(event, EngineFailed) and event.plan_id is not None:
+            self._failing[actor] -= 1
+        effects = (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s)
+        if self.journal is not None:
+            self.journal.record(self.now_s, actor, event, effects)
+        for effect in effects:
+            self.effects.append((self.now_s, actor, effect))
+            self._act(actor, effect)
+
+    # ------------------------------------------------------------ effects
+
+    def _act(self, actor: WorkerId, effect: Effect) -> None:
+        match effect:
+            case Send(to, message):
+                self._send(actor, to, Received(actor, message))
+            case RunPrefill() | RunDecode():
+                self._run_plan(actor, effect)
+            case ShipKV(transfer):
+                self._ship(actor, transfer)
+            case InsertKV(transfer):
+                self.machines[actor].insert(self._parcels.pop(transfer))
+            case DropKV(transfer):
+                self._parcels.pop(transfer, None)
+            case SetTimer(at_s, key):
+                self._timers[actor, key] = at_s
+                self._at(at_s, actor, TimerFired(key))
+            case EmitTokens(request_id, sampled, _, prompt):
+                assert request_id not in self.finished, f"{request_id} got tokens after its end"
+                self.told.setdefault(request_id, []).extend(sampled)
+                self.scored.setdefault(request_id, []).extend(prompt)
+            case Finish(request_id):
+                self.finished.setdefault(request_id, []).append(effect)
+            case Reject(request_id):
+                self.rejected.setdefault(request_id, []).append(effect)
+
+    def _send(self, sender: WorkerId, to: WorkerId, event: Received) -> None:
+        """Messages of one pair stay in order; each may be late, lost or doubled."""
+        faults = self.luck.faults
+        if self.luck.strikes(faults.lose_message):
+            return
+        for _ in range(2 if self.luck.strikes(faults.double_message) else 1):
+            at_s = self.now_s + self.costs.message_s + self.luck.delay_s()
+            at_s = max(at_s, self._last_word_s.get((sender, to), 0.0))
+            self._last_word_s[sender, to] = at_s
+            self._at(at_s, to, event)
+
+    def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode) -> None:
+        """A machine takes plans in order and one after the other; a failed one costs nothing and changes nothing.
+
+        Plans that its worker made before it heard of the failure may build on the failed one, so they fail as well.
+        """
+        plan = effect.plan
+        try:
+            result = self._result_of(self.machines[actor], effect, doomed=self._failing[actor] > 0)
+        except ToyFault as fault:
+            self._failing[actor] += 1
+            self._at(self.now_s, actor, EngineFailed(plan.plan_id, None, str(fault)))
+            return
+        done_s = max(self.now_s, self._busy_until_s.get(actor, 0.0)) + self.costs.of_plan(plan)
+        self._busy_until_s[actor] = done_s
+        self._at(done_s, actor, result)
+
+    def _result_of(self, machine: ToyMachine, effect: RunPrefill | RunDecode, *, doomed: bool) -> Event:
+        if doomed or self.luck.strikes(self.luck.faults.fail_plan):
+            raise ToyFault(f"bad luck at plan {effect.plan.plan_id}")
+        if isinstance(effect, RunPrefill):
+            return machine.run_prefill(effect.plan).read()
+        return machine.run_decode(effect.plan).read()
+
+    def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
+        """The pages are packed once earlier plans are done, and land a transfer's time later."""
+        if transfer.destination not in self.machines or self.luck.strikes(self.luck.faults.lose_transfer):
+            return
+        start_s = max(self.now_s, self._busy_until_s.get(actor, 0.0))
+        if self.luck.strikes(self.luck.faults.fail_transfer):
+            self._at(start_s, actor, EngineFailed(None, transfer.handoff, "bad luck in a transfer"))
+            return
+        self._parcels[transfer] = self.machines[actor].ship(transfer, self.machines[transfer.destination])
+        self._at(start_s + self.costs.of_transfer(transfer), transfer.destination, KVArrived(transfer))
+
+    def _at(self, at_s: float, actor: WorkerId, event: Event) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))
+
+    # ------------------------------------------------------------ what came of it
+
+    def output(self, request_id: RequestId) -> list[int]:
+        return [sampled.token for sampled in self.told.get(request_id, [])]
+
+    def check_all_ended(self) -> None:
+        """Asserts that nothing is left anywhere: every page is back, no row, no abort unanswered."""
+        assert not self.router.rows, f"still running: {sorted(self.router.rows)}"
+        for name, worker in self.workers.items():
+            held = worker.config.num_pages - worker.pool.free_pages
+            assert worker.idle and held == 0, f"{name} holds {held} pages"
