@@ -1,4 +1,4 @@
-"""Decode attention: one query token a slot over its paged KV. Arguments are checked and the platform chosen here."""
+"""Decode attention: one query token a slot over its paged KV. Checks the arguments, picks the platform's code."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def paged_attention(
     check_ints("lengths", lengths, q.shape[:1])
     check_options(window, soft_cap)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    options = dict(scale=scale, window=window, soft_cap=soft_cap)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
         q, kv_pages, page_table, lengths, sinks, default=partial(xla.paged_attention, **options)
     )

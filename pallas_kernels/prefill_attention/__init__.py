@@ -1,4 +1,4 @@
-"""Prefill attention: packed, ragged, causal chunks over paged KV. Arguments are checked and the platform chosen here."""
+"""Prefill attention: packed, ragged, causal chunks over paged KV. Checks the arguments, picks the platform's code."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def prefill_attention(
     check_ints("cu_q_lens", cu_q_lens, (sequences + 1,))
     check_options(window, soft_cap)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    options = dict(scale=scale, window=window, soft_cap=soft_cap)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
         q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, default=partial(xla.prefill_attention, **options)
     )

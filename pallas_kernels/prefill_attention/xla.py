@@ -5,7 +5,6 @@ block can see, with the softmax kept running (Dao et al. 2022). Cost follows the
 across sequences, and padding rows, padding sequences and tiles before a window are never visited.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -65,13 +64,12 @@ def prefill_attention(
             mixed = mixed * keep[..., None] + jnp.einsum("hgts,hsd->hgtd", weights, values)
             return higher, total, mixed
 
-        shape = (kv_heads, groups, QUERY_ROWS)
-        if sinks is None:
-            top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-        else:
-            top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, groups, 1), shape)
-            total = jnp.ones(shape)
-        carry = (top, total, jnp.zeros((*shape, size)))
+        top = jnp.full_like(rows[..., 0], -jnp.inf)
+        total = jnp.zeros_like(top)
+        if sinks is not None:
+            top = jnp.maximum(top, sinks.astype(jnp.float32).reshape(kv_heads, groups, 1))
+            total = jnp.ones_like(top)
+        carry = (top, total, jnp.zeros_like(rows))
         _, total, mixed = lax.fori_loop(low, -(-stop // tile_tokens), tile, carry)
         mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
         rows = mixed.transpose(2, 0, 1, 3).reshape(QUERY_ROWS, heads, size)

@@ -1,4 +1,4 @@
-"""New K and V into their pages, in place. Arguments are checked and the platform chosen here."""
+"""New K and V into their pages, in place. Checks the arguments, picks the platform's code."""
 
 import jax
 from jax import Array
