@@ -35,8 +35,9 @@ def show(console: Console, plan: Blueprint, platform: str) -> None:
 
 def picture(plan: Blueprint) -> list[str]:
     """Each worker's devices, stage by stage; shards of one stage stand in one bracket."""
-    lines = []
-    for place in plan.mesh.workers():
+    lines, places = [], plan.mesh.workers()
+    last_prefill = next((place.worker for place in reversed(places) if place.role == "prefill"), None)
+    for place in places:
         rows = [place.device_ids[stage * place.tp : (stage + 1) * place.tp] for stage in range(place.pp)]
         runs = plan.layers if place.pp > 1 else (range(plan.model.num_layers),)
         boxes = [
@@ -44,9 +45,8 @@ def picture(plan: Blueprint) -> list[str]:
             for row, run in zip(rows, runs, strict=True)
         ]
         lines.append(f"{place.worker:<12} " + " -> ".join(boxes))
-        if place.role == "prefill" and place is [w for w in plan.mesh.workers() if w.role == "prefill"][-1]:
-            lines.append("     |  KV pages")
-            lines.append("     v")
+        if place.worker == last_prefill:
+            lines += ["     |  KV pages, shard by shard", "     v"]
     return lines
 
 

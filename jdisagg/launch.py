@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(settings: Settings) -> int:
     """Builds the stack and does what the settings ask of it."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    console = Console(stderr=bool(settings.prompt))
+    console = Console(stderr=bool(settings.prompt), soft_wrap=True)
     mesh = MeshSpec.parse(settings.mesh)
     once = bool(settings.prompt or settings.prompts)
     sockets = servers.Sockets() if once else servers.bind(settings)

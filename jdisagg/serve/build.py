@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.journal import Header, Journal
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.settings import Settings
 from jdisagg.engine.mesh_machine import MeshMachine
-from jdisagg.model.orbax_source import OrbaxSource
-from jdisagg.model.sources import HFSource, RandomSource, Source
+from jdisagg.model.checkpoint import open_source
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
+from jdisagg.serve.metrics import Metrics
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,6 +39,13 @@ def build(
     tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
     machines = load_machines(plan, settings, devices)
     warm(machines, progress)
+
+    def recompiles() -> int:
+        return sum(machine.recompiles() for machine in machines.values())
+
+    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
+    metrics = Metrics(plan.model_name, plan.workers, plan.kv.bytes_per_page, recompiles, compat)
+    journal = Journal(Header(router_config(settings), plan.workers), sink=journal_sink(settings.record_dir))
     return LocalService(
         Router(router_config(settings), plan.workers),
         {config.worker: Worker(config) for config in plan.workers},
@@ -42,14 +54,29 @@ def build(
         model_config=plan.model,
         max_model_len=plan.max_model_len,
         tokenizer=tokenizer,
-        observers=observers,
-        recompiles=lambda: sum(machine.recompiles() for machine in machines.values()),
+        observers=(journal.observe, metrics.observe, *observers),
+        metrics=metrics,
+        journal=journal,
+        recompiles=recompiles,
     )
+
+
+def journal_sink(record_dir: str) -> Callable[[str], object] | None:
+    """Appends lines to a new file of the folder; None where nothing is kept. Raises ConfigError."""
+    if not record_dir:
+        return None
+    path = Path(record_dir) / f"journal-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", buffering=1, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--record_dir={record_dir}: {error.strerror}") from error
+    return lambda line: file.write(line + "\n")
 
 
 def load_machines(plan: Blueprint, settings: Settings, devices: Sequence[Any]) -> dict[WorkerId, MeshMachine]:
     """Every worker's machine on its own devices, with its own copy of the weights it runs."""
-    source = source_of(plan, settings)
+    source = open_source(plan.model_folder, settings.load_format, plan.model, settings.seed)
     return {
         config.worker: MeshMachine(
             config,
@@ -62,13 +89,6 @@ def load_machines(plan: Blueprint, settings: Settings, devices: Sequence[Any]) -
         )
         for config in plan.workers
     }
-
-
-def source_of(plan: Blueprint, settings: Settings) -> Source:
-    """Where weights come from."""
-    if settings.load_format == "random":
-        return RandomSource(plan.model, settings.seed)
-    return OrbaxSource(plan.model_folder) if settings.load_format == "orbax" else HFSource(plan.model_folder)
 
 
 def warm(machines: dict[WorkerId, MeshMachine], progress: Progress) -> None:

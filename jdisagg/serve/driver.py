@@ -42,7 +42,7 @@ from jdisagg.engine.machine import Machine, Parcel
 log = logging.getLogger("jdisagg.driver")
 
 Outcome = EmitTokens | Finish | Reject
-Observer = Callable[[str, Any, float], None]  # (actor, event or effect, now_s)
+Observer = Callable[[WorkerId, Any, float], None]  # (actor, event or effect, now_s)
 
 
 class Actor(Protocol):

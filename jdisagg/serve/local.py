@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.events import ROUTER, Cancel, EmitTokens, Finish, Reject, Submit
+from jdisagg.core.journal import Journal
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.engine.machine import Machine
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome
+from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.service import Delta, Draining, Rejected
 
 
@@ -51,11 +53,14 @@ class LocalService:
         max_model_len: int,
         tokenizer: Tokenizer,
         observers: Sequence[Observer] = (),
+        metrics: Metrics | None = None,
+        journal: Journal | None = None,
         recompiles: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`metrics` and `journal` are among the observers where they are to be fed; here they are for the fronts."""
         self.model_name, self.model_config = model_name, model_config
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
-        self.recompiles = recompiles
+        self.recompiles, self.metrics, self.journal = recompiles, metrics, journal
         self.draining = False
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
@@ -79,6 +84,8 @@ class LocalService:
 
     def stop(self) -> None:
         self.driver.stop()
+        if self.journal is not None:
+            self.journal.close()
 
     def cancel(self, request_id: RequestId) -> None:
         self.driver.post(ROUTER, Cancel(request_id))

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import grpc.aio
 import uvicorn
 
+import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.local import LocalService
-from jdisagg.serve.front_settings import FrontSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,19 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
     running = Running(None, None, None, [])
     if sockets.http is not None:
         running.http = HTTPServer(
-            uvicorn.Config(create_app(service, front), log_level=settings.log_level, access_log=False, lifespan="off")
+            uvicorn.Config(
+                create_app(service, front, service.metrics),
+                log_level=settings.log_level,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=30,
+            )
         )
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
         await _until(lambda: running.http is not None and running.http.started, running.http_task)
         host, port = sockets.http.getsockname()[:2]
-        running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; /docs, /metrics, /health)")
+        running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; also /metrics, /health, /openapi.json)")
     if sockets.grpc_port is not None:
         running.grpc_server = create_grpc_server(service, front)
         running.grpc_server.add_insecure_port(f"{settings.host}:{sockets.grpc_port}")
@@ -109,6 +117,7 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
 def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
     return FrontSettings(
         eos_ids=service.tokenizer.eos_ids,
+        version=jdisagg.__version__,
         api_key=settings.api_key or None,
         max_body_bytes=settings.max_body_bytes,
         queue_timeout_s=settings.queue_timeout_s or None,
