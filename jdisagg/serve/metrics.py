@@ -60,7 +60,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model, self._page_bytes = model_name, page_bytes
         self._pages: dict[str, int] = {config.worker: config.num_pages for config in workers}
-        self._slots: dict[str, int] = {config.worker: config.num_slots for config in workers if config.role.decodes}
+        self._decoders: set[str] = {config.worker for config in workers if config.role.decodes}
         self._lives: dict[RequestId, _Life] = {}
         self._waiting, self._ships = 0, dict[tuple[str, int], float]()
         self._make_request_metrics()
@@ -108,9 +108,11 @@ class Metrics:
         waiting.set_function(lambda: self._waiting)
 
     def _make_worker_metrics(self, recompiles: Callable[[], float] | None) -> None:
-        self._kv_pages = self._gauge("kv_pages", "KV pages, by state", "worker", "state")
-        self._kv_usage = self._gauge("kv_usage_ratio", "Share of KV pages that are not free", "worker")
-        self._decode_slots = self._gauge("decode_slots", "Decode slots, by state", "worker", "state")
+        self._kv_pages = self._gauge(
+            "kv_pages", "KV pages that a reservation may take (free), and the others (used)", "worker", "state"
+        )
+        self._kv_usage = self._gauge("kv_usage_ratio", "Share of KV pages that no reservation may take", "worker")
+        self._sequences = self._gauge("decode_sequences", "Sequences decoding, and room for more", "worker", "state")
         self._backlog = self._gauge("prefill_backlog_tokens", "Prompt tokens not yet prefilled", "worker")
         self._prefill_tokens = self._counter("prefill_tokens", "Tokens run through prefill", "worker")
         self._prefill_runs = self._counter("prefill_runs", "Prefill programs run", "worker")
@@ -223,12 +225,12 @@ class Metrics:
             self._view(actor, item.message)
 
     def _view(self, worker: str, view: View) -> None:
-        model, total, slots = self._model, self._pages.get(worker), self._slots.get(worker)
+        model, total = self._model, self._pages.get(worker)
         if total is not None:
             self._kv_pages.labels(model, worker, "free").set(view.free_pages)
             self._kv_pages.labels(model, worker, "used").set(total - view.free_pages)
             self._kv_usage.labels(model, worker).set(1 - view.free_pages / max(1, total))
-        if slots is not None:
-            self._decode_slots.labels(model, worker, "free").set(view.free_slots)
-            self._decode_slots.labels(model, worker, "running").set(view.running)
+        if worker in self._decoders:
+            self._sequences.labels(model, worker, "room").set(view.free_slots)
+            self._sequences.labels(model, worker, "running").set(view.running)
         self._backlog.labels(model, worker).set(view.waiting_tokens)

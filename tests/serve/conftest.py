@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from live_http import Front, serving
-from scripted import ScriptedService, echo
 
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
+from tests.serve.live_http import Front, serving
+from tests.serve.scripted import ScriptedService, echo
 
 
 @pytest.fixture(scope="module")

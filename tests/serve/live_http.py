@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import openai
 import uvicorn
 from fastapi import FastAPI
-from scripted import ScriptedService
+
+from tests.serve.scripted import ScriptedService
 
 
 class Front:

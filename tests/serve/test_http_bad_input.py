@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_http import Front, eventually, serving
-from scripted import ScriptedService, echo, end
 
 from jdisagg.core.request import FinishReason
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.http.schema import REFUSED
 from jdisagg.serve.service import Rejected
+from tests.serve.live_http import Front, eventually, serving
+from tests.serve.scripted import ScriptedService, echo, end
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"messages": [{"role": "user", "content": "hi"}]}

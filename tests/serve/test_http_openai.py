@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_http import Front
-from scripted import tokens
+
+from tests.serve.live_http import Front
+from tests.serve.scripted import tokens
 
 PARROT = "Grüße, 世界 🦜! "
 USER: list[Any] = [{"role": "user", "content": PARROT}]

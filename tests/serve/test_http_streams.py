@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_http import Front, eventually
-from scripted import Delta, Step, end, sampled
 
 from jdisagg.core.request import FinishReason, Request
+from tests.serve.live_http import Front, eventually
+from tests.serve.scripted import Delta, Step, end, sampled
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 50, "stream": True}
 
@@ -113,7 +113,8 @@ def test_the_official_client_raises_what_breaks_later(front: Front) -> None:
 def test_a_client_that_vanishes_mid_stream_frees_its_request(front: Front) -> None:
     front.service.script = slowly
     with httpx.stream("POST", f"{front.url}/v1/completions", json={**BODY, "n": 3}) as response:
-        next(response.iter_raw())
+        parts = response.iter_raw()  # kept: the stream is closed with it
+        next(parts)
         assert len(front.service.running) == 3
     eventually(lambda: not front.service.running)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import FIXTURE, end
 
 from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, SamplingParams
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.service import Delta
 from jdisagg.serve.text import StopStrings, TextOptions, Transcript
+from tests.serve.scripted import FIXTURE, end
 
 REQUEST = Request(RequestId("r"), (1,), SamplingParams())
 AB = st.text(alphabet="ab", max_size=40)
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 
 def first_end(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """By the book: the stop string that ends earliest, of two that end together the longer one; where the text is cut."""
+    """By the book: the stop string that ends earliest, of two that end together the longer; where to cut."""
     ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not ends:
         return None

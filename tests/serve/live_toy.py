@@ -1,0 +1,92 @@
+"""The real router, workers and live driver over toy machines: a stack that answers in microseconds, without JAX."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jdisagg.core.events import DecodeDone
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.plans import DecodePlan
+from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.toy import ToyMachine
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.serve.local import LocalService
+from jdisagg.serve.metrics import Metrics
+from tests.serve.scripted import FIXTURE
+
+MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A pending decode that takes `pause_s` to read."""
+
+    result: DecodeDone
+    pause_s: float
+
+    def read(self) -> DecodeDone:
+        time.sleep(self.pause_s)
+        return self.result
+
+
+class SlowToy(ToyMachine):
+    """A toy whose decode turns take `pause_s` seconds."""
+
+    pause_s = 0.0
+
+    def run_decode(self, plan: DecodePlan) -> Any:
+        done = super().run_decode(plan)
+        return Paused(done.result, self.pause_s) if self.pause_s else done
+
+
+def worker_config(name: str, role: Role, num_pages: int) -> WorkerConfig:
+    return WorkerConfig(WorkerId(name), role, num_pages, PAGE_SIZE, MAX_LEN, num_slots=8)
+
+
+@dataclass
+class ToyStack:
+    service: LocalService
+    metrics: Metrics
+    workers: dict[WorkerId, Worker]
+    machines: dict[WorkerId, SlowToy]
+
+    def idle(self) -> bool:
+        """No request is running and every page is back."""
+        pools = [worker.pool for worker in self.workers.values()]
+        return self.service.running == 0 and all(pool.free_pages == pool.num_pages for pool in pools)
+
+
+@contextmanager
+def toy_stack(decode_pages: int = 256, queue_limit: int = 64) -> Iterator[ToyStack]:
+    """One prefill and one decode worker, started; stopped at the end."""
+    configs = [
+        worker_config("prefill-0", Role.PREFILL, 256),
+        worker_config("decode-0", Role.DECODE, decode_pages),
+    ]
+    tokenizer = Tokenizer(FIXTURE)
+    metrics = Metrics("toy", configs, PAGE_BYTES, recompiles=lambda: 0.0, compat=("vllm", "jetstream"))
+    workers = {config.worker: Worker(config) for config in configs}
+    machines = {config.worker: SlowToy(config) for config in configs}
+    service = LocalService(
+        Router(RouterConfig(queue_limit=queue_limit), configs),
+        workers,
+        machines,
+        model_name="toy",
+        model_config=ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, MAX_LEN),
+        max_model_len=MAX_LEN,
+        tokenizer=tokenizer,
+        observers=[metrics.observe],
+    )
+    service.start()
+    try:
+        yield ToyStack(service, metrics, workers, machines)
+    finally:
+        service.stop()

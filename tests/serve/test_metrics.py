@@ -1,0 +1,167 @@
+"""Metrics are a fold over what the driver observes, and every one that is exported is fed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.events import EngineFailed, Finish, Reject, Send, Submit
+from jdisagg.core.ledger import Ledger
+from jdisagg.core.messages import Preempted
+from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.serve.generation import pieces
+from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.metrics_compat import NAMES
+from jdisagg.serve.text import TextOptions
+from tests.serve.live_toy import PAGE_BYTES, PAGE_SIZE, ToyStack, toy_stack
+
+DECODE = WorkerId("decode-0")
+PROMPT = tuple(range(20, 40))
+
+
+def request(name: str, max_tokens: int = 12) -> Request:
+    return Request(RequestId(name), PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
+
+def read(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """{(sample name, labels without the model's name): value}."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[sample.name, labels] = sample.value
+    return found
+
+
+async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ()) -> None:
+    async def one(each: Request) -> None:
+        options = TextOptions(stop=stop)
+        async with aclosing(pieces(stack.service, each, options, stack.metrics.note_stop_string)) as answer:
+            async for piece in answer:
+                assert piece.finish_reason in (None, "stop", "length")
+
+    await asyncio.gather(*(one(each) for each in asked))
+
+
+@pytest.fixture(scope="module")
+def ran() -> Iterator[ToyStack]:
+    """A short real run, and the three things that go wrong too seldom to wait for."""
+    with toy_stack() as stack:
+        now_s = stack.service.now_s()
+        timed = [
+            Request(each.request_id, each.prompt, each.sampling, now_s) for each in map(request, ("a", "b", "c", "d"))
+        ]
+        asyncio.run(run(stack, timed))
+        observe = stack.metrics.observe
+        observe("router", Submit(request("full")), now_s)
+        observe("router", Reject(RequestId("full"), 1.0, "full"), now_s)
+        observe("decode-0", Send(WorkerId("router"), Preempted(RequestId("a"), 1, (), "no pages")), now_s)
+        observe("decode-0", EngineFailed(1, None, "fault"), now_s)
+        yield stack
+
+
+def test_every_exported_metric_is_fed_by_a_run(ran: ToyStack) -> None:
+    families = list(text_string_to_metric_families(ran.metrics.render().decode()))
+    unfed = [family.name for family in families if not family.samples]
+    assert unfed == []
+    counted = [f for f in families if f.type in ("counter", "histogram") and not f.name.startswith("vllm:num_pre")]
+    silent = [f.name for f in counted if not any(s.value > 0 for s in f.samples if not s.name.endswith("_created"))]
+    assert silent == []
+    assert len([f for f in families if f.name.startswith("jdisagg_")]) >= 24
+
+
+def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
+    found = read(ran.metrics)
+    assert found["jdisagg_requests_total", "reason=length"] == 4
+    assert found["jdisagg_prompt_tokens_total", ""] == 4 * len(PROMPT)
+    assert found["jdisagg_generation_tokens_total", ""] == 48
+    assert found["jdisagg_prefill_tokens_total", "worker=prefill-0"] == 4 * len(PROMPT)
+    assert found["jdisagg_time_to_first_token_seconds_count", ""] == 4
+    assert found["jdisagg_inter_token_latency_seconds_count", ""] == 44
+    assert found["jdisagg_rejects_total", ""] == 1
+    assert found["jdisagg_requests_running", ""] == found["jdisagg_requests_waiting", ""] == 0
+    assert found["jdisagg_decode_runs_total", "worker=decode-0"] >= 11
+
+
+def test_shipped_bytes_are_pages_times_their_size(ran: ToyStack) -> None:
+    found = read(ran.metrics)
+    pages = -(-len(PROMPT) // PAGE_SIZE)
+    assert found["jdisagg_shipped_bytes_total", "destination=decode-0,source=prefill-0"] == 4 * pages * PAGE_BYTES
+    assert found["jdisagg_ship_seconds_count", "destination=decode-0,source=prefill-0"] == 4
+
+
+def test_the_parts_sum_to_the_whole(ran: ToyStack) -> None:
+    found = read(ran.metrics)
+    parts = [value for (name, _), value in found.items() if name == "jdisagg_request_part_seconds_sum"]
+    assert len(parts) == 6
+    assert sum(parts) == pytest.approx(found["jdisagg_request_seconds_sum", ""], rel=0.2, abs=0.01)
+
+
+def test_all_pages_are_free_again_after_the_run(ran: ToyStack) -> None:
+    found = read(ran.metrics)
+    for worker in ("prefill-0", "decode-0"):
+        assert found["jdisagg_kv_pages", f"state=free,worker={worker}"] == 256
+        assert found["jdisagg_kv_pages", f"state=used,worker={worker}"] == 0
+
+
+def test_other_servers_names_show_the_same_numbers(ran: ToyStack) -> None:
+    found = read(ran.metrics)
+    assert found["vllm:generation_tokens_total", ""] == 48
+    assert found["vllm:request_success_total", "finished_reason=length"] == 4
+    assert found["vllm:time_to_first_token_seconds_count", ""] == 4
+    assert found["vllm:kv_cache_usage_perc", "engine=decode-0"] == 0
+    assert found["jetstream_request_output_length_sum", ""] == 48
+    ours = {name.removeprefix("jdisagg_") for name in _families(ran.metrics, "jdisagg_")}
+    for names in NAMES.values():
+        assert names.keys() <= ours
+
+
+def _families(metrics: Metrics, prefix: str) -> set[str]:
+    found = text_string_to_metric_families(metrics.render().decode())
+    return {family.name for family in found if family.name.startswith(prefix)}
+
+
+def test_a_stop_string_is_no_abort() -> None:
+    metrics = Metrics("m")
+    for name, stopped in (("one", True), ("two", False)):
+        metrics.observe("router", Submit(request(name)), 1.0)
+        if stopped:
+            metrics.note_stop_string(RequestId(name))
+        metrics.observe("router", Finish(RequestId(name), FinishReason.ABORT, Ledger()), 2.0)
+    found = read(metrics)
+    assert found["jdisagg_requests_total", "reason=stop"] == 1
+    assert found["jdisagg_requests_total", "reason=abort"] == 1
+
+
+def test_waiting_turns_to_running_when_a_prefill_holds_the_request() -> None:
+    with toy_stack() as stack:
+        folds: list[tuple[float, float]] = []
+
+        def watch(actor: str, item: Any, now_s: float) -> None:
+            stack.metrics.observe(actor, item, now_s)
+            found = read(stack.metrics)
+            folds.append((found["jdisagg_requests_waiting", ""], found["jdisagg_requests_running", ""]))
+
+        stack.service.driver._observers = [watch]
+        asyncio.run(run(stack, [request("a", 3)]))
+    assert folds[0] == (1, 0)
+    assert (0, 1) in folds
+    assert folds[-1] == (0, 0)
+
+
+def test_an_unknown_set_of_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sglang"):
+        Metrics("m", compat=["sglang"])
+
+
+def test_two_servers_in_one_process_do_not_share_counts() -> None:
+    one, two = Metrics("one"), Metrics("two")
+    one.observe("router", Submit(request("a")), 0.0)
+    assert read(one)["jdisagg_requests_waiting", ""] == 1
+    assert read(two)["jdisagg_requests_waiting", ""] == 0
