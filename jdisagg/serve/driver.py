@@ -91,7 +91,7 @@ class LiveDriver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deliver` takes what clients are to be told, once an event; `died` why the loop ended; both on its thread."""
-        self._actors: dict[WorkerId, Actor] = {ROUTER: router, **workers}
+        self.actors: dict[WorkerId, Actor] = {ROUTER: router, **workers}
         self._machines = machines
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Parcel] | None] = queue.SimpleQueue()
@@ -157,7 +157,7 @@ class LiveDriver:
             self._observe(actor, event, now_s)
             if isinstance(event, EngineFailed) and event.plan_id is not None:
                 self._unheard.get(actor, set()).discard(event.plan_id)
-            for effect in self._actors[actor].handle(event, now_s):
+            for effect in self.actors[actor].handle(event, now_s):
                 self._observe(actor, effect, now_s)
                 self._act(actor, effect)
         if self._told:

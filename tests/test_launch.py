@@ -1,0 +1,169 @@
+"""The launcher as a user meets it: a process, its exit code, its lines, its signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from tests.fixtures import conformance
+
+MODEL = conformance.load("llama3").folder
+SMALL = [
+    f"--model={MODEL}",
+    "--max_model_len=256",
+    "--max_num_batched_tokens=64",
+    "--max_num_seqs=4",
+    "--mesh=colocated:tp1",
+]
+
+
+def environment():
+    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+def launch(*arguments, timeout_s=120):
+    command = [sys.executable, "-m", "jdisagg.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False)
+
+
+@pytest.fixture(scope="module")
+def busy_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh=prefil:tp2,decode:pp2"], "unknown role 'prefil'"),
+        (["--model=/nowhere", "--http_port=0", "--grpc_port=0"], "--model=/nowhere: there is no config.json"),
+        (["--mehs=colocated:tp1"], "unknown flag --mehs; did you mean --mesh?"),
+        (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
+        (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
+        (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, says):
+    done = launch(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded(busy_port):
+    done = launch(f"--http_port={busy_port}")
+    assert done.returncode == 2
+    assert f"--http_port={busy_port}" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_one_prompt_prints_its_completion_and_a_ledger_whose_parts_sum_to_the_whole():
+    done = launch(*SMALL[:-1], "--mesh=prefill:tp2,decode:pp2", "--prompt=def f(x):", "--max_tokens=8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def f(x):")
+    for part in ("queue", "reserve_wait", "prefill", "transfer", "first_step", "decode", "whole"):
+        assert part in done.stderr
+    assert "prefill-0" in done.stderr and "KV pages, shard by shard" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_batch_is_resumed_where_it_stopped(tmp_path):
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"x = {i}", "max_tokens": 3}) + "\n" for i in range(5)))
+    kept = json.dumps({"line": 2, "text": "kept from before"})
+    output.write_text(kept + "\n" + '{"line": 3, "te')  # a crash cut the second line off
+    done = launch(*SMALL, f"--prompts={prompts}", f"--output={output}")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(row["line"] for row in rows) == [0, 1, 2, 3, 4]
+    assert kept in output.read_text()
+    assert all(row["usage"]["completion_tokens"] <= 3 for row in rows if row["line"] != 2)
+
+
+@contextmanager
+def running(*arguments):
+    """A server process and its base URL, once it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "jdisagg.launch", *SMALL, f"--http_port={port}", "--grpc_port=-1", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: status(f"{url}/ready") == 200 or process.poll() is not None, 120)
+        assert process.poll() is None, process.communicate()[0]
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(true, limit_s):
+    end_s = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def status(url, body=None):
+    data = json.dumps(body).encode() if body else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def long_request(url):
+    """Starts an answer of many tokens and returns once the first has come: (response, what was read)."""
+    body = {"model": "llama3", "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    answer = urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode()), timeout=60
+    )
+    return answer, answer.readline()
+
+
+@pytest.mark.slow
+def test_a_signal_drains_and_a_second_one_stops_at_once():
+    with running() as (process, url):
+        answer, first = long_request(url)
+        assert first.startswith(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status(f"{url}/ready") in (503, None), 20)
+        rest = answer.read()
+        assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_running_requests():
+    with running("--drain_s=600") as (process, url):
+        long_request(url)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: process.poll() is not None, 20)
+        assert process.returncode in (0, 130)
+
+
+def test_printed_settings_come_from_flags_and_file():
+    done = launch("--config=configs/pod_70b.toml", "--page_size=128", "--print_config")
+    assert done.returncode == 0
+    assert "page_size = 128" in done.stdout and 'mesh = "prefill:tp8,decode:pp4tp2"' in done.stdout
+
+
+def test_help_is_short_and_grouped():
+    done = launch("--help")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) < 80 and "scheduling:" in done.stdout
