@@ -1,6 +1,7 @@
 """How well a model predicts held-out files: bits for each byte of text, whatever the tokenizer."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,8 @@ from tokenizers import Tokenizer
 from jdisagg.training.corpus import Document
 from jdisagg.training.step import Leaves, Network, token_losses
 from jdisagg.training.tokenizer import END_OF_TEXT, SPECIALS
+
+Meter = Callable[[Leaves, np.ndarray, np.ndarray], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +53,22 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     return np.asarray([0 if text in SPECIALS else len(text) for text in texts])
 
 
-def bits_per_byte(network: Network, leaves: Leaves, windows: Windows, batch: int) -> float:
-    @jax.jit
+def make_meter(network: Network) -> Meter:
+    """(leaves, i32[B, T + 1], bool[B, T]) -> f32[], the nats of all counted targets; make it once, it compiles."""
+
     def nats(leaves: Leaves, tokens: Array, counted: Array) -> Array:
         return (token_losses(network.merge(leaves), tokens) * counted).sum()
 
+    return jax.jit(nats)
+
+
+def bits_per_byte(meter: Meter, leaves: Leaves, windows: Windows, batch: int) -> float:
+    """How many bits each byte of the windows costs the model; `batch` windows are measured at a time."""
     total = 0.0
     for start in range(0, len(windows.tokens), batch):
         rows = slice(start, start + batch)
         tokens, counted = _padded(windows.tokens[rows], batch), _padded(windows.counted[rows], batch)
-        total += float(nats(leaves, tokens, counted))
+        total += float(meter(leaves, tokens, counted))
     return total / math.log(2) / windows.text_bytes
 
 

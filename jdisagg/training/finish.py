@@ -45,7 +45,7 @@ def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
         steps=run.step,
         tokens=tokens_before(run.settings.phases, run.step),
         parameters=sum(leaf.size for leaf in leaves),
-        held_out_bits_per_byte=round(bits_per_byte(run.network, leaves, windows, batch=1), 4),
+        held_out_bits_per_byte=round(bits_per_byte(run.meter, leaves, windows, batch=1), 4),
         held_out_files=len(corpus.held_out),
         held_out_bytes=windows.text_bytes,
         training_files=len(corpus.training),

@@ -13,7 +13,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.training.batches import batch_at, token_stream, tokens_before, total_steps
 from jdisagg.training.checkpoints import Checkpoints
 from jdisagg.training.corpus import Corpus
-from jdisagg.training.evaluate import Windows, bits_per_byte, cut_windows, thinned
+from jdisagg.training.evaluate import Meter, Windows, bits_per_byte, cut_windows, make_meter, thinned
 from jdisagg.training.progress import ProgressLog, Report
 from jdisagg.training.settings import TrainSettings
 from jdisagg.training.step import Leaves, Network, TrainStep, make_optimiser, make_step, new_network
@@ -31,6 +31,7 @@ class Run:
     stream: np.ndarray  # u16[N]
     network: Network
     train_step: TrainStep
+    meter: Meter
     checkpoints: Checkpoints
     step: int
     leaves: Leaves
@@ -52,8 +53,8 @@ def open_run(settings: TrainSettings, corpus: Corpus, *, resume: bool) -> Run:
     leaves, state = network.leaves, optimiser.init(network.leaves)
     if at is not None:
         leaves, state = checkpoints.restore(at, leaves, state)
-    train_step = make_step(network, optimiser)
-    return Run(settings, tokenizer, stream, network, train_step, checkpoints, at or 0, leaves, state)
+    train_step, meter = make_step(network, optimiser), make_meter(network)
+    return Run(settings, tokenizer, stream, network, train_step, meter, checkpoints, at or 0, leaves, state)
 
 
 def run_tokenizer(settings: TrainSettings, corpus: Corpus, path: Path) -> Tokenizer:
@@ -100,7 +101,7 @@ def _train_until(run: Run, done: int, log: ProgressLog, check: Windows) -> Repor
     speed = (tokens - began_tokens) / (time.perf_counter() - began_s)
     held_out = None
     if run.step % run.settings.run.eval_every == 0:
-        held_out = bits_per_byte(run.network, run.leaves, check, CHECK_BATCH)
+        held_out = bits_per_byte(run.meter, run.leaves, check, CHECK_BATCH)
     return Report(run.step, tokens, float(np.mean(losses)), norm, speed, held_out)
 
 
