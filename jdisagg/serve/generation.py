@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
 from jdisagg.core.errors import JdisaggError
@@ -65,40 +65,47 @@ async def _finish_of(deltas: AsyncGenerator[Delta]) -> Finish | None:
     return None
 
 
-async def merged(answers: Sequence[AsyncGenerator[Piece]], at_once: int) -> AsyncGenerator[tuple[int, Piece]]:
-    """Pieces of all answers with their answer's index, as they come; at most `at_once` answers run at a time.
+Batch = list[tuple[int, Piece]]  # pieces with their answer's index
+Arrival = tuple[int, Piece | Exception | None]  # None: the answer is whole
+
+
+async def merged(answers: Sequence[AsyncGenerator[Piece]], at_once: int) -> AsyncGenerator[Batch]:
+    """Pieces of all answers as they come, those that are there at once together; `at_once` answers run at a time.
 
     The first error of any answer is raised, and the others are closed.
     """
     if len(answers) == 1:
         async with aclosing(answers[0]) as only:
             async for piece in only:
-                yield 0, piece
+                yield [(0, piece)]
         return
-    inbox: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+    inbox: asyncio.Queue[Arrival] = asyncio.Queue()
     room = asyncio.Semaphore(at_once)
     pumps = [asyncio.create_task(_pump(i, answer, inbox, room)) for i, answer in enumerate(answers)]
     try:
         running = len(pumps)
         while running:
-            index, item = await inbox.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
+            arrived = [await inbox.get(), *_taken(inbox)]
+            for _, item in arrived:
+                if isinstance(item, Exception):
+                    raise item
+                running -= item is None
+            batch = [(index, item) for index, item in arrived if isinstance(item, Piece)]
+            if batch:
+                yield batch
     finally:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
+def _taken(inbox: asyncio.Queue[Arrival]) -> Iterator[Arrival]:
+    while not inbox.empty():
+        yield inbox.get_nowait()
+
+
 async def _pump(
-    index: int,
-    answer: AsyncGenerator[Piece],
-    inbox: asyncio.Queue[tuple[int, Piece | Exception | None]],
-    room: asyncio.Semaphore,
+    index: int, answer: AsyncGenerator[Piece], inbox: asyncio.Queue[Arrival], room: asyncio.Semaphore
 ) -> None:
     try:
         async with room, aclosing(answer):

@@ -35,7 +35,10 @@ def _mix(seed: int, choice: int) -> int:
 def sampling_params(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> SamplingParams:
     """`asked` (None means not said) over the model's defaults over those of SamplingParams."""
     said = {name: value for name, value in asked.items() if value is not None}
-    return SamplingParams(**{**defaults, **said})
+    fields = {**defaults, **said}
+    if "top_k" in fields:
+        fields["top_k"] = int(fields["top_k"])  # checkpoints write 50.0 too
+    return SamplingParams(**fields)
 
 
 def logit_bias_of(asked: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:

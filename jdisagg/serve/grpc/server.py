@@ -72,13 +72,14 @@ class Orchestrator(OrchestratorServicer):
         try:
             requests = self._requests(request)
             answers = [pieces(self._service, each, self._options(each.sampling)) for each in requests]
-            async with aclosing(merged(answers, self._settings.choices_at_once)) as found:
-                async for index, piece in found:
-                    failure = failure_of(piece)
-                    if failure is not None:
-                        raise failure
-                    if piece.text or piece.sampled:
-                        yield _response(index, len(requests), piece.text, [each.token for each in piece.sampled])
+            async with aclosing(merged(answers, self._settings.choices_at_once)) as batches:
+                async for batch in batches:
+                    for index, piece in batch:
+                        failure = failure_of(piece)
+                        if failure is not None:
+                            raise failure
+                        if piece.text or piece.sampled:
+                            yield _response(index, len(requests), piece.text, [each.token for each in piece.sampled])
         except JdisaggError as error:
             await _abort(context, error)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -15,12 +14,11 @@ from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
 from jdisagg.core.request import RequestId
 from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.generation import failure_of, merged, pieces
+from jdisagg.serve.generation import AnswerFailed, Batch, failure_of, merged, pieces
 from jdisagg.serve.http.errors import describe
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.http.rendering import DONE, Renderer, dump, event
 from jdisagg.serve.service import Service
-from jdisagg.serve.text import Piece
 
 log = logging.getLogger("jdisagg.http")
 
@@ -58,28 +56,18 @@ class Generation(Response):
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    def _pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
+    def _batches(self) -> AsyncGenerator[Batch]:
         job = self._job
         answers = [pieces(self._service, each.request, job.options, self._note_stop) for each in job.choices]
         return merged(answers, self._settings.choices_at_once)
 
-    async def _each_piece(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """The pieces, with the drawn token dropped where only the prompt was asked for; an answer's end is noted."""
-        async with aclosing(self._pieces()) as found:
-            async for index, piece in found:
-                if self._job.prompt_only:
-                    reason = piece.finish_reason if piece.finish_reason in (None, "abort") else "length"
-                    piece = replace(piece, text="", sampled=(), finish_reason=reason, stop_reason=None)  # noqa: PLW2901
-                yield index, piece
-
     async def _whole(self, send: Send) -> None:
         renderer = self._renderer
-        async with aclosing(self._each_piece()) as found:
-            async for index, piece in found:
-                renderer.gather(index, piece)
-                if piece.finish_reason is not None:
-                    renderer.answers[index].last = piece
-                    _raise_if_failed(piece)
+        async with aclosing(self._batches()) as batches:
+            async for batch in batches:
+                for index, piece in batch:
+                    renderer.gather(index, piece)
+                _raise_if_failed(batch)
         self.body = dump(renderer.whole()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
         headers += _instances(renderer.answers[0].finish)
@@ -89,16 +77,14 @@ class Generation(Response):
     async def _streamed(self, send: Send) -> None:
         renderer, started, failure = self._renderer, False, None
         try:
-            async with aclosing(self._each_piece()) as found:
-                async for index, piece in found:
+            async with aclosing(self._batches()) as batches:
+                async for batch in batches:
                     if not started:
-                        _raise_if_failed(piece)
+                        _raise_if_failed(batch)
                         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                         started = True
-                    body = renderer.chunk(index, piece)
-                    if piece.finish_reason is not None:
-                        renderer.answers[index].last = piece
-                        failure = failure or failure_of(piece)
+                    body = b"".join([renderer.chunk(index, piece) for index, piece in batch])
+                    failure = failure or _failure_in(batch)
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
@@ -116,8 +102,12 @@ async def _until_gone(receive: Receive) -> None:
         continue
 
 
-def _raise_if_failed(piece: Piece) -> None:
-    failure = failure_of(piece)
+def _failure_in(batch: Batch) -> AnswerFailed | None:
+    return next((failure for _, piece in batch if (failure := failure_of(piece)) is not None), None)
+
+
+def _raise_if_failed(batch: Batch) -> None:
+    failure = _failure_in(batch)
     if failure is not None:
         raise failure
 

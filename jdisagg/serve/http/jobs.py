@@ -20,7 +20,7 @@ from jdisagg.serve.sampling import choice_seed, fold_seed, logit_bias_of, sampli
 from jdisagg.serve.service import Service
 from jdisagg.serve.text import TextOptions
 
-INLINE_CHARS = 20_000  # longer prompts are tokenized on a thread, so that running streams go on
+INLINE_CHARS = 20_000  # longer texts are tokenized on a thread, so that running streams go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,11 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> t
 async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
     """`name` is the client's request id, or a fresh one."""
     check_model(body.model, service, settings)
-    prompts = await _prompts(body, service.tokenizer)
+    given = _listed(body.prompt)
+    if sum(len(each) for each in given if isinstance(each, str)) > INLINE_CHARS:
+        prompts = await asyncio.to_thread(_prompts, given, body, service.tokenizer)
+    else:
+        prompts = _prompts(given, body, service.tokenizer)
     prompt_only = bool(body.echo) and body.max_tokens == 0
     asked = {
         "max_tokens": 1 if prompt_only else body.max_tokens,
@@ -106,13 +110,12 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
     return _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
 
 
-async def _prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
-    """Every spelling of `prompt`: a text, texts, token ids, lists of token ids."""
+def _prompts(given: Sequence[str | list[int]], body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
     special = body.add_special_tokens is not False
     prompts = []
-    for each in _listed(body.prompt):
+    for each in given:
         if isinstance(each, str):
-            prompts.append(Prompt(await encode(tokenizer, each, special), each))
+            prompts.append(Prompt(tuple(tokenizer.encode(each, special)), each))
         else:
             text = tokenizer.decode(each, body.skip_special_tokens) if body.echo else ""
             prompts.append(Prompt(tuple(each), text))
@@ -120,6 +123,7 @@ async def _prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def _listed(prompt: Any) -> list[str | list[int]]:
+    """Every spelling of `prompt`: a text, texts, token ids, lists of token ids."""
     alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     return [prompt] if alone else list(prompt)
 

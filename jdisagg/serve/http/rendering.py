@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jdisagg.core.events import Finish
@@ -73,11 +73,20 @@ class Renderer:
             "prompt_tokens_details": {"cached_tokens": 0},
         }
 
+    def _noted(self, index: int, piece: Piece) -> Piece:
+        """The piece, its end kept; without the drawn token where only the prompt was asked for."""
+        if self.job.prompt_only:
+            reason = piece.finish_reason if piece.finish_reason in (None, "abort") else "length"
+            piece = replace(piece, text="", sampled=(), finish_reason=reason, stop_reason=None)
+        if piece.finish_reason is not None:
+            self.answers[index].last = piece
+        return piece
+
     # ------------------------------------------------------------ streams
 
     def chunk(self, index: int, piece: Piece) -> bytes:
         """The events of one piece; b"" where it shows nothing (half a character)."""
-        answer = self.answers[index]
+        piece, answer = self._noted(index, piece), self.answers[index]
         first = answer.num_tokens == 0 and index not in self._skeletons
         answer.num_tokens += len(piece.sampled)
         if first:
@@ -138,7 +147,7 @@ class Renderer:
 
     def gather(self, index: int, piece: Piece) -> None:
         """Keeps a piece for `whole`."""
-        answer = self.answers[index]
+        piece, answer = self._noted(index, piece), self.answers[index]
         answer.parts.append(piece.text)
         answer.num_tokens += len(piece.sampled)
         answer.prompt += piece.prompt
