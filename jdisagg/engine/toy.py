@@ -120,7 +120,7 @@ class ToyMachine:
         self._maybe_fail(plan.plan_id)
         slots_each = self.config.slots_per_microbatch
         for slot in plan.retire:
-            del self.slots[slot]
+            self.slots.pop(slot, None)  # a slot whose admission failed is retired all the same
         for admission in plan.admit:
             self._admit(admission)
         for grant in plan.grants:

@@ -1,0 +1,145 @@
+"""One worker on a bench: its effects carried out on a toy machine at once, its plans read when the test says so."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from jdisagg.core.events import (
+    ROUTER,
+    DropKV,
+    Effect,
+    EngineFailed,
+    Event,
+    InsertKV,
+    KVArrived,
+    Received,
+    RunDecode,
+    RunPrefill,
+    Send,
+    SetTimer,
+    ShipKV,
+    TimerFired,
+)
+from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved, StartPrefill
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.toy import NOTHING, ToyMachine, ToyParcel
+from jdisagg.policy.worker import Worker
+from tests.sim.cases import definition
+
+OTHER = WorkerId("other-end")
+
+
+class Bench:
+    """Speaks to the worker as the router and as the other end of every handoff do. Request ids name handoffs."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.worker, self.machine, self.now_s = Worker(config), ToyMachine(config), 0.0
+        self.pending: deque[Any] = deque()  # results nobody has read, in order
+        self.heard: list[Message] = []  # what the worker has said
+        self.effects: list[Effect] = []
+        self.timers: dict[str, float] = {}
+        self.shipped: dict[str, ToyParcel] = {}
+        self.epochs: dict[str, int] = {}
+
+    def take(self, event: Event) -> list[Effect]:
+        effects = self.worker.handle(event, self.now_s)
+        for effect in effects:
+            self._act(effect)
+        self.effects += effects
+        self.worker.check_invariants()
+        return effects
+
+    def _act(self, effect: Effect) -> None:
+        match effect:
+            case Send(_, message):
+                self.heard.append(message)
+            case RunPrefill(plan):
+                self.pending.append(self.machine.run_prefill(plan).read())
+            case RunDecode(plan):
+                self.pending.append(self.machine.run_decode(plan).read())
+            case ShipKV(transfer):
+                self.shipped[transfer.handoff] = self.machine.ship(transfer, self.machine)
+            case SetTimer(at_s, key):
+                self.timers[key] = at_s
+            case InsertKV(transfer):
+                self.machine.insert(self._parcel(transfer))
+            case DropKV():
+                return
+            case _:
+                raise AssertionError(f"a worker has no business with {effect!r}")
+
+    # ------------------------------------------------------------ the other parties
+
+    def says(self, message: Message, sender: WorkerId = ROUTER) -> list[Effect]:
+        return self.take(Received(sender, message))
+
+    def reserve(self, request: Request, *, num_output: int = 0, deadline_s: float = 100.0) -> bool:
+        """Whether a bed was given."""
+        epoch = self.epochs[request.request_id] = len(self.epochs) + 1
+        self.requests = {**getattr(self, "requests", {}), request.request_id: request}
+        self.says(Reserve(request.request_id, epoch, request, num_output, OTHER, deadline_s))
+        answers = [message for message in self.heard if isinstance(message, Reserved)]
+        return bool(answers) and answers[-1].epoch == epoch
+
+    def commit(self, request: Request) -> list[Effect]:
+        name = request.request_id
+        first = Sampled(definition(request)[0])
+        return self.says(Commit(name, self.epochs[name], first, len(request.prompt)), OTHER)
+
+    def arrive(self, request: Request) -> list[Effect]:
+        return self.take(KVArrived(self._transfer(request)))
+
+    def start(self, request: Request, *, deadline_s: float = 100.0, decode: WorkerId = OTHER) -> list[Effect]:
+        epoch = self.epochs.setdefault(request.request_id, len(self.epochs) + 1)
+        pages = tuple(range(1, 1 + self.worker.config.pages_for(len(request.prompt))))
+        return self.says(StartPrefill(request.request_id, epoch, request, 0, decode, pages, deadline_s))
+
+    def abort(self, name: str) -> list[Effect]:
+        return self.says(Abort(name, self.epochs[name], "no longer wanted"))
+
+    def ack(self, name: str) -> list[Effect]:
+        return self.says(Ack(name, self.epochs[name]), OTHER)
+
+    def read(self) -> list[Effect]:
+        """The oldest result is read."""
+        return self.take(self.pending.popleft())
+
+    def read_all(self) -> None:
+        while self.pending:
+            self.read()
+
+    def fail(self, plan_id: int) -> list[Effect]:
+        return self.take(EngineFailed(plan_id, None, "it broke"))
+
+    def fire(self, key: str) -> list[Effect]:
+        self.now_s = max(self.now_s, self.timers.pop(key))
+        return self.take(TimerFired(key))
+
+    # ------------------------------------------------------------ what came of it
+
+    def said(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def made(self, kind: type) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    @property
+    def free_pages(self) -> int:
+        return self.worker.pool.free_pages
+
+    def _transfer(self, request: Request) -> KVTransfer:
+        name = request.request_id
+        epoch, tokens = self.epochs[name], len(request.prompt)
+        reserved = [message for message in self.heard if isinstance(message, Reserved) and message.epoch == epoch]
+        pages = reserved[0].pages[: self.worker.config.pages_for(tokens)] if reserved else ()
+        return KVTransfer(name, epoch, name, OTHER, self.worker.config.worker, pages, pages, tokens)
+
+    def _parcel(self, transfer: KVTransfer) -> ToyParcel:
+        """The prompt's KV as a source would have packed it."""
+        prompt, size = list(self.requests[transfer.request_id].prompt), self.worker.config.page_size
+        padded = prompt + [NOTHING] * (-len(prompt) % size)
+        contents = tuple(tuple(padded[i : i + size]) for i in range(0, len(padded), size))
+        return ToyParcel(transfer, contents)

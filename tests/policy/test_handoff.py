@@ -1,0 +1,88 @@
+from itertools import product
+
+import pytest
+
+from jdisagg.core.errors import IllegalTransition
+from jdisagg.policy.handoff import (
+    OVER,
+    TABLE,
+    WAITS,
+    End,
+    Handoff,
+    Signal,
+    State,
+    mermaid,
+    next_state,
+    owner_of_timer,
+)
+from jdisagg.policy.page_pool import Owner
+
+OWNER = Owner("a/b/c", 7)
+
+
+def after(end: End, *signals: Signal) -> Handoff:
+    handoff = Handoff(OWNER, end, 1.0)
+    for signal in signals:
+        handoff.take(signal)
+    return handoff
+
+
+def states_of(end: End) -> set[State]:
+    rows = [(state, then) for (side, state, _), then in TABLE.items() if side is end]
+    return {state for row in rows for state in row}
+
+
+def test_the_source_computes_ships_and_releases_on_ack():
+    assert after(End.SOURCE, Signal.START, Signal.SHIP, Signal.ACK).state is State.RELEASED
+
+
+@pytest.mark.parametrize("order", [(Signal.ARRIVE, Signal.COMMIT), (Signal.COMMIT, Signal.ARRIVE)])
+def test_a_bed_is_admitted_only_when_kv_and_commit_are_both_there(order):
+    half = after(End.DESTINATION, Signal.RESERVE, order[0])
+    assert half.state is not State.ADMITTED
+    half.take(order[1])
+    assert half.state is State.ADMITTED
+
+
+@pytest.mark.parametrize(("end", "state", "signal"), list(product(End, State, Signal)))
+def test_an_illegal_event_raises_and_changes_nothing(end, state, signal):
+    handoff = Handoff(OWNER, end, 1.0, state)
+    if (end, state, signal) in TABLE:
+        handoff.take(signal)
+        assert handoff.state is TABLE[end, state, signal]
+    else:
+        assert not handoff.can_take(signal)
+        with pytest.raises(IllegalTransition, match=f"{end} that is {state} cannot take {signal}"):
+            handoff.take(signal)
+        assert handoff.state is state
+
+
+@pytest.mark.parametrize("end", End)
+def test_every_living_state_can_be_aborted_and_every_wait_has_a_deadline_and_an_owner(end):
+    living = states_of(end) - OVER - {State.IDLE}
+    for state in living:
+        assert next_state(end, state, Signal.ABORT) is State.ABORTED
+        wait = WAITS[end, state]
+        assert wait.owner and wait.deadline
+    by_a_worker = {state for state in living if "Worker" in WAITS[end, state].owner.title().replace(" ", "")}
+    assert all(next_state(end, state, Signal.EXPIRE) is State.ABORTED for state in by_a_worker)
+
+
+@pytest.mark.parametrize("end", End)
+def test_nothing_leaves_a_state_that_is_over_and_every_state_can_get_there(end):
+    assert not [key for key in TABLE if key[0] is end and key[1] in OVER]
+    reached = set(OVER)
+    while more := {s for (side, s, _), then in TABLE.items() if side is end and then in reached} - reached:
+        reached |= more
+    assert states_of(end) <= reached
+
+
+def test_a_timer_names_its_end_and_its_handoff_whatever_the_id_looks_like():
+    handoff = Handoff(OWNER, End.DESTINATION, 1.0)
+    assert owner_of_timer(handoff.timer) == (End.DESTINATION, OWNER)
+
+
+def test_the_table_draws_itself_for_the_reader():
+    drawn = mermaid(End.DESTINATION)
+    assert drawn.startswith("stateDiagram-v2") and "    committed --> admitted: arrive" in drawn.splitlines()
+    assert len(drawn.splitlines()) == 2 + sum(end is End.DESTINATION for end, _, _ in TABLE)

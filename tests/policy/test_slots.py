@@ -1,0 +1,60 @@
+import pytest
+
+from jdisagg.core.worker_config import Role
+from jdisagg.policy.slots import Slots
+from tests.sim.cases import worker
+
+
+def slots_of(num_slots=4, num_microbatches=2, turns_ahead=2) -> Slots[str]:
+    sizes = {"num_slots": num_slots, "num_microbatches": num_microbatches, "turns_ahead": turns_ahead}
+    return Slots(worker("d", Role.DECODE, **sizes))
+
+
+def seat_all(slots: Slots[str], *names: str) -> list[int]:
+    taken = []
+    for name in names:
+        slot = slots.free_slot()
+        assert slot is not None
+        slots.seat(slot, name)
+        taken.append(slot)
+    return taken
+
+
+def test_sequences_spread_over_the_microbatches():
+    assert seat_all(slots_of(), "a", "b", "c", "d") == [0, 2, 1, 3]
+
+
+def test_microbatches_take_turns_so_that_every_stage_has_work():
+    slots = slots_of(num_slots=3, num_microbatches=3)
+    seat_all(slots, "a", "b", "c")
+    order = []
+    for _ in range(6):
+        order.append(slots.due()[0])
+        slots.begin_turn(order[-1])
+    assert order == [0, 1, 2, 0, 1, 2] and slots.due() == []
+    slots.end_turn(1)
+    assert slots.due() == [1]
+
+
+def test_a_cleared_slot_is_retired_by_the_next_turn_of_its_microbatch_once():
+    slots = slots_of()
+    seat_all(slots, "a", "b", "c")
+    slots.clear(0, on_device=True)
+    slots.clear(2, on_device=False)
+    assert slots.begin_turn(1) == ()
+    assert slots.begin_turn(0) == (0,)
+    assert slots.begin_turn(0) == ()
+
+
+def test_a_retirement_that_failed_comes_again():
+    slots = slots_of()
+    seat_all(slots, "a")
+    slots.clear(0, on_device=True)
+    slots.retire_again(0, slots.begin_turn(0))
+    assert slots.begin_turn(0) == (0,)
+
+
+def test_a_slot_is_cleared_once():
+    slots = slots_of()
+    with pytest.raises(AssertionError, match="slot 3 is free already"):
+        slots.clear(3, on_device=True)

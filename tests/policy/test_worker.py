@@ -1,0 +1,352 @@
+"""One worker, event by event."""
+
+import pytest
+
+from jdisagg.core.events import DropKV, InsertKV, KVArrived, RunDecode, RunPrefill, Send, ShipKV
+from jdisagg.core.messages import (
+    Abort,
+    AbortAck,
+    Ack,
+    Commit,
+    Drawn,
+    Ended,
+    Preempted,
+    Refused,
+    Reserve,
+    Reserved,
+    View,
+)
+from jdisagg.core.request import FinishReason
+from jdisagg.core.worker_config import Role
+from tests.policy.bench import OTHER, Bench
+from tests.sim.cases import definition, request, stopping, worker
+
+
+def decoding(**sizes) -> Bench:
+    return Bench(worker("decode-0", Role.DECODE, **sizes))
+
+
+def prefilling(**sizes) -> Bench:
+    return Bench(worker("prefill-0", Role.PREFILL, **sizes))
+
+
+def seated(bench: Bench, *requests) -> Bench:
+    for each in requests:
+        assert bench.reserve(each)
+        bench.arrive(each)
+        bench.commit(each)
+    return bench
+
+
+def tokens_of(bench: Bench, name: str) -> list[int]:
+    draws = [draw for message in bench.said(Drawn) for draw in message.draws if draw.request_id == name]
+    return [sampled.token for draw in draws for sampled in draw.sampled]
+
+
+# ------------------------------------------------------------------ beds
+
+
+def test_a_bed_holds_pages_for_the_predicted_finish():
+    bench = decoding()
+    assert bench.reserve(request("a", 6, max_tokens=10))
+    assert bench.free_pages == 64 - 4  # 15 tokens of KV, 4 a page
+
+
+def test_a_bed_is_refused_where_slots_or_pages_are_out_and_nothing_is_held():
+    few_slots = decoding(num_slots=1, beds_ahead=1)
+    assert few_slots.reserve(request("a")) and few_slots.reserve(request("b"))
+    assert not few_slots.reserve(request("c")) and few_slots.said(Refused)
+    few_pages = decoding(num_pages=3)
+    assert not few_pages.reserve(request("a", 6, max_tokens=10))
+    assert few_pages.free_pages == 3
+
+
+def test_a_refusal_is_followed_by_what_is_free():
+    bench = decoding(num_pages=3)
+    bench.reserve(request("a", 6, max_tokens=10))
+    assert [type(message) for message in bench.heard[-2:]] == [Refused, View]
+
+
+def test_a_reservation_said_twice_holds_one_bed():
+    bench = decoding()
+    each = request("a")
+    bench.reserve(each)
+    free = bench.free_pages
+    bench.says(Reserve("a", bench.epochs["a"], each, 0, OTHER, 100.0))
+    first, second = bench.said(Reserved)
+    assert first == second and bench.free_pages == free
+
+
+@pytest.mark.parametrize("commit_first", [True, False])
+def test_a_sequence_decodes_only_when_its_kv_and_its_commit_are_there(commit_first):
+    bench, each = decoding(), request("a")
+    bench.reserve(each)
+    first, second = (bench.commit, bench.arrive) if commit_first else (bench.arrive, bench.commit)
+    first(each)
+    assert not bench.made(RunDecode) and not bench.said(Ack)
+    second(each)
+    assert bench.made(RunDecode) and len(bench.said(Ack)) == 1
+
+
+def test_the_kv_is_inserted_before_the_turn_that_reads_it():
+    bench, each = decoding(), request("a")
+    bench.reserve(each)
+    bench.commit(each)
+    kinds = [type(effect) for effect in bench.arrive(each)]
+    assert kinds.index(InsertKV) < kinds.index(RunDecode)
+
+
+def test_turns_are_dispatched_ahead_and_never_more_than_allowed():
+    bench = seated(decoding(turns_ahead=3), request("a", max_tokens=20))
+    assert len(bench.made(RunDecode)) == 3
+    bench.read()
+    assert len(bench.made(RunDecode)) == 4
+
+
+def test_the_last_turn_is_the_last_even_before_its_token_is_read():
+    bench = seated(decoding(turns_ahead=5), request("a", max_tokens=4))
+    assert len(bench.made(RunDecode)) == 3  # the first token came with the commit
+    assert bench.free_pages == 64
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(request("a", max_tokens=4))[1:]
+    assert [ended.reason for ended in bench.said(Ended)] == [FinishReason.LENGTH]
+
+
+def test_a_stop_is_learnt_late_and_its_pages_come_back_then():
+    each = stopping("a", after=3)
+    bench = seated(decoding(turns_ahead=4), each)
+    bench.read()
+    held = bench.free_pages
+    bench.read()
+    assert held < bench.free_pages == 64 and bench.said(Ended)[0].reason is FinishReason.STOP
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(each)[1:]
+
+
+def test_a_slot_is_retired_before_it_is_given_away():
+    bench = seated(decoding(num_slots=1, beds_ahead=1), stopping("a", after=3), request("b"))
+    bench.read_all()
+    admitting = [run.plan for run in bench.made(RunDecode) if run.plan.admit]
+    assert [plan.retire for plan in admitting] == [(), (0,)]
+
+
+def test_pages_are_granted_in_the_turn_that_first_needs_them():
+    bench = seated(decoding(reserve_tokens=1, turns_ahead=1), request("a", 4, max_tokens=9))
+    bench.read_all()
+    granted = [(number, grant.index) for number, run in enumerate(bench.made(RunDecode)) for grant in run.plan.grants]
+    assert granted == [(4, 2)]  # positions 4 to 7 came with the admission, position 8 is the fifth turn's
+
+
+def test_the_table_is_as_wide_as_the_longest_active_sequence_needs():
+    bench = seated(decoding(turns_ahead=1), request("a", 14, max_tokens=40))
+    widths = [run.plan.table_pages for run in bench.made(RunDecode)]
+    while bench.pending:
+        bench.read()
+    widths = [run.plan.table_pages for run in bench.made(RunDecode)]
+    assert widths == [4] * 2 + [8] * 16 + [32] * 21  # 15 and 16 tokens, 17 to 32, 33 to 53
+
+
+def test_when_pages_run_out_the_youngest_of_the_lowest_priority_gives_way():
+    old = request("old", 4, max_tokens=30, arrival_s=0.0)
+    urgent = request("urgent", 4, max_tokens=30, arrival_s=9.0, priority=-1)
+    young = request("young", 4, max_tokens=30, arrival_s=1.0)
+    bench = seated(decoding(num_pages=12, reserve_tokens=1), young, old, urgent)
+    bench.read_all()
+    assert [message.request_id for message in bench.said(Preempted)] == ["young", "old"]
+    for name in ("young", "old"):
+        (preempted,) = [message for message in bench.said(Preempted) if message.request_id == name]
+        assert preempted.output[1:] == tuple(tokens_of(bench, name)) and bench.free_pages == 12
+    assert tokens_of(bench, "urgent") == definition(urgent)[1:]
+
+
+def test_a_sequence_alone_among_empty_beds_waits_instead_of_giving_way():
+    first = request("first", 4, max_tokens=20)
+    bench = seated(decoding(num_pages=8, reserve_tokens=1), first)
+    assert bench.reserve(request("bed", 18, max_tokens=2))
+    bench.read_all()
+    assert not bench.said(Preempted) and not bench.said(Ended)
+    bench.abort("bed")
+    bench.read_all()
+    assert tokens_of(bench, "first") == definition(first)[1:]
+
+
+@pytest.mark.parametrize("step", ["reserved", "arrived", "committed", "decoding", "turns read"])
+def test_an_abort_at_any_step_returns_every_page_and_is_acknowledged(step):
+    bench, each = decoding(), request("a", max_tokens=30)
+    bench.reserve(each)
+    if step in ("arrived", "decoding", "turns read"):
+        bench.arrive(each)
+    if step in ("committed", "decoding", "turns read"):
+        bench.commit(each)
+    if step == "turns read":
+        bench.read()
+    bench.abort("a")
+    assert bench.free_pages == 64 and bench.said(AbortAck) == [AbortAck("a", 1)]
+    bench.read_all()
+    assert bench.worker.idle
+
+
+def test_an_abort_of_nothing_is_acknowledged_too():
+    bench = decoding()
+    bench.epochs["ghost"] = 3
+    bench.abort("ghost")
+    assert bench.said(AbortAck) == [AbortAck("ghost", 3)]
+
+
+def test_kv_of_another_epoch_is_dropped():
+    bench, each = decoding(), request("a")
+    bench.reserve(each)
+    stale = bench._transfer(each)
+    bench.abort("a")
+    bench.reserve(each)
+    effects = bench.take(KVArrived(stale))
+    assert next(type(effect) for effect in effects) is DropKV and not bench.made(InsertKV)
+
+
+def test_a_commit_without_a_bed_is_answered_with_an_abort():
+    bench, each = decoding(), request("a")
+    bench.epochs["a"] = 5
+    bench.commit(each)
+    assert bench.said(Abort) == [Abort("a", 5, "no such bed")]
+
+
+def test_a_lease_that_runs_out_frees_the_bed_and_tells_the_router():
+    bench, each = decoding(), request("a")
+    bench.reserve(each, deadline_s=5.0)
+    bench.fire("destination/1/a")
+    assert bench.free_pages == 64 and bench.said(Abort)[0].reason is FinishReason.TIMEOUT
+
+
+def test_a_lease_does_not_end_a_sequence_that_decodes():
+    bench = seated(decoding(), request("a"))
+    bench.fire("destination/1/a")
+    assert not bench.said(Abort) and bench.free_pages < 64
+
+
+def test_a_failed_turn_ends_its_sequences_and_no_others():
+    bench = seated(decoding(num_microbatches=2, turns_ahead=1), request("a"), request("b"))
+    broken, kept = bench.made(RunDecode)
+    bench.pending.popleft()
+    bench.fail(broken.plan.plan_id)
+    assert [message.handoff for message in bench.said(Abort)] == ["a"]
+    bench.read_all()
+    assert tokens_of(bench, "b") == definition(request("b"))[1:] and bench.free_pages == 64
+    assert kept.plan.microbatch == 1
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_prompts_are_packed_and_long_ones_cut():
+    bench = prefilling(prefills_ahead=1)
+    bench.start(request("first", 3))
+    for name, tokens in (("b", 20), ("c", 4)):
+        bench.start(request(name, tokens))
+    bench.read_all()
+    plans = [run.plan for run in bench.made(RunPrefill)]
+    assert [[(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks] for plan in plans] == [
+        [("first", 3)],
+        [("b", 16)],
+        [("b", 4), ("c", 4)],
+    ]
+    assert [plan.bucket_tokens for plan in plans] == [8, 16, 8]
+
+
+def test_the_next_chunk_is_planned_before_the_last_one_is_read():
+    bench = prefilling(prefills_ahead=2)
+    bench.start(request("long", 40))
+    assert len(bench.made(RunPrefill)) == 2
+
+
+def test_nothing_starts_that_cannot_finish():
+    bench = prefilling(num_pages=8)
+    bench.start(request("a", 28))
+    bench.start(request("b", 8))
+    assert {chunk.request_id for run in bench.made(RunPrefill) for chunk in run.plan.chunks} == {"a"}
+    bench.read_all()
+    bench.ack("a")
+    bench.read_all()
+    assert {chunk.request_id for run in bench.made(RunPrefill) for chunk in run.plan.chunks} == {"a", "b"}
+
+
+def test_the_first_token_goes_out_before_the_kv():
+    bench, each = prefilling(), request("a")
+    bench.start(each)
+    kinds = [type(effect.message) if isinstance(effect, Send) else type(effect) for effect in bench.read()]
+    assert kinds.index(Drawn) < kinds.index(ShipKV) < kinds.index(Commit)
+    assert tokens_of(bench, "a") == definition(each)[:1]
+
+
+def test_pages_stay_until_the_destination_acknowledges():
+    bench = prefilling()
+    bench.start(request("a", 9))
+    bench.read()
+    assert bench.free_pages == 61
+    bench.ack("a")
+    assert bench.free_pages == 64 and bench.worker.idle
+
+
+def test_an_acknowledgement_that_never_comes_has_a_deadline():
+    bench = prefilling(ack_timeout_s=2.0)
+    bench.start(request("a", 9))
+    bench.read()
+    bench.fire("source/1/a")
+    assert bench.free_pages == 64 and bench.said(Abort)
+
+
+@pytest.mark.parametrize("each", [stopping("s", after=1), request("one", max_tokens=1)], ids=["stop", "one token"])
+def test_a_request_that_ends_with_its_first_token_ships_nothing(each):
+    bench = prefilling()
+    bench.start(each)
+    bench.read()
+    assert not bench.made(ShipKV) and len(bench.said(Ended)) == 1 and bench.free_pages == 64
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2, 3])
+def test_a_cancelled_prompt_returns_every_page(reads):
+    bench = prefilling()
+    bench.start(request("long", 40))
+    for _ in range(reads):
+        bench.read()
+    bench.abort("long")
+    assert bench.free_pages == 64
+    bench.read_all()
+    assert bench.worker.idle and not bench.worker.prompts.waiting_tokens
+
+
+def test_a_prompt_said_twice_is_computed_once():
+    bench, each = prefilling(), request("a")
+    bench.start(each)
+    bench.start(each)
+    bench.read_all()
+    assert len(bench.made(RunPrefill)) == 1
+
+
+def test_a_failed_chunk_ends_its_prompts_and_no_others():
+    bench = prefilling(prefills_ahead=2)
+    bench.start(request("a"))
+    bench.start(request("b"))
+    bench.pending.popleft()
+    bench.fail(bench.made(RunPrefill)[0].plan.plan_id)
+    assert [message.handoff for message in bench.said(Abort)] == ["a"]
+    bench.read_all()
+    assert [transfer.transfer.handoff for transfer in bench.made(ShipKV)] == ["b"]
+
+
+def test_a_colocated_prompt_computes_in_the_pages_of_its_bed():
+    bench, each = Bench(worker("both", Role.COLOCATED)), request("a", 9, max_tokens=6)
+    assert bench.reserve(each)
+    (reserved,) = bench.said(Reserved)
+    bench.start(each, decode=bench.worker.config.worker)
+    (run,) = bench.made(RunPrefill)
+    assert run.plan.chunks[0].pages == reserved.pages[:3]
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(each) and bench.free_pages == 64 and not bench.made(ShipKV)
+
+
+def test_a_colocated_prompt_without_its_bed_does_not_start():
+    bench, each = Bench(worker("both", Role.COLOCATED)), request("a")
+    bench.reserve(each)
+    bench.abort("a")
+    bench.start(each, decode=bench.worker.config.worker)
+    assert not bench.made(RunPrefill) and bench.worker.idle
