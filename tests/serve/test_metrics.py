@@ -20,6 +20,7 @@ from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.metrics_compat import NAMES
 from jdisagg.serve.text import TextOptions
 from tests.serve.live_toy import PAGE_BYTES, PAGE_SIZE, ToyStack, toy_stack
+from tests.serve.scripted import end
 
 DECODE = WorkerId("decode-0")
 PROMPT = tuple(range(20, 40))
@@ -96,11 +97,17 @@ def test_shipped_bytes_are_pages_times_their_size(ran: ToyStack) -> None:
     assert found["jdisagg_ship_seconds_count", "destination=decode-0,source=prefill-0"] == 4
 
 
-def test_the_parts_sum_to_the_whole(ran: ToyStack) -> None:
-    found = read(ran.metrics)
-    parts = [value for (name, _), value in found.items() if name == "jdisagg_request_part_seconds_sum"]
+def test_the_parts_are_those_of_the_ledger() -> None:
+    metrics, asked = Metrics("m"), request("a")
+    ended = end(asked, FinishReason.LENGTH)
+    assert ended.finish is not None
+    metrics.observe("router", Submit(asked), 0.0)
+    metrics.observe("router", ended.finish, 0.006)
+    found = read(metrics)
+    parts = {labels: value for (name, labels), value in found.items() if name == "jdisagg_request_part_seconds_sum"}
     assert len(parts) == 6
-    assert sum(parts) == pytest.approx(found["jdisagg_request_seconds_sum", ""], rel=0.2, abs=0.01)
+    assert parts["part=prefill"] == pytest.approx(0.002)
+    assert sum(parts.values()) == pytest.approx(found["jdisagg_request_seconds_sum", ""]) == 0.006
 
 
 def test_all_pages_are_free_again_after_the_run(ran: ToyStack) -> None:
