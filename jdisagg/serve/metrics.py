@@ -60,6 +60,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model, self._page_bytes = model_name, page_bytes
         self._pages: dict[str, int] = {config.worker: config.num_pages for config in workers}
+        self._prefillers: set[str] = {config.worker for config in workers if config.role.prefills}
         self._decoders: set[str] = {config.worker for config in workers if config.role.decodes}
         self._lives: dict[RequestId, _Life] = {}
         self._waiting, self._ships = 0, dict[tuple[str, int], float]()
@@ -233,4 +234,5 @@ class Metrics:
         if worker in self._decoders:
             self._sequences.labels(model, worker, "room").set(view.free_slots)
             self._sequences.labels(model, worker, "running").set(view.running)
-        self._backlog.labels(model, worker).set(view.waiting_tokens)
+        if worker in self._prefillers:
+            self._backlog.labels(model, worker).set(view.waiting_tokens)
