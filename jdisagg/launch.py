@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
@@ -69,7 +70,7 @@ def run(settings: Settings) -> int:
             return asyncio.run(complete_one(service, settings, console))
         if settings.prompts:
             return asyncio.run(run_batch(service, settings, jobs))
-        return asyncio.run(serve(service, settings, sockets, console))
+        return uvloop.run(serve(service, settings, sockets, console, plan.model_folder))
     finally:
         service.stop()
 
@@ -112,9 +113,11 @@ async def run_batch(service: LocalService, settings: Settings, jobs: Sequence[of
     return 0
 
 
-async def serve(service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console) -> int:
+async def serve(
+    service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console, model_folder: Path
+) -> int:
     """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once."""
-    running = await servers.start(service, settings, sockets)
+    running = await servers.start(service, settings, sockets, model_folder)
     for line in running.urls:
         console.print(f"[bold]ready[/]    {line}", highlight=False)
     stop = asyncio.Event()

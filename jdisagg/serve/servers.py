@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 import uvicorn
@@ -14,6 +15,7 @@ import uvicorn
 import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.model.hf_config import read_generation_config
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
@@ -80,9 +82,9 @@ class Running:
             await self.grpc_server.stop(grace=1.0)
 
 
-async def start(service: LocalService, settings: Settings, sockets: Sockets) -> Running:
+async def start(service: LocalService, settings: Settings, sockets: Sockets, model_folder: Path) -> Running:
     """Starts what `sockets` has; returns once both accept connections."""
-    front = front_settings(service, settings)
+    front = front_settings(service, settings, model_folder)
     running = Running(None, None, None, [])
     if sockets.http is not None:
         running.http = HTTPServer(
@@ -114,8 +116,10 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
+def front_settings(service: LocalService, settings: Settings, model_folder: Path) -> FrontSettings:
+    """What a silent request means is the checkpoint's own generation_config.json."""
     return FrontSettings(
+        sampling_defaults=read_generation_config(model_folder).sampling,
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
         api_key=settings.api_key or None,
