@@ -203,6 +203,11 @@ class World:
 
     # ------------------------------------------------------------ what came of it
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is left to happen."""
+        return bool(self._heap)
+
     def output(self, request_id: RequestId) -> list[int]:
         return [sampled.token for sampled in self.told.get(request_id, [])]
 

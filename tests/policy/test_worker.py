@@ -350,3 +350,19 @@ def test_a_colocated_prompt_without_its_bed_does_not_start():
     bench.abort("a")
     bench.start(each, decode=bench.worker.config.worker)
     assert not bench.made(RunPrefill) and bench.worker.idle
+
+
+def test_when_every_sequence_waits_for_pages_prompts_go_on_without_turns_between():
+    sizes = {"num_pages": 8, "reserve_tokens": 1, "prefill_buckets": (8,), "prefills_ahead": 1}
+    bench = Bench(worker("both", Role.COLOCATED, **sizes))
+    first, second = request("first", 4, max_tokens=20), request("second", 18, max_tokens=2, arrival_s=1.0)
+    assert bench.reserve(first)
+    bench.start(first, decode=bench.worker.config.worker)
+    bench.read()
+    assert bench.reserve(second)
+    bench.read_all()
+    assert not bench.said(Ended), "the first was to wait for a page of the second's bed"
+    bench.start(second, decode=bench.worker.config.worker)
+    bench.read_all()
+    assert tokens_of(bench, "first") == definition(first) and tokens_of(bench, "second") == definition(second)[:1]
+    assert [message.request_id for message in bench.said(Preempted)] == ["second"]

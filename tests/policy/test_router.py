@@ -1,0 +1,305 @@
+"""The router, word by word; the test speaks for every worker."""
+
+from typing import Any
+
+import pytest
+
+from jdisagg.core.events import (
+    Cancel,
+    EmitTokens,
+    Finish,
+    Received,
+    Reject,
+    Send,
+    SetTimer,
+    Submit,
+    TimerFired,
+    WorkerLost,
+)
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import (
+    Abort,
+    AbortAck,
+    Draw,
+    Drawn,
+    Ended,
+    Message,
+    Preempted,
+    Progress,
+    Refused,
+    Reserve,
+    Reserved,
+    StartPrefill,
+    View,
+)
+from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import Role
+from jdisagg.policy.router import Router
+from tests.sim.cases import pair, request, worker
+
+P, D, D1 = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("decode-1")
+A = RequestId("a")
+
+
+class Talk:
+    """Speaks to one router and remembers what it did."""
+
+    def __init__(self, workers: Any = None, **limits: Any) -> None:
+        self.router, self.now_s = Router(RouterConfig(**limits), workers or pair()), 0.0
+        self.effects: list[Any] = []
+        self.timers: dict[str, float] = {}
+
+    def take(self, event: Any) -> list[Any]:
+        effects = self.router.handle(event, self.now_s)
+        self.timers |= {effect.key: effect.at_s for effect in effects if isinstance(effect, SetTimer)}
+        self.effects += effects
+        return effects
+
+    def submit(self, each: Request) -> list[Any]:
+        return self.take(Submit(each))
+
+    def says(self, sender: WorkerId, message: Message) -> list[Any]:
+        return self.take(Received(sender, message))
+
+    def fire(self, key: str) -> list[Any]:
+        self.now_s = max(self.now_s, self.timers.pop(key))
+        return self.take(TimerFired(key))
+
+    def drawn(self, sender: WorkerId, epoch: int, index: int, *tokens: int) -> list[Any]:
+        return self.says(sender, Drawn((Draw(A, epoch, index, tuple(Sampled(token) for token in tokens)),)))
+
+    def reach(self, sender: WorkerId, epoch: int, mark: Mark) -> list[Any]:
+        return self.says(sender, Progress(A, epoch, mark, self.now_s))
+
+    def to_decode(self, **sampling: Any) -> None:
+        """Request `a`, epoch 1, its first token 10 told, decoding."""
+        self.submit(request("a", 6, **sampling))
+        self.says(D, Reserved(A, 1, (1, 2, 3, 4)))
+        self.drawn(P, 1, 0, 10)
+        self.reach(P, 1, Mark.FIRST_TOKEN)
+        self.reach(D, 1, Mark.COMMITTED)
+
+    def told(self) -> list[int]:
+        emitted = [effect for effect in self.effects if isinstance(effect, EmitTokens)]
+        return [sampled.token for effect in emitted for sampled in effect.sampled]
+
+    def sent(self, kind: type) -> list[tuple[WorkerId, Any]]:
+        sends = [effect for effect in self.effects if isinstance(effect, Send)]
+        return [(effect.to, effect.message) for effect in sends if isinstance(effect.message, kind)]
+
+    def finishes(self) -> list[Finish]:
+        return [effect for effect in self.effects if isinstance(effect, Finish)]
+
+
+def test_a_request_is_reserved_then_started_then_told_and_then_finished_once():
+    talk = Talk()
+    talk.to_decode(max_tokens=3)
+    talk.drawn(D, 1, 1, 11)
+    talk.drawn(D, 1, 2, 12)
+    talk.says(D, Ended(A, 1, FinishReason.LENGTH, 0.0, 3))
+    assert [to for to, _ in talk.sent(Reserve)] == [D] and [to for to, _ in talk.sent(StartPrefill)] == [P]
+    assert talk.told() == [10, 11, 12] and [finish.reason for finish in talk.finishes()] == [FinishReason.LENGTH]
+    assert not talk.sent(Abort) and not talk.router.rows
+
+
+def test_the_prefill_worker_learns_which_pages_to_fill():
+    talk = Talk()
+    talk.to_decode()
+    (_, start), (_, reserve) = talk.sent(StartPrefill)[0], talk.sent(Reserve)[0]
+    assert start.decode_pages == (1, 2, 3, 4) and start.decode_worker == D
+    assert (start.handoff, start.epoch, start.request) == (reserve.handoff, reserve.epoch, reserve.request)
+
+
+def test_tokens_that_come_out_of_order_are_told_in_order_and_once():
+    talk = Talk()
+    talk.to_decode(max_tokens=5)
+    talk.drawn(D, 1, 3, 13)
+    talk.drawn(D, 1, 2, 12)
+    assert talk.told() == [10]
+    talk.drawn(D, 1, 1, 11)
+    talk.drawn(D, 1, 2, 12)
+    assert talk.told() == [10, 11, 12, 13]
+
+
+def test_an_end_waits_for_the_tokens_before_it():
+    talk = Talk()
+    talk.to_decode(max_tokens=3)
+    talk.says(D, Ended(A, 1, FinishReason.LENGTH, 0.0, 3))
+    talk.drawn(D, 1, 2, 12)
+    assert not talk.finishes()
+    talk.drawn(D, 1, 1, 11)
+    assert talk.told() == [10, 11, 12] and len(talk.finishes()) == 1
+
+
+def test_late_words_of_an_earlier_attempt_change_nothing():
+    talk = Talk()
+    talk.to_decode()
+    talk.says(D, Preempted(A, 1, (10,), "no pages"))
+    row = talk.router.rows[A]
+    before = (row.phase, row.epoch, row.waiting, list(row.ledger.marks))
+    talk.drawn(D, 1, 1, 99)
+    talk.says(D, Ended(A, 1, FinishReason.STOP, 0.0, 2))
+    talk.reach(D, 1, Mark.FIRST_STEP)
+    talk.says(D, Reserved(A, 1, (9, 9)))
+    talk.says(D, Preempted(A, 1, (), "again"))
+    assert talk.told() == [10] and not talk.finishes()
+    assert (row.phase, row.epoch, row.waiting, list(row.ledger.marks)) == before
+
+
+def test_a_preempted_request_is_prefilled_again_with_its_output():
+    talk = Talk()
+    talk.to_decode(max_tokens=8)
+    talk.drawn(D, 1, 1, 11)
+    talk.says(D, Preempted(A, 1, (10, 11), "no pages"))
+    _, again = talk.sent(Reserve)[-1]
+    assert (again.epoch, again.num_output) == (2, 2)
+    assert again.request.prompt == (*request("a", 6).prompt, 10, 11) and again.request.sampling.max_tokens == 6
+
+
+def test_a_refusal_waits_for_word_of_free_pages():
+    talk = Talk()
+    talk.submit(request("a", 6))
+    talk.says(D, Refused(A, 1, "full"))
+    assert len(talk.sent(Reserve)) == 1
+    talk.says(D, View(60, 4, 0, 0))
+    assert [message.epoch for _, message in talk.sent(Reserve)] == [1, 2]
+
+
+def test_a_full_house_is_asked_again_should_its_word_be_lost():
+    talk = Talk(capacity_retry_s=2.0)
+    talk.submit(request("a", 6))
+    talk.says(D, Refused(A, 1, "full"))
+    talk.fire("capacity")
+    assert talk.now_s == 2.0 and len(talk.sent(Reserve)) == 2
+
+
+def test_beds_asked_for_and_not_yet_answered_are_counted():
+    talk = Talk(pair(num_slots=1, beds_ahead=1))
+    for name in "abc":
+        talk.submit(request(name, 6))
+    assert [message.handoff for _, message in talk.sent(Reserve)] == ["a", "b"]
+
+
+def test_an_answer_that_does_not_come_is_asked_of_another():
+    talk = Talk([*pair(), worker("decode-1", Role.DECODE)], handoff_timeout_s=5.0)
+    talk.submit(request("a", 6))
+    talk.fire("row/a")
+    assert [to for to, _ in talk.sent(Reserve)] == [D, D1]
+    assert [(to, message.epoch) for to, message in talk.sent(Abort)] == [(D, 1)]
+
+
+def test_a_late_bed_for_an_attempt_that_is_over_starts_nothing():
+    talk = Talk([*pair(), worker("decode-1", Role.DECODE)], handoff_timeout_s=5.0)
+    talk.submit(request("a", 6))
+    talk.fire("row/a")
+    talk.says(D, Reserved(A, 1, (1, 2)))
+    assert not talk.sent(StartPrefill)
+
+
+def test_an_abort_is_sent_again_until_acknowledged_and_not_for_ever():
+    talk = Talk(abort_tries=3)
+    talk.to_decode()
+    talk.take(Cancel(A))
+    for _ in range(5):
+        if f"abort/{D}/1/a" in talk.timers:
+            talk.fire(f"abort/{D}/1/a")
+    assert len(talk.sent(Abort)) == 3 and len(talk.router.aborts) == 0
+
+
+def test_an_acknowledged_abort_is_not_sent_again():
+    talk = Talk()
+    talk.to_decode()
+    talk.take(Cancel(A))
+    talk.says(D, AbortAck(A, 1))
+    talk.fire(f"abort/{D}/1/a")
+    assert len(talk.sent(Abort)) == 1
+
+
+def test_a_cancel_during_prefill_aborts_both_ends():
+    talk = Talk()
+    talk.submit(request("a", 6))
+    talk.says(D, Reserved(A, 1, (1, 2)))
+    talk.take(Cancel(A))
+    assert sorted(to for to, _ in talk.sent(Abort)) == [D, P]
+    assert [finish.reason for finish in talk.finishes()] == [FinishReason.ABORT]
+
+
+def test_a_source_that_missed_its_ack_does_not_end_a_request_that_decodes():
+    talk = Talk()
+    talk.to_decode()
+    talk.says(P, Abort(A, 1, "no Ack", FinishReason.TIMEOUT))
+    talk.drawn(D, 1, 1, 11)
+    assert talk.told() == [10, 11] and not talk.finishes() and (P, AbortAck(A, 1)) in talk.sent(AbortAck)
+
+
+def test_a_silent_decode_worker_has_a_deadline_that_tokens_move():
+    talk = Talk(stall_timeout_s=10.0, max_retries=0)
+    talk.to_decode()
+    talk.now_s = 8.0
+    talk.drawn(D, 1, 1, 11)
+    talk.fire("row/a")
+    assert talk.now_s == 10.0 and not talk.finishes()
+    talk.fire("row/a")
+    assert talk.now_s == 18.0 and talk.finishes()[0].reason is FinishReason.TIMEOUT
+
+
+def test_an_output_that_is_complete_ends_naturally_though_its_end_was_lost():
+    talk = Talk(stall_timeout_s=10.0)
+    talk.to_decode(max_tokens=2)
+    talk.drawn(D, 1, 1, 11)
+    while not talk.finishes():
+        talk.fire("row/a")
+    assert talk.finishes()[0].reason is FinishReason.LENGTH
+
+
+def test_losing_the_prefill_worker_after_the_commit_costs_nothing():
+    talk = Talk([*pair(), worker("prefill-1", Role.PREFILL)])
+    talk.to_decode()
+    talk.take(WorkerLost(P))
+    assert len(talk.sent(Reserve)) == 1 and talk.router.rows[A].epoch == 1
+
+
+def test_failures_are_bounded_and_the_last_one_is_what_the_client_hears():
+    talk = Talk(max_retries=2)
+    talk.submit(request("a", 6))
+    for epoch in (1, 2, 3):
+        talk.says(D, Reserved(A, epoch, (1, 2)))
+        talk.says(P, Abort(A, epoch, f"prefill-0 failed: reason {epoch}"))
+    (finish,) = talk.finishes()
+    assert finish.reason is FinishReason.ERROR and "reason 3" in finish.detail and "attempt 3" in finish.detail
+
+
+def test_a_rejected_request_is_told_when_to_come_back_and_leaves_nothing_behind():
+    talk = Talk(pair(num_slots=1, beds_ahead=0), queue_limit=2)
+    for name in ("a", "b", "c", "d"):
+        talk.submit(request(name))
+    (reject,) = [effect for effect in talk.effects if isinstance(effect, Reject)]
+    assert reject.request_id == "d" and reject.retry_after_s >= 1 and "limit is 2" in reject.detail
+    assert set(talk.router.rows) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("deadline_s", [3.0, None])
+def test_the_wait_for_a_bed_ends_at_its_deadline(deadline_s):
+    talk = Talk(pair(num_slots=1, beds_ahead=0), queue_timeout_s=7.0)
+    talk.submit(request("first"))
+    waits = request("a")
+    talk.submit(Request(A, waits.prompt, waits.sampling, queue_deadline_s=deadline_s))
+    talk.fire("row/a")
+    assert talk.now_s == (deadline_s or 7.0) and [finish.reason for finish in talk.finishes()] == [FinishReason.TIMEOUT]
+
+
+def test_an_id_that_is_running_cannot_be_submitted_again():
+    talk = Talk()
+    talk.submit(request("a"))
+    with pytest.raises(AssertionError, match="'a' is running"):
+        talk.submit(request("a"))
+
+
+def test_an_id_may_come_again_after_its_end_and_old_words_do_not_reach_it():
+    talk = Talk()
+    talk.to_decode()
+    talk.take(Cancel(A))
+    talk.submit(request("a", 6))
+    talk.drawn(D, 1, 1, 99)
+    assert talk.told() == [10] and talk.router.rows[A].epoch == 2

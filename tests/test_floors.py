@@ -1,0 +1,209 @@
+"""The laws of the house, read from the source: who may import whom, what is pure, and how long things may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENTRY = 6
+FLOORS = {
+    "core": 0,
+    "policy": 1,
+    "parallel": 2,
+    "model": 3,
+    "kv": 3.5,  # the bytes of a network: it knows the network's shape of an attention, and not the other way round
+    "engine": 4,
+    "training": 4,
+    "serve": 5,
+    "sim": 5,
+}
+WITHOUT_JAX = ("core", "policy", "sim")
+PURE = ("core", "policy")
+IMPURE_MODULES = {"time", "threading", "asyncio", "logging", "random", "numpy", "os", "socket", "subprocess"}
+BANNED_WORDS = {"manager", "helper", "helpers", "util", "utils", "misc", "common", "base", "handler", "context"}
+# Pure arithmetic that a machine is built by: how layers are cut into stages and heads into shards.
+ARITHMETIC_OF_MESHES = ("jdisagg.policy.stages", "jdisagg.policy.reshard")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files of our own, generated ones apart."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "_pb2" not in path.name]
+
+
+OURS = sources("jdisagg", "pallas_kernels")
+EVERYTHING = [*OURS, *sources("tests", "benchmarks")]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported; `from a import b` gives a.b."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def room_of(path: Path) -> str:
+    """The package under jdisagg, or "" for an entry file."""
+    parts = path.relative_to(ROOT / "jdisagg").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def in_rooms(*rooms: str) -> list[Path]:
+    return [path for path in OURS if path.is_relative_to(ROOT / "jdisagg") and room_of(path) in rooms]
+
+
+def is_entry(path: Path) -> bool:
+    return path.parent == ROOT / "jdisagg"
+
+
+def wrong_imports(path: Path, allowed: set[str]) -> list[str]:
+    """Imports of rooms of jdisagg that are not `allowed`; entry files count as the room ""."""
+    wrong = []
+    for line, dotted in imports(path):
+        parts = dotted.split(".")
+        if dotted in ("jdisagg", "jdisagg.__version__"):
+            wrong += [each for each in uses_of_the_package(path) if not each.endswith("jdisagg.__version__")]
+        elif parts[0] == "jdisagg":
+            room = parts[1] if len(parts) > 1 and parts[1] in FLOORS else ""
+            if room not in allowed:
+                wrong.append(f"{name_of(path)}:{line} imports {dotted}")
+    return wrong
+
+
+def uses_of_the_package(path: Path) -> list[str]:
+    """`jdisagg.x` as written in expressions: whoever wants more than the version imports it by name."""
+    attributes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+    found = [node for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "jdisagg"]
+    return [f"{name_of(path)}:{node.lineno} uses {ast.unparse(node)}" for node in found]
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_down_only(room):
+    below = {other for other, floor in FLOORS.items() if floor < FLOORS[room]} | {room}
+    paths = in_rooms(room)
+    assert paths, f"no file in {room}"
+    assert not [wrong for path in paths for wrong in wrong_imports(path, below)]
+
+
+def test_machines_do_not_know_the_decisions():
+    assert not [
+        f"{name_of(path)}:{line}"
+        for path in in_rooms("engine")
+        for line, dotted in imports(path)
+        if dotted.startswith("jdisagg.policy.") and not dotted.startswith(ARITHMETIC_OF_MESHES)
+    ]
+
+
+def test_the_cellar_knows_nothing_of_the_house():
+    paths = sources("pallas_kernels")
+    assert paths and not [wrong for path in paths for wrong in wrong_imports(path, set())]
+
+
+@pytest.mark.parametrize("room", WITHOUT_JAX)
+def test_decisions_and_simulation_are_free_of_jax(room):
+    roots = {(name_of(path), dotted.split(".")[0]) for path in in_rooms(room) for _, dotted in imports(path)}
+    assert not [each for each in roots if each[1] in ("jax", "jaxlib", "flax", "optax", "orbax")]
+
+
+@pytest.mark.parametrize("room", PURE)
+def test_decisions_read_no_clock_and_draw_no_lots(room):
+    roots = {(name_of(path), dotted.split(".")[0]) for path in in_rooms(room) for _, dotted in imports(path)}
+    assert not [each for each in roots if each[1] in IMPURE_MODULES]
+
+
+def test_only_the_standard_library_holds_up_the_ground_floors():
+    foreign = {"jax", "numpy", "flax", "absl", "google", "grpc", "fastapi", "tokenizers", "safetensors", "rich"}
+    paths = in_rooms(*PURE)
+    assert not [name_of(path) for path in paths for _, dotted in imports(path) if dotted.split(".")[0] in foreign]
+
+
+def test_flags_and_the_environment_are_read_in_entry_files_only():
+    wrong = []
+    for path in (each for each in OURS if not is_entry(each)):
+        wrong += [f"{name_of(path)}:{line}" for line, dotted in imports(path) if dotted.startswith("absl")]
+        wrong += [f"{name_of(path)}:{line}" for line, dotted in imports(path) if dotted in ("os.environ", "os.getenv")]
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+                wrong.append(f"{name_of(path)}:{node.lineno}")
+    assert not wrong
+
+
+def test_imports_stand_at_the_top_of_a_file_and_are_never_only_for_types():
+    wrong = []
+    for path in OURS:
+        top = {id(node) for node in tree_of(path).body}
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top:
+                wrong.append(f"{name_of(path)}:{node.lineno}")
+            if isinstance(node, ast.Name | ast.Attribute) and "TYPE_CHECKING" in ast.unparse(node):
+                wrong.append(f"{name_of(path)}:{node.lineno}")
+    assert not wrong
+
+
+def words_of(name: str) -> set[str]:
+    spaced = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+    return set(spaced.split("_"))
+
+
+def test_no_file_class_or_function_has_a_name_that_says_nothing():
+    wrong = []
+    for path in OURS:
+        names = [(1, path.stem)] + [
+            (node.lineno, node.name)
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        wrong += [f"{name_of(path)}:{line} {name}" for line, name in names if words_of(name) & BANNED_WORDS]
+    assert not wrong
+
+
+def test_files_and_functions_are_short():
+    """Kernel bodies may be longer."""
+    wrong = [f"{name_of(path)} has {count} lines" for path in OURS if (count := length_of(path)) > MAX_FILE_LINES]
+    for path in in_rooms(*FLOORS, ""):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    wrong.append(f"{name_of(path)}:{node.lineno} {node.name} has {lines} lines")
+    assert not wrong
+
+
+def length_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_every_file_says_first_what_lives_in_it():
+    assert not [name_of(path) for path in OURS if length_of(path) and not ast.get_docstring(tree_of(path))]
+
+
+def test_nothing_is_caught_barely_and_nothing_left_for_later():
+    later = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
+    wrong = []
+    for path in EVERYTHING:
+        text = path.read_text(encoding="utf-8")
+        wrong += [f"{name_of(path)} has {word}" for word in later if word in text]
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                wrong.append(f"{name_of(path)}:{node.lineno} catches everything")
+            if isinstance(node, ast.FunctionDef) and [type(each) for each in node.body] == [ast.Pass]:
+                wrong.append(f"{name_of(path)}:{node.lineno} {node.name} is empty")
+    assert not wrong
