@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     pages: Array  # i32[N, pages of a tile]
     low: Array  # i32[N], first visible token, counted from the tile's start; may be negative
     high: Array  # i32[N], the token after the last visible one; may be past the tile
-    count: Array  # i32[], how many of the N are real
+    total: Array  # i32[], how many of the N are real
 
 
 def paged_attention(
@@ -55,7 +55,7 @@ def paged_attention(
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
         seen = (position < high[:, None]) & (position >= low[:, None])
         logits = jnp.where(seen[:, None, None], logits, NEVER)
-        real = index * width + jnp.arange(width) < tiles.count
+        real = index * width + jnp.arange(width) < tiles.total
         mine = real & (slot == jnp.arange(slots)[:, None])  # [B, width]
         higher = jnp.max(jnp.where(mine[:, :, None, None], jnp.max(logits, axis=-1), NEVER), axis=1)
         higher = jnp.maximum(top, higher)
@@ -66,8 +66,8 @@ def paged_attention(
         mixed = mixed * keep[..., None] + jnp.einsum("bn,nhgd->bhgd", share, parts)
         return higher, total, mixed
 
-    carry = first_carry(grouped, sinks)
-    _, total, mixed = lax.fori_loop(0, -(-tiles.count // width), step, carry)
+    carry = first_carry(grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
+    _, total, mixed = lax.fori_loop(0, -(-tiles.total // width), step, carry)
     mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
     return mixed.reshape(q.shape).astype(q.dtype)
 
@@ -114,8 +114,11 @@ def read_tiles(kv_pages: Array, pages: Array) -> tuple[Array, Array]:
 
 
 def first_carry(queries: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
-    """Running maximum, sum [..., Hkv, G] and mixture [..., Hkv, G, D] of a softmax that has seen its sinks alone."""
+    """Maximum, sum and mixture of a softmax that has seen its sinks alone: queries [..., D] -> [...], [...], [..., D].
+
+    Made from the queries, so that inside `shard_map` they are known to differ from shard to shard as the queries do.
+    """
     top, mixed = jnp.full_like(queries[..., 0], NEVER), jnp.zeros_like(queries)
     if sinks is None:
         return top, jnp.zeros_like(top), mixed
-    return jnp.maximum(top, sinks.astype(jnp.float32).reshape(queries.shape[-3:-1])), jnp.ones_like(top), mixed
+    return jnp.maximum(top, sinks.astype(jnp.float32)), jnp.ones_like(top), mixed
