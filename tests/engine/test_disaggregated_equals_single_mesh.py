@@ -36,7 +36,7 @@ def expected() -> list[list[int]]:
 
 
 def kv_of(machine: MeshMachine, pages: list[int]) -> np.ndarray:
-    """The bytes of these pages: [L, n, Hkv, 2, page_size, D], each head once. (A view of a pool would stop donation.)"""
+    """These pages' bytes: [L, n, Hkv, 2, page_size, D], each head once. (A view of a pool would stop donation.)"""
     layers = []
     for stage in machine.pages:
         for pool in stage.pools:

@@ -1,0 +1,177 @@
+"""Drawing tokens, against definitions in numpy that sort and loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.core.plans import History
+from jdisagg.core.request import SamplingParams
+from jdisagg.engine.knobs import KnobRows, history_rows, is_plain
+from jdisagg.engine.sampling import (
+    Counts,
+    Knobs,
+    counted,
+    is_stop,
+    largest_threshold,
+    penalised,
+    pick,
+    pick_greedy,
+    sortable,
+    supported,
+    token_logprobs,
+    with_row,
+)
+
+V = 64
+PICK, SUPPORTED, PENALISED = jax.jit(pick), jax.jit(supported), jax.jit(penalised)
+
+
+def knobs_of(*sampling: SamplingParams, output_start: int = 0) -> Knobs:
+    rows = KnobRows(len(sampling))
+    for row, each in enumerate(sampling):
+        rows.set(row, each, output_start)
+    return rows.on(jax.devices()[0])
+
+
+def no_counts(slots: int) -> Counts:
+    return Counts(jnp.zeros((slots, V), bool), jnp.zeros((slots, V), jnp.int32))
+
+
+def logits_of(slots: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(slots, V)).astype(np.float32) * 3
+
+
+def support_by_sorting(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
+    """min-p, then the k largest, then the smallest set of the rest that holds mass top_p."""
+    kept = np.exp(logits.astype(np.float64) - logits.max())
+    order = [token for token in np.argsort(-logits, kind="stable") if kept[token] >= sampling.min_p]
+    order = order[: sampling.top_k] if sampling.top_k > 0 else order
+    mass = np.cumsum(kept[order]) / kept[order].sum()
+    count = len(order) if sampling.top_p >= 1 else int(np.searchsorted(mass, sampling.top_p)) + 1
+    return {int(token) for token in order[:count]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_top_k_top_p_and_min_p_leave_is_what_sorting_leaves(seed: int):
+    cases = [
+        SamplingParams(top_k=k, top_p=p, min_p=m)
+        for k in (0, 1, 5, V + 9)
+        for p in (0.1, 0.7, 0.99, 1.0)
+        for m in (0.0, 0.05)
+    ]
+    logits = logits_of(len(cases), seed)
+    kept = np.asarray(SUPPORTED(logits, knobs_of(*cases)))
+    for row, case in enumerate(cases):
+        assert set(np.flatnonzero(kept[row]).tolist()) == support_by_sorting(logits[row], case), case
+
+
+def test_equal_values_at_the_border_are_all_kept():
+    logits = np.zeros((1, V), np.float32)
+    assert np.asarray(SUPPORTED(logits, knobs_of(SamplingParams(top_k=3)))).all()
+
+
+def test_bisection_finds_the_kth_largest_exactly():
+    values = np.array([[-3.5, 0.0, 1e-30, 7.25, -1e30, 2.0]], np.float32)
+    order = sortable(jnp.asarray(values))
+    for k, expected in enumerate(sorted(values[0], reverse=True), start=1):
+        found = largest_threshold(lambda t, k=k: jnp.sum(order >= t[:, None], axis=1) >= k, 1)
+        assert found[0] == sortable(jnp.asarray(expected))
+
+
+def test_penalties_follow_their_definition():
+    sampling = SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
+    history, logits = History((1, 2, 3), (3, 4, 4)), logits_of(2)
+    prompt, output = history_rows(history, V)
+    counts = with_row(no_counts(2), jnp.int32(1), jnp.asarray(prompt), jnp.asarray(output))
+    expected = logits.copy()
+    for token in {*history.prompt, *history.output}:
+        value = logits[1, token]
+        expected[1, token] = value / 1.5 if value > 0 else value * 1.5
+    for token in history.output:
+        expected[1, token] -= 0.3
+    for token in set(history.output):
+        expected[1, token] -= 0.4
+    found = PENALISED(logits, knobs_of(SamplingParams(), sampling), counts)
+    np.testing.assert_allclose(np.asarray(found), expected, atol=1e-6)
+
+
+def test_counts_take_each_drawn_token_and_no_masked_slot():
+    counts = counted(counted(no_counts(3), jnp.array([5, -1, 7])), jnp.array([5, 6, -1]))
+    expected = np.zeros((3, V), np.int32)
+    expected[0, 5], expected[1, 6], expected[2, 7] = 2, 1, 1
+    np.testing.assert_array_equal(np.asarray(counts.output), expected)
+
+
+def test_temperature_zero_is_the_argmax_even_among_drawing_slots():
+    logits = logits_of(4)
+    sampling = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+    ]
+    tokens = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(4), np.zeros(4, np.int32)))
+    assert tokens[0] == logits[0].argmax() and tokens[2] == logits[2].argmax()
+    np.testing.assert_array_equal(np.asarray(pick_greedy(jnp.asarray(logits))), logits.argmax(axis=1))
+
+
+def test_logit_bias_lifts_and_bans():
+    logits = logits_of(2)
+    best = int(logits[0].argmax())
+    greedy = {"temperature": 0.0}
+    cases = [SamplingParams(logit_bias=((best, -100.0),), **greedy), SamplingParams(logit_bias=((9, 100.0),), **greedy)]
+    tokens = np.asarray(PICK(logits, knobs_of(*cases), no_counts(2), np.zeros(2, np.int32)))
+    assert tokens[0] == np.argsort(-logits[0])[1] and tokens[1] == 9
+
+
+def test_stop_tokens_are_held_back_until_min_tokens_are_out():
+    logits = logits_of(1)
+    best, second = np.argsort(-logits[0])[:2].tolist()
+    sampling = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(best,))
+    knobs = knobs_of(sampling, output_start=10)
+    drawn = [int(PICK(logits, knobs, no_counts(1), np.array([position], np.int32))[0]) for position in (10, 11, 12)]
+    assert drawn == [second, second, best]
+    tokens = jnp.array([best], jnp.int32)
+    assert [bool(is_stop(tokens, knobs, jnp.array([p]))[0]) for p in (11, 12)] == [False, True]
+
+
+def test_a_draw_knows_its_seed_and_position_and_nothing_of_the_batch():
+    row, mine = logits_of(1)[0], SamplingParams(seed=1234567890123, top_p=0.9)
+    alone = PICK(row[None], knobs_of(mine), no_counts(1), np.array([17], np.int32))
+    crowd = logits_of(5, seed=9)
+    crowd[3] = row
+    others = [SamplingParams(seed=n, temperature=0.3 + n) for n in range(5)]
+    others[3] = mine
+    positions = np.array([1, 2, 3, 17, 4], np.int32)
+    assert PICK(crowd, knobs_of(*others), no_counts(5), positions)[3] == alone[0]
+
+
+def test_draws_follow_the_softmax():
+    logits, draws = np.log(np.array([0.5, 0.3, 0.2], np.float32)), 4000
+    rows = np.full((draws, V), -np.inf, np.float32)
+    rows[:, :3] = logits
+    tokens = np.asarray(
+        PICK(
+            rows, knobs_of(*[SamplingParams(seed=n) for n in range(draws)]), no_counts(draws), np.zeros(draws, np.int32)
+        )
+    )
+    shares = np.bincount(tokens, minlength=3) / draws
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_logprobs_are_of_the_raw_logits_with_the_likeliest_first():
+    logits = logits_of(2)
+    chosen, ids, values = token_logprobs(jnp.asarray(logits), jnp.array([3, 4]))
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(np.asarray(chosen), expected[[0, 1], [3, 4]], rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(ids), np.argsort(-logits, axis=1)[:, :20])
+    np.testing.assert_allclose(np.asarray(values), -np.sort(-expected, axis=1)[:, :20], rtol=1e-5)
+
+
+def test_plain_requests_are_those_the_argmax_answers():
+    greedy = {"temperature": 0.0}
+    assert is_plain(SamplingParams(**greedy, stop_token_ids=(1,)))
+    for field in ({"logit_bias": ((1, 1.0),)}, {"presence_penalty": 1.0}, {"min_tokens": 1, "stop_token_ids": (1,)}):
+        assert not is_plain(SamplingParams(**greedy, **field))
+    assert not is_plain(SamplingParams())

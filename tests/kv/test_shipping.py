@@ -1,0 +1,74 @@
+"""Pages of one place to pages of another, whatever the cuts, by the programs alone (no model)."""
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.core.kv_layout import KVLayout, heads_per_shard, kv_head_of_shard
+from jdisagg.kv.pools import POOL_SPEC, StagePages
+from jdisagg.kv.shipping import Dock, insert_moves, ship_pages
+from jdisagg.parallel.place import Place
+
+LAYERS, PAGES = 3, 24
+
+
+def stages(layout: KVLayout, cut: list[range], places: list[Place]) -> tuple[list[StagePages], dict[Place, Dock]]:
+    made = [StagePages(layout, run, PAGES, place) for run, place in zip(cut, places, strict=True)]
+    return made, {place: Dock(place) for place in places}
+
+
+def fill(pages: list[StagePages], content: np.ndarray) -> None:
+    """content [L, P + 1, Hkv, 2, page_size, D] into the pools, heads repeated where shards share them."""
+    for stage in pages:
+        tp, heads = stage.place.tp, stage.layout.num_kv_heads
+        held = [
+            kv_head_of_shard(heads, tp, shard) + head
+            for shard in range(tp)
+            for head in range(heads_per_shard(heads, tp))
+        ]
+        stage.pools = [
+            jax.device_put(content[layer][:, held], stage.place.sharding(POOL_SPEC)) for layer in stage.layers
+        ]
+
+
+def held_by(pages: list[StagePages]) -> np.ndarray:
+    """The pools as [L, P + 1, Hkv, 2, page_size, D], each head once."""
+    pools = [np.array(pool) for stage in pages for pool in stage.pools]
+    return np.stack([pool[:, :: pool.shape[1] // pages[0].layout.num_kv_heads] for pool in pools])
+
+
+@pytest.mark.parametrize(("source_tp", "destination_tp"), [(1, 1), (2, 1), (1, 4), (4, 2), (3, 2)])
+def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destination_tp: int):
+    layout = KVLayout(LAYERS, 6 if source_tp == 3 else 2, 4, page_size=2)
+    devices = jax.devices()
+    source, docks = stages(layout, [range(0, 1), range(1, 3)], [Place(devices[:source_tp])] * 2)
+    split = [range(0, 2), range(2, 3)] if destination_tp < 4 else [range(3)]
+    places = [Place(devices[8 - (n + 1) * destination_tp : 8 - n * destination_tp]) for n in range(len(split))]
+    destination, other_docks = stages(layout, split, places)
+    generator = np.random.default_rng(0)
+    shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
+    sent, there = (generator.normal(size=shape).astype(np.float32) for _ in range(2))
+    fill(source, sent)
+    fill(destination, there)
+    wanted, into = [5, 3, 20, 11, 1], [2, 9, 4, 24, 17]
+    moves = ship_pages(source, docks, destination, wanted, into)
+    insert_moves(destination, other_docks, moves)
+    found = held_by(destination)
+    np.testing.assert_array_equal(found[:, into], sent[:, wanted])
+    rest = [page for page in range(1, PAGES + 1) if page not in into]
+    np.testing.assert_array_equal(found[:, rest], there[:, rest])
+
+
+def test_a_transfer_over_the_largest_bucket_goes_in_several_moves():
+    layout = KVLayout(1, 2, 4, page_size=2)
+    pages, docks = stages(layout, [range(1)], [Place(jax.devices()[:1])])
+    moves = ship_pages(pages, docks, pages, [1] * 70, [2] * 70)
+    assert [len(move.pages) for move in moves] == [64, 16]
+
+
+def test_pools_of_one_stage_never_share_a_buffer():
+    layout = KVLayout(4, 2, 4, page_size=2)
+    stage = StagePages(layout, range(4), PAGES, Place(jax.devices()[:2]))
+    buffers = {shard.data.unsafe_buffer_pointer() for pool in stage.pools for shard in pool.addressable_shards}
+    assert len(buffers) == 8
+    assert stage.num_bytes == layout.bytes_per_page * (PAGES + 1)
