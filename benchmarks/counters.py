@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.figures import Spread
 from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
+from jdisagg.core.plans import DecodePlan
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Counters:
     """Observes one driver. `bytes_per_page`: of the whole model's KV. Gaps are in seconds of `clock`.
 
     The *turnaround* of a turn is the time from a turn's tokens reaching the driver to the next dispatch of the same
-    microbatch that carries on one of its slots. While another turn was queued meanwhile the device did not wait for
+    microbatch that carries on one of its sequences. While another turn was queued meanwhile the device did not wait for
     it; a turn for which nothing was queued, neither turn nor prefill, is *unqueued*: its turnaround is a device's gap.
     """
 
@@ -50,7 +51,7 @@ class Counters:
         """`now_s` is that of the whole round, so an effect would seem to follow its event in no time: see `clock`."""
         match item:
             case RunDecode(plan):
-                self._dispatched(actor, plan.plan_id, plan.microbatch, frozenset(plan.active))
+                self._dispatched(actor, plan)
             case DecodeDone():
                 self._read(actor, item)
             case RunPrefill():
@@ -62,18 +63,19 @@ class Counters:
                 self.transfers += 1
                 self.pages += len(transfer.source_pages)
 
-    def _dispatched(self, actor: str, plan_id: int, microbatch: int, active: frozenset[int]) -> None:
-        lane = self._lanes.setdefault((actor, microbatch), Lane())
+    def _dispatched(self, actor: str, plan: DecodePlan) -> None:
+        lane = self._lanes.setdefault((actor, plan.microbatch), Lane())
         self.turns += 1
-        if lane.read_s is not None and active & lane.active:
+        carried_on = lane.active.intersection(plan.active) - {each.slot for each in plan.admit}
+        if lane.read_s is not None and carried_on:
             waited_s = self.clock() - lane.read_s
             self.turnarounds_s.append(waited_s)
             if not lane.out and self._prefills_out.get(actor, 0) < 1:
                 self.unqueued += 1
                 self.gaps_s.append(waited_s)
         lane.out += 1
-        lane.active, lane.read_s = active, None
-        self._microbatch[actor, plan_id] = microbatch
+        lane.active, lane.read_s = frozenset(plan.active), None
+        self._microbatch[actor, plan.plan_id] = plan.microbatch
 
     def _read(self, actor: str, done: DecodeDone) -> None:
         microbatch = self._microbatch.pop((actor, done.plan_id), None)

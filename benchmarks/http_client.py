@@ -166,6 +166,14 @@ class Server:
         """Raises HTTPFailed, OSError or TimeoutError."""
         return json.loads((await self._exchange(self._message("GET", path))).body)
 
+    async def answers(self, path: str) -> bool:
+        """Whether a GET of `path` gives 200."""
+        try:
+            await self._exchange(self._message("GET", path))
+        except (OSError, TimeoutError, HTTPFailed):
+            return False
+        return True
+
     async def _exchange(self, message: bytes) -> Timed:
         place = urllib.parse.urlsplit(self.url)
         loop = asyncio.get_running_loop()

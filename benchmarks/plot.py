@@ -36,7 +36,7 @@ def _throughput(axes: Axes, levels: Sequence[Figures]) -> None:
     rates = [each.output_tokens_per_s for each in levels]
     axes.plot(streams, rates, "o-", color=BLUE, linewidth=2.5, markersize=7)
     for x, y in zip(streams, rates, strict=True):
-        axes.annotate(f"{y:.0f}", (x, y), (0, 9), textcoords="offset points", ha="center", fontsize=10, color=BLUE)
+        axes.annotate(f"{y:.0f}", (x, y), (-5, 7), textcoords="offset points", ha="right", fontsize=10, color=BLUE)
     axes.set_title("Throughput", fontsize=12, color=INK)
     axes.set_ylabel("output tokens per second", color=INK)
     axes.set_ylim(0, max(rates, default=1.0) * 1.18)

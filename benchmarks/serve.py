@@ -18,50 +18,74 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import machine, plot, report
+from benchmarks import entry, machine, plot, report
 from benchmarks.counters import Counters
 from benchmarks.figures import SLO, Figures, summed_up
-from benchmarks.http_client import HTTPFailed, Server, first_model
+from benchmarks.http_client import Server, first_model
 from benchmarks.inprocess import Local, settings_of
 from benchmarks.load import Ask, closed_loop
 from benchmarks.workload import Lengths, Workload
 from jdisagg import devices
-from jdisagg.core.errors import JdisaggError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint
 from jdisagg.serve.build import build
 
-URL = flags.DEFINE_string("url", "", "a running server, as http://127.0.0.1:8000/v1; empty: a stack in this process")
+FLAGS = flags.FlagValues()
+URL = flags.DEFINE_string(
+    "url", "", "a running server, as http://127.0.0.1:8000/v1; empty: a stack in this process", flag_values=FLAGS
+)
 MODEL = flags.DEFINE_string(
-    "model", "", "with --url: the model's name; without: its folder (empty: the first, the embedded)"
+    "model", "", "with --url: the model's name; without: its folder (empty: the first, the embedded)", flag_values=FLAGS
 )
-MESH = flags.DEFINE_string("mesh", "prefill:tp2,decode:pp2", "in process: the stack's mesh")
+MESH = flags.DEFINE_string("mesh", "prefill:tp2,decode:pp2", "in process: the stack's mesh", flag_values=FLAGS)
 SETTINGS = flags.DEFINE_list(
-    "settings", [], "in process: more settings of jdisagg.launch, as dtype=float32,kv_tokens=8192"
+    "settings", [], "in process: more settings of jdisagg.launch, as dtype=float32,kv_tokens=8192", flag_values=FLAGS
 )
-CONCURRENCY = flags.DEFINE_list("concurrency", ["1", "2", "4", "8", "16", "32"], "streams, one level after the other")
-NUM_REQUESTS = flags.DEFINE_integer("num_requests", 0, "requests of a level; 0: four a stream, 16 at least")
-PROMPT_TOKENS = flags.DEFINE_string("prompt_tokens", "128", "prompt length: fixed, or uniform as 32:512")
-OUTPUT_TOKENS = flags.DEFINE_string("output_tokens", "64", "output length: fixed, or uniform as 16:128")
+CONCURRENCY = flags.DEFINE_list(
+    "concurrency", ["1", "2", "4", "8", "16", "32"], "streams, one level after the other", flag_values=FLAGS
+)
+NUM_REQUESTS = flags.DEFINE_integer(
+    "num_requests", 0, "requests of a level; 0: four a stream, 16 at least", flag_values=FLAGS
+)
+PROMPT_TOKENS = flags.DEFINE_string(
+    "prompt_tokens", "128", "prompt length: fixed, or uniform as 32:512", flag_values=FLAGS
+)
+OUTPUT_TOKENS = flags.DEFINE_string(
+    "output_tokens", "64", "output length: fixed, or uniform as 16:128", flag_values=FLAGS
+)
 PROMPTS = flags.DEFINE_enum(
-    "prompts", "tokens", ["tokens", "text"], "random token ids, or random words (--prompt_tokens of them)"
+    "prompts",
+    "tokens",
+    ["tokens", "text"],
+    "random token ids, or random words (--prompt_tokens of them)",
+    flag_values=FLAGS,
 )
-VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 4096, "token ids are drawn below this", lower_bound=2)
-SEED = flags.DEFINE_integer("seed", 0, "of prompts and lengths")
-SLO_TTFT_MS = flags.DEFINE_float("slo_ttft_ms", 1000.0, "a good request's longest time to first token")
-SLO_TPOT_MS = flags.DEFINE_float("slo_tpot_ms", 50.0, "a good request's longest mean time a token after the first")
-LEDGER = flags.DEFINE_bool("ledger", True, "with --url: ask for the phase ledger (other servers ignore or refuse it)")
-EXTRA_BODY = flags.DEFINE_string("extra_body", "{}", "with --url: JSON object of more fields for every request")
-PID = flags.DEFINE_integer("pid", 0, "with --url: the server's process, for its CPU seconds")
-TIMEOUT_S = flags.DEFINE_float("timeout_s", 300.0, "longest wait for one answer")
-OUTPUT = flags.DEFINE_string("output", "", "JSON file to write")
-PLOT = flags.DEFINE_string("plot", "", "PNG file to write")
-TITLE = flags.DEFINE_string("title", "", "of table and plot; empty: made up from the target")
+VOCAB_SIZE = flags.DEFINE_integer(
+    "vocab_size", 4096, "token ids are drawn below this", lower_bound=2, flag_values=FLAGS
+)
+SEED = flags.DEFINE_integer("seed", 0, "of prompts and lengths", flag_values=FLAGS)
+SLO_TTFT_MS = flags.DEFINE_float(
+    "slo_ttft_ms", 1000.0, "a good request's longest time to first token", flag_values=FLAGS
+)
+SLO_TPOT_MS = flags.DEFINE_float(
+    "slo_tpot_ms", 50.0, "a good request's longest mean time a token after the first", flag_values=FLAGS
+)
+LEDGER = flags.DEFINE_bool(
+    "ledger", True, "with --url: ask for the phase ledger (other servers ignore or refuse it)", flag_values=FLAGS
+)
+EXTRA_BODY = flags.DEFINE_string(
+    "extra_body", "{}", "with --url: JSON object of more fields for every request", flag_values=FLAGS
+)
+PID = flags.DEFINE_integer("pid", 0, "with --url: the server's process, for its CPU seconds", flag_values=FLAGS)
+TIMEOUT_S = flags.DEFINE_float("timeout_s", 300.0, "longest wait for one answer", flag_values=FLAGS)
+OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLAGS)
+PLOT = flags.DEFINE_string("plot", "", "PNG file to write", flag_values=FLAGS)
+TITLE = flags.DEFINE_string("title", "", "of table and plot; empty: made up from the target", flag_values=FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +213,10 @@ def run(console: Console) -> None:
         plot.plot_load(PLOT.value, title, note, levels, plan.slo)
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        print(f"{argv[1]!r} is not a flag; flags are written --name=value", file=sys.stderr)
-        return 2
-    try:
-        run(Console())
-    except (ValueError, OSError, HTTPFailed, JdisaggError) as error:
-        print(f"benchmarks.serve: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+def main() -> int:
+    run(Console())
     return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(entry.run(main, FLAGS, __doc__, sys.argv))

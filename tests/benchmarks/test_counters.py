@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.counters import Counters
 from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
-from jdisagg.core.request import RequestId, Sampled, WorkerId
+from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
 
 
 class Told:
@@ -15,8 +15,11 @@ class Told:
         self.now_s = 0.0
         self.counters = Counters(bytes_per_page=1024, clock=lambda: self.now_s)
 
-    def run(self, at_s: float, plan: int, active: tuple[int, ...] = (0,), microbatch: int = 0) -> None:
-        self.tell(at_s, RunDecode(DecodePlan(plan, microbatch, active, table_pages=4)))
+    def run(
+        self, at_s: float, plan: int, active: tuple[int, ...] = (0,), microbatch: int = 0, admit: tuple[int, ...] = ()
+    ) -> None:
+        admitted = tuple(Admission(slot, RequestId(f"r{plan}"), 5, 8, (1,), SamplingParams(), 1) for slot in admit)
+        self.tell(at_s, RunDecode(DecodePlan(plan, microbatch, active, table_pages=4, admit=admitted)))
 
     def read(self, at_s: float, plan: int, tokens: int = 1) -> None:
         self.tell(at_s, DecodeDone(plan, tuple((slot, Sampled(7)) for slot in range(tokens))))
@@ -57,11 +60,12 @@ def test_microbatches_wait_for_nobody_but_themselves() -> None:
     assert told.counters.figures()["unqueued_turns"] == 1
 
 
-def test_a_worker_with_new_work_only_was_idle_not_late() -> None:
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_worker_with_new_work_only_was_idle_not_late(slot: int) -> None:
     told = Told()
     told.run(0.0, 1, active=(0,))
     told.read(1.0, 1)
-    told.run(9.0, 2, active=(3,))
+    told.run(9.0, 2, active=(slot,), admit=(slot,))
     assert told.counters.figures()["turnaround_ms_p50"] is None
 
 

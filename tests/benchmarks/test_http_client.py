@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from sse_server import SSEServer, serving
 
 from benchmarks.http_client import HTTPFailed, Server, first_model
 from benchmarks.load import Burst, Sample, closed_loop
 from benchmarks.workload import Job
+from tests.benchmarks.sse_server import SSEServer, serving
 
 JOB = Job((1, 2, 3), 5)
 

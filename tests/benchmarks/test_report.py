@@ -8,7 +8,6 @@ from pathlib import Path
 
 from matplotlib.image import imread
 from rich.console import Console
-from sse_server import SSEServer, serving
 
 from benchmarks import machine, report
 from benchmarks.figures import SLO, Figures, summed_up
@@ -17,6 +16,7 @@ from benchmarks.load import Burst, Sample
 from benchmarks.plot import plot_load
 from benchmarks.serve import Plan, Target, measure, report_of
 from benchmarks.workload import Lengths, Workload
+from tests.benchmarks.sse_server import SSEServer, serving
 
 SLO_LOOSE = SLO(ttft_ms=1000, tpot_ms=100)
 PLAN = Plan((1, 4), 6, Workload(Lengths(8, 16), Lengths(3, 5), 1000), 0, SLO_LOOSE)
