@@ -18,6 +18,11 @@ class Faults:
     fail_transfer: float = 0.0  # the engine says that it failed
     fail_plan: float = 0.0
 
+    @property
+    def calm(self) -> bool:
+        """Nothing is lost and nothing fails: no deadline of a handoff has a reason to run out."""
+        return not (self.lose_message or self.lose_transfer or self.fail_transfer or self.fail_plan)
+
 
 class Luck:
     """The draws of one world."""

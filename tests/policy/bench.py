@@ -43,6 +43,7 @@ class Bench:
         self.timers: dict[str, float] = {}
         self.shipped: dict[str, ToyParcel] = {}
         self.epochs: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}  # those that asked for a bed
 
     def take(self, event: Event) -> list[Effect]:
         effects = self.worker.handle(event, self.now_s)
@@ -79,7 +80,7 @@ class Bench:
     def reserve(self, request: Request, *, num_output: int = 0, deadline_s: float = 100.0) -> bool:
         """Whether a bed was given."""
         epoch = self.epochs[request.request_id] = len(self.epochs) + 1
-        self.requests = {**getattr(self, "requests", {}), request.request_id: request}
+        self.requests[request.request_id] = request
         self.says(Reserve(request.request_id, epoch, request, num_output, OTHER, deadline_s))
         answers = [message for message in self.heard if isinstance(message, Reserved)]
         return bool(answers) and answers[-1].epoch == epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jdisagg.core.messages import Abort
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.toy import VOCAB, toy_output
@@ -61,7 +62,10 @@ def reasons(world: World, each: Request) -> list[FinishReason]:
 
 
 def check_ended(world: World, requests: Sequence[Request]) -> None:
-    """Each ended once; what a client got is the definition, to its end where the end is a natural one."""
+    """Each ended once; what a client got is the definition, to its end where the end is a natural one.
+
+    In a calm world all was given back by word of mouth: no lease had to run out for it.
+    """
     for each in requests:
         ends = reasons(world, each) + [FinishReason.ABORT for _ in world.rejected.get(each.request_id, [])]
         assert len(ends) == 1, f"{each.request_id} ended as {ends}"
@@ -72,6 +76,8 @@ def check_ended(world: World, requests: Sequence[Request]) -> None:
             stopped = expected[-1] in each.sampling.stop_token_ids
             assert ends[0] is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     world.check_all_ended()
+    expired = [message for message in sent(world, Abort) if message.reason is FinishReason.TIMEOUT]
+    assert not (world.luck.faults.calm and expired), expired
 
 
 def run_all(world: World, requests: Sequence[Request]) -> None:

@@ -1,0 +1,86 @@
+"""The toy machine tells right pages from wrong ones: else no test that stands on it would prove anything."""
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PageGrant, PrefillChunk, PrefillPlan
+from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.worker_config import Role
+from jdisagg.engine.toy import ToyFault, ToyMachine, toy_output
+from tests.sim.cases import worker
+
+PROMPT = (5, 17, 80, 3, 41, 9)
+GREEDY = SamplingParams(max_tokens=6)
+A = RequestId("a")
+
+
+def prefill(machine: ToyMachine, pages: tuple[int, ...] = (3, 1), plan_id: int = 1) -> int:
+    chunk = PrefillChunk(A, PROMPT, 0, pages, True, GREEDY)
+    ((_, sampled),) = machine.run_prefill(PrefillPlan(plan_id, (chunk,), 8, 4)).read().sampled
+    return sampled.token
+
+
+def admission(first: int, sampling: SamplingParams = GREEDY, pages: tuple[int, ...] = (3, 1)) -> Admission:
+    return Admission(0, A, first, len(PROMPT), pages, sampling, 1)
+
+
+def turn(machine: ToyMachine, plan_id: int, **changes: tuple) -> int | None:
+    ((_, sampled),) = machine.run_decode(DecodePlan(plan_id, 0, (0,), 4, **changes)).read().sampled
+    return sampled and sampled.token
+
+
+def machine_of(**kwargs: set[int]) -> ToyMachine:
+    return ToyMachine(worker("both", Role.COLOCATED), **kwargs)
+
+
+def test_right_pages_give_the_definition():
+    machine = machine_of()
+    output = [prefill(machine)]
+    output.append(turn(machine, 2, admit=(admission(output[0]),)) or 0)
+    output.append(turn(machine, 3) or 0)
+    output.append(turn(machine, 4, grants=(PageGrant(0, 2, 7),)) or 0)
+    assert output == toy_output(PROMPT, GREEDY)[:4]
+
+
+@pytest.mark.parametrize("pages", [(1, 3), (3, 2), (2, 1)])
+def test_a_foreign_page_or_a_wrong_order_gives_a_wrong_token(pages):
+    machine = machine_of()
+    first = prefill(machine)
+    assert turn(machine, 2, admit=(admission(first, pages=pages),)) != toy_output(PROMPT, GREEDY)[1]
+
+
+def test_a_page_that_another_wrote_over_gives_a_wrong_token():
+    machine = machine_of()
+    first = prefill(machine)
+    chunk = PrefillChunk(RequestId("b"), (1, 2), 0, (3,), False, GREEDY)
+    machine.run_prefill(PrefillPlan(2, (chunk,), 8, 4))
+    assert turn(machine, 3, admit=(admission(first),)) != toy_output(PROMPT, GREEDY)[1]
+
+
+def test_what_was_shipped_is_what_the_pages_held_then():
+    source, destination = machine_of(), machine_of()
+    first = prefill(source)
+    transfer = KVTransfer("a", 1, A, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT))
+    parcel = source.ship(transfer, destination)
+    source.pages[3] = [0, 0, 0, 0]
+    destination.insert(parcel)
+    assert turn(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
+
+
+def test_a_slot_that_drew_its_stop_masks_itself():
+    expected = toy_output(PROMPT, GREEDY)
+    stopping = replace(GREEDY, stop_token_ids=(expected[1],))
+    machine = machine_of()
+    first = prefill(machine)
+    assert turn(machine, 2, admit=(admission(first, stopping),)) == expected[1]
+    assert turn(machine, 3) is None
+
+
+def test_a_fault_changes_nothing():
+    machine = machine_of(fail_plans={1})
+    before = [list(page) for page in machine.pages]
+    with pytest.raises(ToyFault, match="plan 1"):
+        prefill(machine)
+    assert machine.pages == before
+    assert prefill(machine, plan_id=2) == toy_output(PROMPT, GREEDY)[0]
