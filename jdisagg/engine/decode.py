@@ -24,7 +24,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
 from jdisagg.engine.sampling import Counts, Knobs, counted, is_stop, pick, pick_greedy, token_logprobs, with_row
 from jdisagg.engine.section import Section
-from jdisagg.parallel.place import Place, Program
+from jdisagg.parallel.place import Device, Place, Program
 
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a feed
 ADMITTED = 2  # row of a delta, which else is as a feed: 1 where the slot takes a new sequence
@@ -57,7 +57,7 @@ def draw(logits: Array, feed: Array, knobs: Knobs, counts: Counts) -> tuple[Arra
 class Microbatch:
     """Slots first_slot to first_slot + B: the host's mirror, and what lies on the last stage's first device."""
 
-    def __init__(self, first_slot: int, size: int, max_pages: int, vocab_size: int, device: jax.Device) -> None:
+    def __init__(self, first_slot: int, size: int, max_pages: int, vocab_size: int, device: Device) -> None:
         self.first_slot, self.size, self.device = first_slot, size, device
         self.table = np.zeros((size, max_pages), np.int32)
         self.enabled = np.zeros(size, np.int32)

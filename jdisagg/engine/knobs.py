@@ -28,6 +28,7 @@ from jdisagg.engine.sampling import (
     TOP_P,
     Knobs,
 )
+from jdisagg.parallel.place import Device
 
 
 def is_plain(sampling: SamplingParams) -> bool:
@@ -63,7 +64,7 @@ class KnobRows:
             sampling.frequency_penalty,
         )
 
-    def on(self, device: jax.Device) -> Knobs:
+    def on(self, device: Device) -> Knobs:
         """A device copy; of copies, because a put may adopt its buffer and these rows will be written again."""
         return Knobs(*jax.device_put((self.ints.copy(), self.floats.copy()), device))
 

@@ -24,7 +24,7 @@ from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import TRANSFER_BUCKETS, Dock, Move, insert_moves, ship_pages
 from jdisagg.model.sources import Source
-from jdisagg.parallel.place import Place, Program
+from jdisagg.parallel.place import Device, Place, Program
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MeshMachine:
         source: Source,
         layout: KVLayout,
         layers: Sequence[range],
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         dtype: DTypeLike,
     ) -> None:
         """Reads the weights and allocates the pages; `warm` must follow before the first plan.
@@ -146,7 +146,7 @@ class MeshMachine:
         )
 
 
-def places_of(role: Role, num_sections: int, devices: Sequence[jax.Device]) -> list[Place]:
+def places_of(role: Role, num_sections: int, devices: Sequence[Device]) -> list[Place]:
     """One place a section: a prefill worker's groups share all its devices, stages split them evenly."""
     if not role.decodes:
         return [Place(devices)] * num_sections

@@ -68,15 +68,14 @@ class Section:
 
     def decode(self, table: Array, feed: Array, x: Array | None) -> Array:
         """One turn: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
-        self.kv.pools, x = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
-        return x
+        self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
+        return result
 
     def prefill(self, chunks: Chunks, x: Array | None) -> Array:
         """One chunk: activations [T, hidden] of the group before (None at the first) -> those after this one."""
-        self.kv.pools, x = self.prefill_program(
-            self.params.leaves, self.kv.pools, chunks.rows, chunks.spans, chunks.table, x
-        )
-        return x
+        batch = chunks.rows, chunks.spans, chunks.table
+        self.kv.pools, result = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
+        return result
 
     def head(self, x: Array, rows: np.ndarray) -> Array:
         """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""

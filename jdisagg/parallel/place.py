@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from jdisagg.parallel.pace import LAUNCHES
 
+Device = Any  # a jax.Device, which is no type to type checkers
 AXIS = "tp"
 WHOLE = PartitionSpec()
 
@@ -23,7 +24,7 @@ WHOLE = PartitionSpec()
 class Place:
     """Devices of one stage, in shard order."""
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
         self.whole = self.sharding(WHOLE)
@@ -81,7 +82,7 @@ class Program:
         def own(*arguments: Any) -> Any:
             return function(*arguments)
 
-        self._jit = jax.jit(own, donate_argnums=donate)
+        self._jit: Any = jax.jit(own, donate_argnums=donate)
         self._paced = paced
 
     def __call__(self, *arguments: Any) -> Any:

@@ -22,6 +22,7 @@ from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.model.network import forward
 from jdisagg.model.params import load_stage
 from jdisagg.model.sources import RandomSource, Source
+from jdisagg.parallel.place import Device
 
 CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
 SOURCE = RandomSource(CONFIG, seed=3)
@@ -35,7 +36,7 @@ HALVES = (range(0, 2), range(2, 4))
 def open_machine(
     role: Role,
     layers: Sequence[range],
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
     config: ModelConfig = CONFIG,
     source: Source = SOURCE,
     pp: int = 1,

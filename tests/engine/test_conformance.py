@@ -10,9 +10,12 @@ from tests.engine.stacks import GREEDY as GREEDY_PARAMS
 from tests.engine.stacks import Turns, first_tokens, open_machine, prefill_plans, run_prefill, ship_all, tokens_of
 from tests.fixtures.conformance import families, load
 
+# TP of the prefill mesh, PP of the decode mesh; every pair of them is tried on one model in the test of the handoff.
+MESHES = {"llama2": (1, 1), "llama3": (4, 4), "mistral": (2, 4), "qwen2": (4, 1), "qwen3": (2, 2)}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "tp", "pp"), [(family, 2, 2) for family in families()])
+@pytest.mark.parametrize(("family", "tp", "pp"), [(family, *MESHES[family]) for family in families()])
 def test_a_family_is_served_over_two_meshes_as_transformers_computes_it(family: str, tp: int, pp: int):
     fixture = load(family)
     config, source = read_config(fixture.folder), HFSource(fixture.folder)

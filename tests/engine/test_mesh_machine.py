@@ -3,6 +3,7 @@
 import itertools
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from jdisagg.core.plans import DecodePlan, PageGrant, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.engine.mesh_machine import MeshMachine
 from tests.engine.stacks import (
     CHUNK,
     CONFIG,
@@ -40,7 +42,7 @@ pytestmark = pytest.mark.slow  # the first test of a session compiles two machin
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair() -> tuple[MeshMachine, MeshMachine]:
     return warm_pair(2, 2)
 
 
@@ -69,7 +71,7 @@ def test_a_slot_that_drew_its_stop_token_is_masked_and_disturbs_nobody(pair):
     stop = expected[2][3]
     sampling = [GREEDY] * len(PROMPTS)
     sampling[2] = replace(GREEDY, stop_token_ids=(stop,))
-    rows = generate(*pair, PROMPTS, 9, sampling)
+    rows = generate(pair[0], pair[1], PROMPTS, 9, sampling)
     end = expected[2].index(stop) + 1
     assert tokens_of(rows)[2] == expected[2][:end] and rows[2][end:] == [None] * (10 - end)
     assert [row for n, row in enumerate(tokens_of(rows)) if n != 2] == [row for n, row in enumerate(expected) if n != 2]
@@ -107,16 +109,16 @@ def test_granted_pages_are_used_from_the_turn_that_grants_them(pair):
 def test_the_same_seed_gives_the_same_tokens_in_any_company(pair):
     mine = SamplingParams(temperature=1.3, top_p=0.95, seed=77)
     others = [SamplingParams(temperature=0.8, seed=n, frequency_penalty=0.5) for n in range(len(PROMPTS))]
-    alone = tokens_of(generate(*pair, PROMPTS[3:4], 8, [mine]))[0]
+    alone = tokens_of(generate(pair[0], pair[1], PROMPTS[3:4], 8, [mine]))[0]
     others[3] = mine
-    crowd = tokens_of(generate(*pair, PROMPTS, 8, others))
+    crowd = tokens_of(generate(pair[0], pair[1], PROMPTS, 8, others))
     assert crowd[3] == alone
-    assert tokens_of(generate(*pair, PROMPTS[3:4], 8, [replace(mine, seed=78)]))[0] != alone
+    assert tokens_of(generate(pair[0], pair[1], PROMPTS[3:4], 8, [replace(mine, seed=78)]))[0] != alone
 
 
 def test_penalties_count_what_was_drawn_on_the_device(pair):
     prompt, sampling = PROMPTS[1], replace(GREEDY, frequency_penalty=1.7, repetition_penalty=1.3)
-    found = tokens_of(generate(*pair, [prompt], 9, [sampling]))[0]
+    found = tokens_of(generate(pair[0], pair[1], [prompt], 9, [sampling]))[0]
     tokens: list[int] = []
     for _ in range(10):
         logits = full_forward()([(*prompt, *tokens)])[0][-1].copy()
@@ -130,7 +132,7 @@ def test_penalties_count_what_was_drawn_on_the_device(pair):
 
 def test_logprobs_are_those_of_the_full_forward(pair):
     prompt = PROMPTS[4]
-    rows = generate(*pair, [prompt], 4, [replace(GREEDY, logprobs=3)])[0]
+    rows = generate(pair[0], pair[1], [prompt], 4, [replace(GREEDY, logprobs=3)])[0]
     tokens = tokens_of([rows])[0]
     logits = full_forward()([(*prompt, *tokens)])[0][len(prompt) - 1 : -1].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -157,7 +159,7 @@ def test_prompt_logprobs_cross_the_borders_of_chunks(pair):
 def test_min_tokens_hold_a_stop_back_from_prefill_on(pair):
     first = greedy_continuation(PROMPTS[:1], 1)[0][0]
     sampling = replace(GREEDY, min_tokens=3, stop_token_ids=(first,))
-    tokens = tokens_of(generate(*pair, PROMPTS[:1], 6, [sampling]))[0]
+    tokens = tokens_of(generate(pair[0], pair[1], PROMPTS[:1], 6, [sampling]))[0]
     assert first not in tokens[:3]
 
 
@@ -171,7 +173,7 @@ def test_pools_are_updated_in_place(pair):
         ]
 
     before = addresses()
-    generate(*pair, PROMPTS, 5)
+    generate(pair[0], pair[1], PROMPTS, 5)
     assert addresses() == before
 
 
@@ -189,13 +191,17 @@ def test_decode_turns_go_on_during_a_ship():
     parcel = source.ship(transfer(source, destination, 9, LONGEST), destination)
     dispatched_s = time.perf_counter() - started
     loop.run(2, active=[0, 1])
-    assert not all(atom.is_ready() for move in parcel.moves for atom in move.atoms), "the ship ended before the turns"
+    assert not all(is_ready(atom) for move in parcel.moves for atom in move.atoms), "the ship ended before the turns"
     parcel.wait()
     arrived_s = time.perf_counter() - started
     destination.insert(parcel)
     assert dispatched_s < arrived_s / 2
     expected = [row[:5] for row in greedy_continuation(PROMPTS[:2], 5)]
     assert tokens_of([[firsts[n], *loop.drawn[n]] for n in (0, 1)]) == expected
+
+
+def is_ready(array: Any) -> bool:
+    return array.is_ready()
 
 
 @jax.jit
@@ -208,8 +214,8 @@ def busy_for_long(pool: jax.Array) -> jax.Array:
 def test_nothing_is_compiled_after_warm_up(pair):
     sampling = [GREEDY, SamplingParams(seed=3), replace(GREEDY, logprobs=5), SamplingParams(frequency_penalty=1.0)]
     sampling += [replace(GREEDY, prompt_logprobs=1), replace(GREEDY, logit_bias=((3, 1.0),))]
-    generate(*pair, PROMPTS, 3, sampling)
-    generate(*pair, mixed_prompts(), 2)
+    generate(pair[0], pair[1], PROMPTS, 3, sampling)
+    generate(pair[0], pair[1], mixed_prompts(), 2)
     assert [machine.recompiles() for machine in pair] == [0, 0]
 
 

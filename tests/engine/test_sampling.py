@@ -1,5 +1,7 @@
 """Drawing tokens, against definitions in numpy that sort and loop."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,8 +121,8 @@ def test_temperature_zero_is_the_argmax_even_among_drawing_slots():
 def test_logit_bias_lifts_and_bans():
     logits = logits_of(2)
     best = int(logits[0].argmax())
-    greedy = {"temperature": 0.0}
-    cases = [SamplingParams(logit_bias=((best, -100.0),), **greedy), SamplingParams(logit_bias=((9, 100.0),), **greedy)]
+    greedy = SamplingParams(temperature=0.0)
+    cases = [replace(greedy, logit_bias=((best, -100.0),)), replace(greedy, logit_bias=((9, 100.0),))]
     tokens = np.asarray(PICK(logits, knobs_of(*cases), no_counts(2), np.zeros(2, np.int32)))
     assert tokens[0] == np.argsort(-logits[0])[1] and tokens[1] == 9
 
@@ -170,8 +172,9 @@ def test_logprobs_are_of_the_raw_logits_with_the_likeliest_first():
 
 
 def test_plain_requests_are_those_the_argmax_answers():
-    greedy = {"temperature": 0.0}
-    assert is_plain(SamplingParams(**greedy, stop_token_ids=(1,)))
-    for field in ({"logit_bias": ((1, 1.0),)}, {"presence_penalty": 1.0}, {"min_tokens": 1, "stop_token_ids": (1,)}):
-        assert not is_plain(SamplingParams(**greedy, **field))
+    greedy = SamplingParams(temperature=0.0)
+    assert is_plain(greedy) and is_plain(replace(greedy, stop_token_ids=(1,)))
+    assert not is_plain(replace(greedy, logit_bias=((1, 1.0),)))
+    assert not is_plain(replace(greedy, presence_penalty=1.0))
+    assert not is_plain(replace(greedy, min_tokens=1, stop_token_ids=(1,)))
     assert not is_plain(SamplingParams())
