@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from absl import flags
@@ -96,6 +96,7 @@ class Target:
     ask: Ask
     cpu_s: Callable[[], float | None]
     counters: Counters | None = None
+    vocab_size: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ class Plan:
     workload: Workload
     seed: int
     slo: SLO
+
+    def within(self, vocab_size: int) -> Plan:
+        """The same with no token id outside a model's vocabulary."""
+        workload = replace(self.workload, vocab_size=min(self.workload.vocab_size, vocab_size))
+        return replace(self, workload=workload)
 
     def requests_at(self, concurrency: int) -> int:
         return self.num_requests or max(16, 4 * concurrency)
@@ -186,13 +192,14 @@ def local_target(stack: ExitStack, levels: Sequence[int]) -> Target:
     stack.callback(service.stop)
     service.start()
     name = f"{drawn.model_name} on {drawn.mesh}, in process"
-    return Target(name, Local(service).ask, lambda: machine.cpu_seconds(os.getpid()), counters)
+    return Target(name, Local(service).ask, lambda: machine.cpu_seconds(os.getpid()), counters, drawn.model.vocab_size)
 
 
 def run(console: Console) -> None:
     plan = plan_of_flags()
     with ExitStack() as stack:
         target = http_target() if URL.value else local_target(stack, plan.levels)
+        plan = plan.within(target.vocab_size)
         bar = stack.enter_context(Progress(console=console, transient=True, refresh_per_second=2))
         task = bar.add_task("warm-up")
 
