@@ -139,9 +139,8 @@ def measure(rounds: int, quick: bool) -> list[Row]:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(
-        f"{'operation':18} {'shape':44} {'page':>4} {'best':>9} {'floor':>9} {'ratio':>6} {'cpu':>6} {'median':>9}  unit"
-    )
+    heads = f"{'best':>9} {'floor':>9} {'ratio':>6} {'cpu':>6} {'median':>9}"
+    print(f"{'operation':18} {'shape':44} {'page':>4} {heads}  unit")
     for row in rows:
         figures = f"{row.reached:9.3f} {row.floor:9.3f} {row.ratio:6.2f} {row.cpu_ratio:6.2f} {row.median:9.3f}"
         print(f"{row.operation:18} {row.shape:44} {row.page_size:4} {figures}  {row.unit}")

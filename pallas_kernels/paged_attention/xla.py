@@ -5,6 +5,10 @@ dynamic bound gathers `tiles_a_step` of them into a buffer the size of a core's 
 merges the results into the slots' running softmax (Milakov and Gimelshein 2018; split over the sequence as in
 Flash-Decoding, Dao et al. 2023). Time therefore follows the tokens held, whatever the table's width or the longest
 slot, and no copy of the context is ever made.
+
+Pages of 32 or 64 tokens suit the CPU: 8 slots of 512 tokens, 8/4 heads of 64, f32, cost 1.8 CPU milliseconds a layer
+with either and 2.3 with pages of 16 (busy machine). Pages must hold finite numbers, past a slot's length too: a masked
+weight is 0, and 0 * NaN is not.
 """
 
 from typing import NamedTuple
