@@ -26,7 +26,7 @@ HEADER = Header(RouterConfig(queue_limit=7), (worker("decode-0", Role.DECODE), w
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_every_noun_comes_back_exactly_as_it_was_written(data):
     noun: Any = data.draw(st.sampled_from(sorted(NOUNS)).map(NOUNS.__getitem__))
     value = data.draw(st.from_type(noun))

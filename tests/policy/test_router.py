@@ -187,6 +187,7 @@ def test_an_answer_that_does_not_come_is_asked_of_another():
     talk.fire("row/a")
     assert [to for to, _ in talk.sent(Reserve)] == [D, D1]
     assert [(to, message.epoch) for to, message in talk.sent(Abort)] == [(D, 1)]
+    assert not talk.router.peers[D].unanswered and talk.router.peers[D].work_tokens == 0
 
 
 def test_a_late_bed_for_an_attempt_that_is_over_starts_nothing():

@@ -169,5 +169,6 @@ class PromptsMachine(SideMachine):
 
 TestBedsMachine = BedsMachine.TestCase
 TestPromptsMachine = PromptsMachine.TestCase
-for case in (TestBedsMachine, TestPromptsMachine):
-    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBedsMachine.settings = TestPromptsMachine.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None
+)
