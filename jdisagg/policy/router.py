@@ -213,7 +213,7 @@ class Router:
     def _follow(self, row: Row, sender: WorkerId, message: Progress | Ended | Preempted, now_s: float) -> None:
         match message:
             case Progress(mark=mark, at_s=at_s):
-                row.ledger.mark(mark, at_s)
+                row.mark(mark, at_s)
                 self._reach(row, PHASE_OF_MARK.get(mark, row.phase), now_s)
             case Ended():
                 row.ended = message

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jdisagg.core.events import Finish
-from jdisagg.core.ledger import Ledger
+from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Draw, Ended
 from jdisagg.core.request import FinishReason, Phase, Request, RequestId, Sampled, WorkerId, continued, next_phase
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order
+
+LIFE = tuple(Mark)  # in the order in which an attempt reaches them
 
 
 class Waiting(StrEnum):
@@ -68,6 +70,11 @@ class Row:
             self.output.append(sampled.token)
             told.append(sampled)
         return tuple(told)
+
+    def mark(self, mark: Mark, at_s: float) -> None:
+        """Notes what a worker says it has reached; a word that comes late or twice would charge the wrong part."""
+        if LIFE.index(mark) > LIFE.index(self.ledger.marks[-1][0]):
+            self.ledger.mark(mark, at_s)
 
     def natural_end(self) -> FinishReason | None:
         """Why the output is complete, None where it is not."""

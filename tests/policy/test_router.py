@@ -111,6 +111,18 @@ def test_the_prefill_worker_learns_which_pages_to_fill():
     assert (start.handoff, start.epoch, start.request) == (reserve.handoff, reserve.epoch, reserve.request)
 
 
+def test_a_word_that_comes_late_charges_no_other_part():
+    talk = Talk()
+    talk.to_decode()
+    talk.reach(D, 1, Mark.FIRST_STEP)
+    talk.now_s = 5.0
+    for mark in (Mark.PREFILL_STARTED, Mark.FIRST_TOKEN, Mark.FIRST_STEP):
+        talk.reach(P, 1, mark)
+    talk.take(Cancel(A))
+    parts = talk.finishes()[0].ledger.parts_ns()
+    assert parts["decode"] == 5_000_000_000 == sum(parts.values())
+
+
 def test_tokens_that_come_out_of_order_are_told_in_order_and_once():
     talk = Talk()
     talk.to_decode(max_tokens=5)
