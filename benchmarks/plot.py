@@ -66,6 +66,7 @@ def _dress(axes: Axes, streams: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(streams), [str(each) for each in streams])
     axes.minorticks_off()
+    axes.margins(x=0.1)
     axes.set_xlabel("concurrent requests", color=INK)
     axes.grid(axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
