@@ -254,6 +254,7 @@ async def compare_all(console: Console, cache: Path, written: dict[str, Any]) ->
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     console, written = Console(), machine.described() | {"dtype": DTYPE.value, "models": {}}
     with tempfile.TemporaryDirectory(prefix="jdisagg-peers-") as temporary:
