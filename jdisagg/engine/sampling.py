@@ -1,19 +1,24 @@
 """Drawing tokens on the device: pure functions over logits f32[B, V] and each slot's knobs.
 
 Two ways to a token. `pick_greedy` is the argmax alone. `pick` does everything, in vLLM's order: penalties, logit bias,
-stop tokens held back until `min_tokens`, temperature, min-p, top-k, top-p, then Gumbel noise (the Gumbel-max trick: the
-argmax of logits + noise is a draw from their softmax). The noise is a function of the request's seed and the token's
-position in its sequence, so a draw does not know what else is in the batch, nor in which slot it runs.
+stop tokens held back until `min_tokens`, temperature, min-p, top-k, top-p, then a draw by the inverse of the cumulated
+weights at one uniform number. That number is a function of the request's seed and the token's position in its
+sequence, so a draw does not know what else is in the batch, nor in which slot it runs.
 
-Nothing is sorted. Keeping the k largest, or the smallest set that holds mass p, is keeping all values from some
+Nothing is sorted. Keeping the k largest, or the smallest set that holds mass p, is keeping all weights from some
 threshold up; both "how many are at least t" and "how much mass is at least t" only fall as t rises, so the threshold is
-found by bisection. The order of f32 is that of its bits read as integers (negative ones flipped), so 32 halvings of the
-integers find the exact threshold: the result is the sort-based one, with equal values at the border all kept.
+found by bisection. Weights lie in [0, 1], where the order of f32 is that of its bits read as integers, so 30 halvings
+of the integers find the exact threshold: the result is the sort-based one, with equal weights at the border all kept.
+
+Weights are held as [B, ROWS, columns] and summed row by row, which XLA's CPU backend vectorises: a bisection over
+8 x 8192 takes 0.25 ms so, and 0.8 to 1.1 ms with a plain sum over either dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import jax
@@ -24,6 +29,8 @@ from jdisagg.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 NUM_TOP = MAX_LOGPROBS
 NEVER = -jnp.inf
+ROWS = 8  # tokens a column of the weights
+ONE = 0x3F800000  # the bits of 1.0, the largest weight
 
 
 class Knobs(NamedTuple):
@@ -50,8 +57,10 @@ class Counts(NamedTuple):
 
 
 def pick_greedy(logits: Array) -> Array:
-    """f32[B, V] -> i32[B], the first of the largest."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """f32[B, V] -> i32[B], the first of the largest. (Two plain reductions take half of argmax's time on a busy CPU.)"""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(logits == largest, jnp.arange(logits.shape[1]), logits.shape[1]), axis=-1)
+    return jnp.minimum(first, logits.shape[1] - 1).astype(jnp.int32)  # only NaN gets that far
 
 
 def pick(logits: Array, knobs: Knobs, counts: Counts, positions: Array) -> Array:
@@ -59,11 +68,30 @@ def pick(logits: Array, knobs: Knobs, counts: Counts, positions: Array) -> Array
     logits = biased(penalised(logits, knobs, counts), knobs)
     logits = without_stops(logits, knobs, positions)
     temperature = knobs.floats[:, TEMPERATURE]
-    greedy = temperature == 0.0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    kept = jnp.where(supported(scaled, knobs), scaled, NEVER)
-    noisy = kept + gumbel(knobs, positions, logits.shape[1])
-    return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=-1).astype(jnp.int32)
+    weights = truncated(weights_of(logits, temperature), knobs)
+    drawn = inverse(weights, uniform(knobs, positions))
+    return jnp.where(temperature == 0.0, pick_greedy(logits), drawn)
+
+
+def weights_of(logits: Array, temperature: Array) -> Array:
+    """The softmax at f32[B] temperatures, up to a factor: f32[B, ROWS, columns] in [0, 1], zeros behind the vocabulary.
+
+    Token r * columns + c is at row r, column c.
+    """
+    scaled = logits / jnp.where(temperature == 0.0, 1.0, temperature)[:, None]
+    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    weights = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % ROWS)))
+    return weights.reshape(weights.shape[0], ROWS, -1)
+
+
+def total(values: Array) -> Array:
+    """[B, ROWS, columns] -> [B]."""
+    return jnp.sum(column_sums(values), axis=1)
+
+
+def column_sums(values: Array) -> Array:
+    """[B, ROWS, columns] -> [B, columns], in plain additions."""
+    return reduce(add, (values[:, row] for row in range(ROWS)))
 
 
 def penalised(logits: Array, knobs: Knobs, counts: Counts) -> Array:
@@ -97,53 +125,74 @@ def is_stop(tokens: Array, knobs: Knobs, positions: Array) -> Array:
     return allowed & jnp.any(tokens[:, None] == knobs.ints[:, STOPS:BIASED], axis=1)
 
 
-def supported(scaled: Array, knobs: Knobs) -> Array:
-    """bool[B, V]: the tokens that min-p, top-k and top-p leave, of f32[B, V] logits over temperature."""
-    top_k, top_p, min_p = knobs.ints[:, TOP_K], knobs.floats[:, TOP_P], knobs.floats[:, MIN_P]
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    keep = weights >= min_p[:, None]
-    order = sortable(jnp.where(keep, scaled, NEVER))
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[1]), scaled.shape[1])
-    keep &= order >= largest_threshold(lambda t: jnp.sum(order >= t[:, None], axis=1) >= wanted, len(order))[:, None]
-    weights = jnp.where(keep, weights, 0.0)
-    mass = top_p * jnp.sum(weights, axis=1)
-    nucleus = largest_threshold(
-        lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0.0), axis=1) >= mass, len(order)
-    )
-    return keep & ((order >= nucleus[:, None]) | (top_p >= 1.0)[:, None])
+def truncated(weights: Array, knobs: Knobs) -> Array:
+    """The weights that min-p, top-k and top-p leave, zeros elsewhere. What no slot asks for costs nothing."""
+    weights = jnp.where(weights >= knobs.floats[:, MIN_P, None, None], weights, 0.0)
+    top_k, top_p = knobs.ints[:, TOP_K], knobs.floats[:, TOP_P]
+    weights = jax.lax.cond(jnp.any(top_k > 0), keep_largest, lambda weights, _: weights, weights, top_k)
+    return jax.lax.cond(jnp.any(top_p < 1.0), keep_mass, lambda weights, _: weights, weights, top_p)
 
 
-def sortable(values: Array) -> Array:
-    """f32 -> i32 of the same order."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+def keep_largest(weights: Array, top_k: Array) -> Array:
+    """The top_k largest of each slot; all of them where top_k is not over 0."""
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    wanted = jnp.where(top_k > 0, top_k, weights[0].size)
+    least = largest_threshold(lambda t: total((bits >= t[:, None, None]).astype(jnp.int32)) >= wanted, len(top_k))
+    return jnp.where(bits >= least[:, None, None], weights, 0.0)
 
 
-def largest_threshold(holds: Callable[[Array], Array], rows: int) -> Array:
-    """i32[rows]: for each row the largest t that `holds`; it holds up to some t and from there on does not.
+def keep_mass(weights: Array, top_p: Array) -> Array:
+    """The fewest largest that hold top_p of all the mass; all of them where top_p is 1."""
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    wanted = top_p * total(weights)
+    least = largest_threshold(lambda t: total(jnp.where(bits >= t[:, None, None], weights, 0.0)) >= wanted, len(top_p))
+    return jnp.where((bits >= least[:, None, None]) | (top_p >= 1.0)[:, None, None], weights, 0.0)
 
-    Where it holds nowhere the smallest integer is returned, which keeps everything.
+
+def largest_threshold(holds: Callable[[Array], Array], slots: int) -> Array:
+    """i32[slots]: for each the largest t in [0, ONE] that `holds`; it holds up to some t and from there on does not.
+
+    Where it holds nowhere 0 is returned, which keeps everything.
     """
-    lowest, highest = (jnp.full(rows, bound, jnp.int32) for bound in (-(2**31), 2**31 - 1))
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+        middle = low + (high - low + 1) // 2
         found = holds(middle) | (low == high)
         return jnp.where(found, middle, low), jnp.where(found, high, middle - 1)
 
-    return jax.lax.fori_loop(0, 32, halve, (lowest, highest))[0]
+    return jax.lax.fori_loop(0, 30, halve, (jnp.zeros(slots, jnp.int32), jnp.full(slots, ONE, jnp.int32)))[0]
 
 
-def gumbel(knobs: Knobs, positions: Array, vocab_size: int) -> Array:
-    """f32[B, V] of noise, a function of (seed, position) alone."""
+def inverse(weights: Array, where: Array) -> Array:
+    """i32[B]: the token at the share `where` f32[B] in [0, 1) of the weights, columns one after another.
+
+    First the column, then the row in it. Each time the first place whose cumulated weight is over the target is taken,
+    and the target is kept under the last of them, so that rounding never leads to a token of weight 0.
+    """
+    columns = jnp.cumsum(column_sums(weights), axis=1)
+    column, before = first_over(columns, where * columns[:, -1])
+    rows = jnp.cumsum(jnp.take_along_axis(weights, column[:, None, None], axis=2)[:, :, 0], axis=1)
+    row, _ = first_over(rows, where * columns[:, -1] - before)
+    return row * weights.shape[2] + column
+
+
+def first_over(cumulated: Array, target: Array) -> tuple[Array, Array]:
+    """i32[B]: the first place of f32[B, n] over f32[B] `target`, and the value just before it."""
+    target = jnp.minimum(target, cumulated[:, -1] * (1 - 2.0**-23))
+    place = jnp.sum(cumulated <= target[:, None], axis=1).astype(jnp.int32)
+    before = jnp.where(place > 0, jnp.take_along_axis(cumulated, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    return place, before
+
+
+def uniform(knobs: Knobs, positions: Array) -> Array:
+    """f32[B] in [0, 1), a function of (seed, position) alone."""
     words = jax.lax.bitcast_convert_type(knobs.ints[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32)[:, ::-1]
 
-    def row(key: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (vocab_size,))
+    def of_slot(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position))
 
-    return jax.vmap(row)(words, positions)
+    return jax.vmap(of_slot)(words, positions)
 
 
 def token_logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:

@@ -11,22 +11,24 @@ from jdisagg.core.plans import History
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.knobs import KnobRows, history_rows, is_plain
 from jdisagg.engine.sampling import (
+    ROWS,
     Counts,
     Knobs,
     counted,
+    inverse,
     is_stop,
     largest_threshold,
     penalised,
     pick,
     pick_greedy,
-    sortable,
-    supported,
     token_logprobs,
+    truncated,
+    weights_of,
     with_row,
 )
 
-V = 64
-PICK, SUPPORTED, PENALISED = jax.jit(pick), jax.jit(supported), jax.jit(penalised)
+V = 97  # not a multiple of the rows that weights are held in
+PICK, PENALISED = jax.jit(pick), jax.jit(penalised)
 
 
 def knobs_of(*sampling: SamplingParams, output_start: int = 0) -> Knobs:
@@ -42,6 +44,13 @@ def no_counts(slots: int) -> Counts:
 
 def logits_of(slots: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(slots, V)).astype(np.float32) * 3
+
+
+@jax.jit
+def support(logits: jax.Array, knobs: Knobs) -> jax.Array:
+    """bool[B, V]: what may be drawn at temperature 1."""
+    kept = truncated(weights_of(logits, jnp.ones(len(logits))), knobs)
+    return kept.reshape(len(logits), -1)[:, :V] > 0
 
 
 def support_by_sorting(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
@@ -63,22 +72,34 @@ def test_what_top_k_top_p_and_min_p_leave_is_what_sorting_leaves(seed: int):
         for m in (0.0, 0.05)
     ]
     logits = logits_of(len(cases), seed)
-    kept = np.asarray(SUPPORTED(logits, knobs_of(*cases)))
+    kept = np.asarray(support(logits, knobs_of(*cases)))
     for row, case in enumerate(cases):
         assert set(np.flatnonzero(kept[row]).tolist()) == support_by_sorting(logits[row], case), case
 
 
 def test_equal_values_at_the_border_are_all_kept():
     logits = np.zeros((1, V), np.float32)
-    assert np.asarray(SUPPORTED(logits, knobs_of(SamplingParams(top_k=3)))).all()
+    assert np.asarray(support(logits, knobs_of(SamplingParams(top_k=3)))).all()
 
 
 def test_bisection_finds_the_kth_largest_exactly():
-    values = np.array([[-3.5, 0.0, 1e-30, 7.25, -1e30, 2.0]], np.float32)
-    order = sortable(jnp.asarray(values))
-    for k, expected in enumerate(sorted(values[0], reverse=True), start=1):
-        found = largest_threshold(lambda t, k=k: jnp.sum(order >= t[:, None], axis=1) >= k, 1)
-        assert found[0] == sortable(jnp.asarray(expected))
+    values = np.array([0.5, 0.0, 1e-30, 0.50000006, 1.0, 2e-42], np.float32)
+    bits = jnp.asarray(values.view(np.int32))[None]
+    for k, expected in enumerate(sorted(values, reverse=True), start=1):
+        found = largest_threshold(lambda t, k=k: jnp.sum(bits >= t[:, None], axis=1) >= k, 1)
+        assert int(found[0]) == int(np.float32(expected).view(np.int32))
+
+
+def test_the_inverse_walks_through_all_weights_and_never_lands_on_a_zero():
+    generator = np.random.default_rng(0)
+    weights = np.where(generator.random((1, 128)) < 0.7, 0, generator.random((1, 128))).astype(np.float32)
+    shaped = jnp.asarray(weights).reshape(1, ROWS, -1)
+    steps = np.linspace(0, 1, 3000, endpoint=False, dtype=np.float32)
+    found = np.asarray(
+        jax.jit(inverse)(jnp.repeat(shaped, len(steps) + 1, axis=0), np.append(steps, np.float32(1 - 2**-24)))
+    )
+    assert set(found.tolist()) == set(np.flatnonzero(weights[0]).tolist())
+    np.testing.assert_allclose(np.bincount(found, minlength=128) / len(found), weights[0] / weights.sum(), atol=2e-3)
 
 
 def test_penalties_follow_their_definition():
