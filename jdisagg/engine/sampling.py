@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 
 
 def pick_greedy(logits: Array) -> Array:
-    """f32[B, V] -> i32[B], the first of the largest. (Two plain reductions take half of argmax's time on a busy CPU.)"""
+    """f32[B, V] -> i32[B], the first of the largest, in two plain reductions: less than argmax costs on the CPU."""
     largest = jnp.max(logits, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(logits == largest, jnp.arange(logits.shape[1]), logits.shape[1]), axis=-1)
     return jnp.minimum(first, logits.shape[1] - 1).astype(jnp.int32)  # only NaN gets that far
