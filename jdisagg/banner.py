@@ -62,7 +62,7 @@ def _programs(config: WorkerConfig, plan: Blueprint) -> str:
     parts = []
     if config.role.prefills:
         chunks = "/".join(map(str, config.prefill_buckets))
-        parts.append(f"prefill chunks of {chunks} tokens x tables of {widths} tokens x {len(plan.layers)} layer groups")
+        parts.append(f"prefill chunks of {chunks} tokens x {len(plan.layers)} layer groups")
     if config.role.decodes:
         parts.append(
             f"decode of {config.slots_per_microbatch} slots x {config.num_microbatches} stages x {widths} tokens"

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,12 +53,12 @@ def test_a_stream_closed_early_frees_everything_it_held(llm):
         return None
 
     assert asyncio.run(first_piece()) is not None
+    pools = [actor.pool for name, actor in llm.service.driver.actors.items() if name != "router"]
     for _ in range(200):
-        views = [actor.pool for name, actor in llm.service.driver.actors.items() if name != "router"]
-        if all(pool.free_pages == pool.num_pages for pool in views):
+        if all(pool.free_pages == pool.num_pages for pool in pools):
             break
-        asyncio.run(asyncio.sleep(0.05))
-    assert all(pool.free_pages == pool.num_pages for pool in views)
+        time.sleep(0.05)
+    assert all(pool.free_pages == pool.num_pages for pool in pools)
     assert llm.service.running == 0
 
 
