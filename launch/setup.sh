@@ -21,7 +21,7 @@ ensure_venv() {
     "$python" -m venv .venv
   fi
   echo "jdisagg: installing jax and the other packages into .venv ..."
-  .venv/bin/python -m pip install --disable-pip-version-check --progress-bar on -q -e ".${extras:+[$extras]}"
+  .venv/bin/python -m pip install --disable-pip-version-check --progress-bar on -e ".${extras:+[$extras]}"
   touch "$stamp"
   echo "jdisagg: .venv is ready"
 }
