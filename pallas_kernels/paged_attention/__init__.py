@@ -6,7 +6,7 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import tpu, xla
 
 
 def paged_attention(
@@ -37,5 +37,11 @@ def paged_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
-        q, kv_pages, page_table, lengths, sinks, default=partial(xla.paged_attention, **options)
+        q,
+        kv_pages,
+        page_table,
+        lengths,
+        sinks,
+        tpu=partial(tpu.paged_attention, **options),
+        default=partial(xla.paged_attention, **options),
     )

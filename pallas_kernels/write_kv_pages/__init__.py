@@ -4,7 +4,7 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import check_ints, check_pool, require
-from pallas_kernels.write_kv_pages import xla
+from pallas_kernels.write_kv_pages import tpu, xla
 
 
 def write_kv_pages(kv_pages: Array, k: Array, v: Array, page_ids: Array, offsets: Array) -> Array:
@@ -20,4 +20,6 @@ def write_kv_pages(kv_pages: Array, k: Array, v: Array, page_ids: Array, offsets
     require(v.shape == rows, f"v must have k's shape {rows}, got {v.shape}")
     check_ints("page_ids", page_ids, rows[:1])
     check_ints("offsets", offsets, rows[:1])
-    return jax.lax.platform_dependent(kv_pages, k, v, page_ids, offsets, default=xla.write_kv_pages)
+    return jax.lax.platform_dependent(
+        kv_pages, k, v, page_ids, offsets, tpu=tpu.write_kv_pages, default=xla.write_kv_pages
+    )

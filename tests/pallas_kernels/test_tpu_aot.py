@@ -1,0 +1,107 @@
+"""The TPU kernels, and the engine's decode program with them, compiled to the end for real chips that are not there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.engine.section import Section
+from jdisagg.kv.pools import POOL_SPEC
+from jdisagg.model.names import stage_leaves
+from jdisagg.model.params import StageParams, abstract_stage
+from jdisagg.parallel.place import WHOLE, Place
+from pallas_kernels import paged_attention, write_kv_pages
+from tests.pallas_kernels.shapes import Shape
+from tests.pallas_kernels.tpu_modes import tpu_devices
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jdisagg[aot-tpu]'")
+
+MIB = 2**20
+CHIPS = ["v5e", "v5p", "v6e"]
+LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
+# (shape, dtype of the queries, dtype of the pool, chips)
+KERNELS = [
+    (Shape(128, 8, 4, 16), "bfloat16", "bfloat16", CHIPS),
+    (Shape(128, 1, 8, 64), "bfloat16", "bfloat16", CHIPS),
+    (Shape(128, 2, 4, 128), "float32", "float32", CHIPS[:1]),
+    (Shape(64, 4, 3, 32), "float32", "bfloat16", CHIPS[:1]),
+    (Shape(80, 2, 4, 16), "bfloat16", "bfloat16", CHIPS[:1]),
+    (Shape(96, 8, 1, 32), "bfloat16", "float32", CHIPS[:1]),
+    (Shape(256, 2, 8, 64), "bfloat16", "bfloat16", CHIPS[1:2]),
+    (Shape(16, 2, 2, 4), "float32", "float32", CHIPS[2:]),
+]
+
+
+def whole(place: Place, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(place.mesh, spec))
+
+
+@pytest.mark.parametrize(
+    ("shape", "q_dtype", "dtype", "chip"),
+    [(shape, q_dtype, dtype, chip) for shape, q_dtype, dtype, chips in KERNELS for chip in chips],
+    ids=str,
+)
+def test_a_step_of_every_shape_compiles_with_both_kernels(shape, q_dtype, dtype, chip):
+    place, slots, width = Place(tpu_devices(chip, 1)), 8, 5
+
+    def step(pool, q, k, table, lengths):
+        pool = write_kv_pages(pool, k, k, table[:, 0], lengths)
+        return pool, paged_attention(q, pool, table, lengths, window=50, soft_cap=30.0, sinks=jnp.ones(q.shape[1]))
+
+    pool = (20, shape.kv_heads, 2, shape.page_size, shape.head_dim)
+    arguments = [
+        whole(place, pool, dtype),
+        whole(place, (slots, shape.kv_heads * shape.groups, shape.head_dim), q_dtype),
+        whole(place, (slots, shape.kv_heads, shape.head_dim), q_dtype),
+        whole(place, (slots, width), jnp.int32),
+        whole(place, (slots,), jnp.int32),
+    ]
+    with jax.sharding.set_mesh(place.mesh):
+        compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+    assert num_kernels(compiled) == 2
+
+
+def num_kernels(compiled: Any) -> int:
+    return compiled.as_text().count("tpu_custom_call")
+
+
+def section_without_memory(config: ModelConfig, layers: range, place: Place, dtype: str) -> Section:
+    """A section that can be traced and not run: its weights are shapes."""
+    abstract = abstract_stage(config, layers, place.tp, place.axis, dtype)
+    rules = [stage_leaves(config, layers, place.tp)[path] for path in abstract.paths]
+    axes = [rule.axis if place.tp > 1 else None for rule in rules]
+    specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "tp") for axis in axes]
+    leaves: Any = [  # shapes, where a section that runs has arrays
+        whole(place, [n * place.tp if d == axis else n for d, n in enumerate(leaf.shape)], leaf.dtype, spec)
+        for leaf, axis, spec in zip(abstract.leaves, axes, specs, strict=True)
+    ]
+    section = object.__new__(Section)
+    section.config, section.layers = config, layers
+    section.params = StageParams(abstract.graphdef, abstract.treedef, leaves, specs)
+    section.is_first, section.is_last = layers.start == 0, layers.stop == config.num_layers
+    return section
+
+
+@pytest.mark.parametrize(
+    ("chip", "tp", "layers"), [("v5e", 1, range(3)), ("v5p", 1, range(12, 14)), ("v6e", 4, range(30, 32))]
+)
+def test_the_decode_program_of_a_stage_of_llama_3_8b_copies_no_kv(chip, tp, layers):
+    place, slots, width, pages = Place(tpu_devices(chip, tp)), 64, 256, 4096
+    section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
+    layout = KVLayout(len(layers), 8, 128, 16, "bfloat16")
+    pool = whole(place, (pages, 8, *layout.page_shape()[1:]), layout.dtype, POOL_SPEC)
+    x = None if section.is_first else whole(place, (slots, 4096), jnp.bfloat16)
+    batch = whole(place, (slots, width), jnp.int32), whole(place, (4, slots), jnp.int32), x
+    specs = section.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE
+    program = place.program(section._decode, specs, (POOL_SPEC, WHOLE), donate=(1,))
+    with jax.sharding.set_mesh(place.mesh):
+        compiled = program._jit.lower(section.params.leaves, [pool] * len(layers), *batch).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert num_kernels(compiled) == 2 * len(layers)
+    assert memory.alias_size_in_bytes >= pages * layout.bytes_per_page // tp, "donation took no effect"
+    assert memory.temp_size_in_bytes < 64 * MIB, "the pool, or a matrix, is copied"
+    assert (text.count(" all-reduce(") > 0) == (tp > 1)
