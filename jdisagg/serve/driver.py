@@ -34,10 +34,12 @@ from jdisagg.core.events import (
     SetTimer,
     ShipKV,
     TimerFired,
+    WorkerLost,
 )
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.engine.machine import Machine, Parcel
+from jdisagg.serve.strikes import Strikes
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -96,9 +98,12 @@ class LiveDriver:
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Parcel] | None] = queue.SimpleQueue()
         self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
+        self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
         self._told: list[tuple[RequestId, Outcome]] = []
         self._landed: dict[tuple[str, int], Parcel] = {}  # by handoff and epoch: the worker decides in this very round
         self._unheard: dict[WorkerId, set[int]] = {}  # plans that failed at once, of which their actor has not heard
+        self._strikes = Strikes()
+        self._lost: set[WorkerId] = set()
         self._timers: list[tuple[float, WorkerId, str]] = []
         self._armed: dict[tuple[WorkerId, str], float] = {}
         self._readers = Readers()
@@ -119,6 +124,12 @@ class LiveDriver:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def able(self) -> bool:
+        """Every phase has a worker whose machine works."""
+        roles = [machine.config.role for worker, machine in self._machines.items() if worker not in self._lost]
+        return any(role.prefills for role in roles) and any(role.decodes for role in roles)
 
     # ------------------------------------------------------------ the loop
 
@@ -151,8 +162,8 @@ class LiveDriver:
             self._round.append((actor, item))  # type: ignore[arg-type]
 
     def _settle(self) -> None:
-        while self._round:
-            actor, event = self._round.popleft()
+        while waiting := self._broken or self._round:
+            actor, event = waiting.popleft()
             now_s = self.now_s()
             self._observe(actor, event, now_s)
             if isinstance(event, EngineFailed) and event.plan_id is not None:
@@ -160,9 +171,16 @@ class LiveDriver:
             for effect in self.actors[actor].handle(event, now_s):
                 self._observe(actor, effect, now_s)
                 self._act(actor, effect)
+            if self._strikes.heard(actor, event):
+                self._lose(actor)
         if self._told:
             self._deliver(self._told)
             self._told = []
+
+    def _lose(self, worker: WorkerId) -> None:
+        log.error("%s is lost: its plans fail again and again", worker)
+        self._lost.add(worker)
+        self._round.append((ROUTER, WorkerLost(worker)))
 
     def _observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
         for observer in self._observers:
@@ -193,6 +211,7 @@ class LiveDriver:
     def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode, plan_id: int) -> None:
         """A plan made before its actor heard of a failed one may build on that one: it fails as well, unrun."""
         machine, lane = self._machines[actor], type(effect).__name__
+        self._strikes.dispatched(actor, lane, plan_id)
         try:
             if self._unheard.get(actor):
                 raise RuntimeError(f"plan {plan_id} follows plan {min(self._unheard[actor])}, which failed")
@@ -202,7 +221,7 @@ class LiveDriver:
                 pending = machine.run_prefill(effect.plan)
         except Exception as error:
             self._unheard.setdefault(actor, set()).add(plan_id)
-            self._engine_failed(actor, error, plan_id=plan_id)
+            self._broken.append((actor, _failure(actor, error, plan_id=plan_id)))
             return
         self._readers.read(f"{actor}-{lane}", lambda: self._read_plan(actor, pending.read, plan_id))
 
@@ -210,13 +229,13 @@ class LiveDriver:
         try:
             self.post(actor, read())
         except Exception as error:
-            self._engine_failed(actor, error, plan_id=plan_id)
+            self.post(actor, _failure(actor, error, plan_id=plan_id))
 
     def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
         try:
             parcel = self._machines[actor].ship(transfer, self._machines[transfer.destination])
         except Exception as error:
-            self._engine_failed(actor, error, handoff=transfer.handoff)
+            self._broken.append((actor, _failure(actor, error, handoff=transfer.handoff)))
             return
         self._readers.read(f"ship-{transfer.destination}", lambda: self._await_landing(actor, parcel))
 
@@ -225,7 +244,7 @@ class LiveDriver:
             parcel.wait()
             self._inbox.put((parcel.transfer.destination, parcel))
         except Exception as error:
-            self._engine_failed(source, error, handoff=parcel.transfer.handoff)
+            self.post(source, _failure(source, error, handoff=parcel.transfer.handoff))
 
     def _land(self, actor: WorkerId, parcel: Parcel) -> None:
         """The worker says whether its bed still waits: until then the bytes are in no page."""
@@ -236,13 +255,7 @@ class LiveDriver:
         try:
             self._machines[actor].insert(parcel)
         except Exception as error:
-            self._engine_failed(actor, error, handoff=parcel.transfer.handoff)
-
-    def _engine_failed(
-        self, actor: WorkerId, error: Exception, plan_id: int | None = None, handoff: str | None = None
-    ) -> None:
-        log.error("%s failed: %s: %s", actor, type(error).__name__, error)
-        self.post(actor, EngineFailed(plan_id, handoff, f"{type(error).__name__}: {error}"))
+            self._broken.append((actor, _failure(actor, error, handoff=parcel.transfer.handoff)))
 
     # ------------------------------------------------------------ timers
 
@@ -256,3 +269,10 @@ class LiveDriver:
             if self._armed.get((actor, key)) == at_s:
                 del self._armed[actor, key]
                 self._round.append((actor, TimerFired(key)))
+
+
+def _failure(
+    worker: WorkerId, error: Exception, plan_id: int | None = None, handoff: str | None = None
+) -> EngineFailed:
+    log.error("%s failed: %s: %s", worker, type(error).__name__, error)
+    return EngineFailed(plan_id, handoff, f"{type(error).__name__}: {error}")

@@ -19,6 +19,8 @@ from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.service import Delta, Draining, Rejected
 
+UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
+
 
 class Mailbox:
     """What one request has been told and its reader has not yet taken."""
@@ -62,6 +64,7 @@ class LocalService:
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal = recompiles, metrics, journal
         self.draining = False
+        self._dead = False
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
             router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, clock=time.monotonic
@@ -69,7 +72,7 @@ class LocalService:
 
     @property
     def ready(self) -> bool:
-        return self.driver.alive and not self.draining
+        return self.driver.alive and self.driver.able and not (self._dead or self.draining)
 
     @property
     def running(self) -> int:
@@ -93,7 +96,7 @@ class LocalService:
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """See `Service.stream`."""
         if not self.ready:
-            raise Draining("the server is not ready, or going down: running requests finish, new ones are not taken")
+            raise Draining(UNREADY)
         request.check(self.model_config.vocab_size, self.max_model_len)
         if request.request_id in self._mailboxes:
             raise RequestError(f"a request with the id {request.request_id!r} is running", param="request_id")
@@ -101,6 +104,8 @@ class LocalService:
         self.driver.post(ROUTER, Submit(request))
         ended = False
         try:
+            if self._dead:  # since `ready` was asked: who came after `_died` looked round would wait for ever
+                raise Draining(UNREADY)
             while not ended:
                 delta = _joined(await mailbox.take())
                 ended = delta.finish is not None
@@ -126,6 +131,7 @@ class LocalService:
 
     def _died(self, error: BaseException) -> None:
         """The driver thread is gone: every running request ends as an error instead of waiting for ever."""
+        self._dead = True
         detail = f"the driver stopped: {type(error).__name__}: {error}"
         self._deliver(
             [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=detail)) for each in [*self._mailboxes]]

@@ -21,6 +21,9 @@ from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.local import LocalService
 
+BACKLOG = 2048
+GRACE_S = 2  # for answers that are complete, but whose clients have not read them, once draining is over
+
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
@@ -48,6 +51,15 @@ def _bound(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"--{flag}={port}: cannot bind {host}:{port} ({error.strerror or error})") from error
     return bound
+
+
+def _listen(bound: socket.socket, settings: Settings) -> None:
+    """Two processes may bind one port while neither listens: who comes second learns it here."""
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        place = f"{settings.host}:{settings.http_port}"
+        raise ConfigError(f"--http_port={settings.http_port}: cannot listen on {place} ({error.strerror})") from error
 
 
 class HTTPServer(uvicorn.Server):
@@ -83,10 +95,11 @@ class Running:
 
 
 async def start(service: LocalService, settings: Settings, sockets: Sockets, model_folder: Path) -> Running:
-    """Starts what `sockets` has; returns once both accept connections."""
+    """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile."""
     front = front_settings(service, settings, model_folder)
     running = Running(None, None, None, [])
     if sockets.http is not None:
+        _listen(sockets.http, settings)
         running.http = HTTPServer(
             uvicorn.Config(
                 create_app(service, front, service.metrics),
@@ -95,6 +108,7 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets, mod
                 lifespan="off",
                 server_header=False,
                 timeout_keep_alive=30,
+                timeout_graceful_shutdown=GRACE_S,  # else a client that never reads keeps the process for ever
             )
         )
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
@@ -103,7 +117,11 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets, mod
         running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; also /metrics, /health, /openapi.json)")
     if sockets.grpc_port is not None:
         running.grpc_server = create_grpc_server(service, front)
-        running.grpc_server.add_insecure_port(f"{settings.host}:{sockets.grpc_port}")
+        address = f"{settings.host}:{sockets.grpc_port}"
+        try:
+            running.grpc_server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"--grpc_port={settings.grpc_port}: cannot bind {address}") from error
         await running.grpc_server.start()
         running.urls.append(f"gRPC  {settings.host}:{sockets.grpc_port}            (jetstream_proto.Orchestrator)")
     return running

@@ -50,7 +50,8 @@ FAILED_STATUS = {
 def create_grpc_server(service: Service, settings: FrontSettings | None = None) -> grpc.aio.Server:
     """A server without a port yet: `add_insecure_port`, then `await start()`."""
     settings = settings or FrontSettings()
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", settings.max_body_bytes)])
+    options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(options=options)  # without reuse a port has one server, not the half of two servers' calls
     add_OrchestratorServicer_to_server(Orchestrator(service, settings), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", NAME)), server)
     reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -146,13 +146,13 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 once the stack runs, also while it drains: a process that finishes its work is healthy."""
-        return _state("ok" if service.ready else "draining" if service.draining else "starting", bad=("starting",))
+        return _state("ok" if service.ready else "draining" if service.draining else "unready", bad=("unready",))
 
     @app.get("/ready")
     async def ready() -> Response:
         """200 while new requests are taken."""
-        state = "draining" if service.draining else "ok" if service.ready else "starting"
-        return _state(state, bad=("starting", "draining"))
+        state = "draining" if service.draining else "ok" if service.ready else "unready"
+        return _state(state, bad=("unready", "draining"))
 
     @app.get("/live")
     @app.get("/ping")

@@ -1,0 +1,63 @@
+"""When a machine is beyond help: counted here, plan by plan, so that the router can be told that its worker is lost.
+
+A program that fails takes with it what it was to write: pages, feeds. Where that was all it had, every later plan of
+that machine fails as well, and its worker would take requests for ever and answer none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jdisagg.core.events import DecodeDone, EngineFailed, Event, PrefillDone
+from jdisagg.core.request import WorkerId
+
+LOST_AFTER = 8  # tries that failed in a row; over max_retries, so that one request alone cannot end a worker
+
+
+@dataclass(slots=True)
+class Lane:
+    """One worker's plans of one phase."""
+
+    in_flight: set[int] = field(default_factory=set)
+    newest: int = 0  # the plan dispatched last
+    excused: int = 0  # plans up to this one were under way when the last failure was heard of: they are part of it
+    failed: int = 0  # tries in a row
+
+    def fail(self, plan_id: int) -> None:
+        if plan_id > self.excused:
+            self.failed += 1
+            self.excused = self.newest
+
+
+class Strikes:
+    """Failures in a row, by worker and phase: a worker that prefills well and fails at every turn is lost as well."""
+
+    def __init__(self, limit: int = LOST_AFTER) -> None:
+        self._limit = limit
+        self._lanes: dict[tuple[WorkerId, str], Lane] = {}
+
+    def dispatched(self, worker: WorkerId, phase: str, plan_id: int) -> None:
+        lane = self._lanes.setdefault((worker, phase), Lane())
+        lane.in_flight.add(plan_id)
+        lane.newest = plan_id
+
+    def heard(self, worker: WorkerId, event: Event) -> bool:
+        """Books a plan's end; True once, when the worker is lost by it."""
+        if not isinstance(event, PrefillDone | DecodeDone | EngineFailed):
+            return False
+        lane = self._lane_of(worker, event.plan_id)
+        if lane is None:
+            return False
+        before = lane.failed
+        if isinstance(event, EngineFailed):
+            lane.fail(event.plan_id or 0)
+        else:
+            lane.failed = 0
+        return before < self._limit == lane.failed
+
+    def _lane_of(self, worker: WorkerId, plan_id: int | None) -> Lane | None:
+        for (owner, _), lane in self._lanes.items():
+            if owner == worker and plan_id in lane.in_flight:
+                lane.in_flight.discard(plan_id)
+                return lane
+        return None

@@ -1,0 +1,60 @@
+"""The servers around a stack: ports that two want, and clients that keep a stopped server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import Settings
+from jdisagg.serve import servers
+from tests.serve.live_toy import toy_stack
+from tests.serve.scripted import FIXTURE
+
+
+def test_a_client_that_never_reads_does_not_keep_a_stopped_server() -> None:
+    settings = Settings(http_port=0, grpc_port=-1)
+
+    async def run() -> bool:
+        with toy_stack(decode_pages=2048) as stack:
+            running = await servers.start(stack.service, settings, sockets := servers.bind(settings), FIXTURE)
+            assert sockets.http is not None
+            deaf = socket.socket()
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect(sockets.http.getsockname())
+            fields = {"prompt": [5], "max_tokens": 200, "n": 64, "logprobs": 20, "ignore_eos": True, "stream": True}
+            body = json.dumps(fields).encode()
+            deaf.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            await asyncio.sleep(0.5)
+            assert running.http is not None and running.http_task is not None
+            assert running.http.server_state.tasks, "the answer is under way"
+            await running.stop()
+            done, _ = await asyncio.wait({running.http_task}, timeout=servers.GRACE_S + 5)
+            deaf.close()
+            return bool(done)
+
+    assert asyncio.run(run())
+
+
+@pytest.mark.parametrize("flag", ["http_port", "grpc_port"])
+def test_of_two_that_start_at_once_on_a_port_the_second_says_so(flag: str) -> None:
+    async def run() -> None:
+        with toy_stack() as stack:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            settings = Settings(**{"http_port": -1, "grpc_port": -1, flag: port})
+            both = servers.bind(settings), servers.bind(settings)
+            first = await servers.start(stack.service, settings, both[0], FIXTURE)
+            with pytest.raises(ConfigError, match=f"--{flag}={port}: cannot"):
+                await servers.start(stack.service, settings, both[1], FIXTURE)
+            await first.stop()
+            if first.http_task is not None:
+                await first.http_task
+
+    asyncio.run(run())
