@@ -33,7 +33,7 @@ class Settings:
     max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once")
     max_num_batched_tokens: int = _setting(512, "sizes", "tokens of one prefill chunk")
     max_chunk_seqs: int = _setting(8, "sizes", "sequences packed into one prefill chunk")
-    page_size: int = _setting(16, "sizes", "tokens a KV page")
+    page_size: int = _setting(32, "sizes", "tokens a KV page")
     kv_tokens: int = _setting(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
     hbm_fraction: float = _setting(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
     prefill_buckets: str = _setting("", "sizes", "declared chunk sizes in tokens, as 128,512; empty: chosen")
