@@ -28,10 +28,12 @@ def resolve(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
 def read_toml(path: str) -> dict[str, Any]:
     """Settings of a TOML file; tables only group them. Raises ConfigError for a key or a kind of value unknown here."""
     try:
-        tree = tomllib.loads(Path(path).read_text())
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"--config={path}: there is no such file") from error
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"--config={path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config={path}: {error}") from error
     known = {each.name: each for each in fields(Settings)}
     found: dict[str, Any] = {}

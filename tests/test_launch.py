@@ -66,6 +66,14 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(busy_port):
     assert f"--http_port={busy_port}" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("argument", ["--record_dir=/dev/null/journals", "--metrics_compat=graphite"])
+def test_what_cannot_be_recorded_is_said_before_anything_is_compiled(argument):
+    done = launch(*SMALL, "--http_port=0", "--grpc_port=0", argument)
+    assert done.returncode == 2
+    assert argument.partition("=")[2] in done.stderr and "Traceback" not in done.stderr
+    assert "ready" not in done.stdout, "the programs were compiled first"
+
+
 @pytest.mark.slow
 def test_one_prompt_prints_its_completion_and_a_ledger_whose_parts_sum_to_the_whole():
     done = launch(*SMALL[:-1], "--mesh=prefill:tp2,decode:pp2", "--prompt=def f(x):", "--max_tokens=8")

@@ -47,6 +47,11 @@ def test_dashes_are_taken_for_underscores():
         (["serve"], "'serve' is not a flag"),
         (["--prompts=a.jsonl"], "give both or neither"),
         (["--config=/nowhere.toml"], "/nowhere.toml"),
+        (["--config=/"], "--config=/: Is a directory"),
+        (["--queue_limit=-1"], "--queue_limit is -1, must be at least 1"),
+        (["--queue_timeout_s=nan"], "--queue_timeout_s is nan, must not be negative"),
+        (["--handoff_timeout_s=-1"], "--handoff_timeout_s is -1.0, must not be negative"),
+        (["--max_tokens=0"], "--max_tokens is 0, must be at least 1"),
         (["--http_port=70000"], "--http_port is 70000"),
         (["--hbm_fraction=1.5"], "--hbm_fraction is 1.5"),
     ],
@@ -61,6 +66,13 @@ def test_a_wrong_key_in_the_file_names_the_nearest_one(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("page_sise = 32\n")
     with pytest.raises(FlagError, match=r"'page_sise'; did you mean 'page_size'"):
+        resolved(f"--config={file}")
+
+
+def test_a_file_that_is_no_text_is_one_line(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="invalid start byte"):
         resolved(f"--config={file}")
 
 

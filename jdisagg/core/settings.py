@@ -13,6 +13,28 @@ def _setting(default: Any, group: str, help: str, choices: tuple[str, ...] = ())
     return field(default=default, metadata={"group": group, "help": help, "choices": choices})
 
 
+AT_LEAST_ONE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_chunk_seqs",
+    "page_size",
+    "turns_ahead",
+    "queue_limit",
+    "max_body_bytes",
+    "max_tokens",
+)
+NOT_NEGATIVE = (
+    "max_model_len",
+    "kv_tokens",
+    "queue_timeout_s",
+    "handoff_timeout_s",
+    "drain_s",
+    "reserve_tokens",
+    "max_retries",
+    "temperature",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One run's settings; `check()` says which value cannot be."""
@@ -73,11 +95,11 @@ class Settings:
             value, choices = getattr(self, each.name), each.metadata["choices"]
             if choices and value not in choices:
                 raise FlagError(f"--{each.name} is {value!r}, must be one of {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_seqs", "page_size", "turns_ahead"):
+        for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must be at least 1")
-        for name in ("max_model_len", "kv_tokens", "queue_timeout_s", "drain_s", "reserve_tokens", "max_retries"):
-            if getattr(self, name) < 0:
+        for name in NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:  # NaN is refused as well
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must not be negative")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")

@@ -35,10 +35,9 @@ def build(
     progress: Progress = lambda name, done, total: None,
     observers: Sequence[Observer] = (),
 ) -> LocalService:
-    """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError."""
+    """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError or ConfigError."""
     tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
-    machines = load_machines(plan, settings, devices)
-    warm(machines, progress)
+    machines: dict[WorkerId, MeshMachine] = {}
 
     def recompiles() -> int:
         return sum(machine.recompiles() for machine in machines.values())
@@ -46,6 +45,8 @@ def build(
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(plan.model_name, plan.workers, plan.kv.bytes_per_page, recompiles, compat)
     journal = Journal(Header(router_config(settings), plan.workers), sink=journal_sink(settings.record_dir))
+    machines.update(load_machines(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
+    warm(machines, progress)
     return LocalService(
         Router(router_config(settings), plan.workers),
         {config.worker: Worker(config) for config in plan.workers},
