@@ -28,12 +28,13 @@ from jdisagg.serve import blueprint, offline, servers
 from jdisagg.serve.build import build
 from jdisagg.serve.local import LocalService
 
+FAILED = 1
 BAD_USE = 2
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a clean end, 2 with one line on stderr for a mistake of the caller's."""
+    """Exit code: 0 after a clean end, 1 where prompts failed, 2 with one line on stderr for a caller's mistake."""
     try:
         settings, values = config.resolve(sys.argv if argv is None else argv)
         if values["help"].value:
@@ -109,8 +110,10 @@ async def run_batch(service: LocalService, settings: Settings, jobs: Sequence[of
         task = bar.add_task(
             f"{settings.prompts} -> {settings.output}", total=len(jobs), completed=len(jobs) - len(left)
         )
-        await offline.run_jobs(service, left, sampling_of(settings), out, lambda _: bar.advance(task))
-    return 0
+        failed = await offline.run_jobs(service, left, sampling_of(settings), out, lambda: bar.advance(task))
+    if failed:
+        print(f"jdisagg: {failed} of {len(left)} prompts failed; run it again to try them again", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 async def serve(

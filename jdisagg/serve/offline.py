@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.serve.generation import pieces
-from jdisagg.serve.service import Rejected, Service
+from jdisagg.serve.service import Draining, Rejected, Service
 from jdisagg.serve.text import Piece, TextOptions
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -35,11 +36,15 @@ class Completion:
 
 
 def request_of(service: Service, prompt: Prompt, sampling: SamplingParams) -> Request:
-    """The request of one prompt; the model's end tokens stop it unless `sampling` names its own stop tokens."""
+    """The request of one prompt; the model's end tokens stop it unless `sampling` names its own stop tokens.
+
+    It waits for its turn as long as that takes: --queue_timeout_s is for clients who may have left.
+    """
     tokens = service.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not sampling.stop_token_ids:
         sampling = replace(sampling, stop_token_ids=service.tokenizer.eos_ids)
-    return Request(RequestId(f"local-{next(_numbers)}"), tuple(tokens), sampling, arrival_s=service.now_s())
+    name = RequestId(f"local-{next(_numbers)}")
+    return Request(name, tuple(tokens), sampling, arrival_s=service.now_s(), queue_deadline_s=math.inf)
 
 
 async def stream(
@@ -117,8 +122,24 @@ def read_jobs(path: Path) -> list[Job]:
             prompt = row["prompt"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise RequestError(f"{path}, line {number + 1}: not an object with a prompt ({error})") from error
-        jobs.append(Job(number, prompt, {key: row[key] for key in _OVERRIDES if key in row}))
+        job = Job(number, prompt, {key: row[key] for key in _OVERRIDES if key in row})
+        wrong = _not_of_its_kind(job)
+        if wrong:
+            raise RequestError(f"{path}, line {number + 1}: {wrong}")
+        jobs.append(job)
     return jobs
+
+
+def _not_of_its_kind(job: Job) -> str:
+    """Which value of a line is of the wrong kind; empty where none is. Ranges are the request's own business."""
+    tokens = job.prompt if isinstance(job.prompt, list) else []
+    if not (isinstance(job.prompt, str | list) and all(type(token) is int for token in tokens)):
+        return "prompt is neither a text nor a list of token ids"
+    kinds = {"temperature": int | float, "top_p": int | float, "min_p": int | float}
+    for key, value in job.overrides.items():
+        if isinstance(value, bool) or not isinstance(value, kinds.get(key, int)):
+            return f"{key} is {value!r}, which is no number of its kind"
+    return ""
 
 
 def done_lines(path: Path) -> set[int]:
@@ -138,24 +159,40 @@ def done_lines(path: Path) -> set[int]:
 
 
 async def run_jobs(
-    service: Service, jobs: Sequence[Job], sampling: SamplingParams, out: TextIO, told: Callable[[Completion], None]
-) -> None:
-    """Runs the jobs, writing each answer as a line of JSON as soon as it is whole."""
-    room = asyncio.Semaphore(64)
+    service: Service, jobs: Sequence[Job], sampling: SamplingParams, out: TextIO, told: Callable[[], object]
+) -> int:
+    """Runs the jobs, writing each answer as a line of JSON as soon as it is whole; `told` hears of each job's end.
+
+    Returns how many failed for no fault of theirs: they get no line, so that the next run takes them up again.
+    """
+    room, failed = asyncio.Semaphore(64), 0
 
     async def one(job: Job) -> None:
+        nonlocal failed
         async with room:
-            answer = await complete(service, job.prompt, replace(sampling, **job.overrides))
-        row = {
-            "line": job.line,
-            "text": answer.text,
-            "finish_reason": answer.finish_reason,
-            "usage": {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": len(answer.token_ids)},
-        }
-        out.write(json.dumps(row) + "\n")
-        out.flush()
-        told(answer)
+            row = await _row(service, job, sampling)
+        if row is None:
+            failed += 1
+        else:
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+        told()
 
     async with asyncio.TaskGroup() as group:
         for job in jobs:
             group.create_task(one(job))
+    return failed
+
+
+async def _row(service: Service, job: Job, sampling: SamplingParams) -> dict[str, Any] | None:
+    """What the output says of a job: its answer, or why it can have none; None where trying again may help."""
+    try:
+        answer = await complete(service, job.prompt, replace(sampling, **job.overrides))
+    except RequestError as error:
+        return {"line": job.line, "error": str(error)}
+    except Draining:
+        return None
+    if answer.finish_reason == "abort":
+        return None
+    usage = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": len(answer.token_ids)}
+    return {"line": job.line, "text": answer.text, "finish_reason": answer.finish_reason, "usage": usage}

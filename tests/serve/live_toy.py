@@ -65,7 +65,7 @@ class ToyStack:
 
 
 @contextmanager
-def toy_stack(decode_pages: int = 256, queue_limit: int = 64) -> Iterator[ToyStack]:
+def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: float = 60.0) -> Iterator[ToyStack]:
     """One prefill and one decode worker, started; stopped at the end."""
     configs = [
         worker_config("prefill-0", Role.PREFILL, 256),
@@ -76,7 +76,7 @@ def toy_stack(decode_pages: int = 256, queue_limit: int = 64) -> Iterator[ToySta
     workers = {config.worker: Worker(config) for config in configs}
     machines = {config.worker: SlowToy(config) for config in configs}
     service = LocalService(
-        Router(RouterConfig(queue_limit=queue_limit), configs),
+        Router(RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s), configs),
         workers,
         machines,
         model_name="toy",
