@@ -7,7 +7,7 @@ the same weights on every machine; the tokenizer follows the running Python's li
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,8 @@ def make(folder: Path, config: ModelConfig, tokenizer: Tokenizer, seed: int) -> 
     folder.mkdir(parents=True, exist_ok=True)
     save_hf(folder, tensors(config, seed))
     ends = {"bos_token_id": tokenizer.token_to_id(END_OF_TEXT), "eos_token_id": tokenizer.token_to_id(END_OF_TEXT)}
-    write_json(folder / "config.json", both_spellings(config, ends | {"pad_token_id": tokenizer.token_to_id(PAD)}))
+    pad = tokenizer.token_to_id(PAD)
+    write_json(folder / "config.json", config_json(config, "float32", **ends, pad_token_id=pad))
     write_json(folder / "generation_config.json", ends)
     write_json(folder / "tokenizer_config.json", tokenizer_config(config, tokenizer))
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -55,12 +56,6 @@ def tensors(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.ndarray]]:
         shape = source.shape(name)
         assert shape is not None
         yield name, np.ascontiguousarray(source.read(name, tuple(slice(0, size) for size in shape)))
-
-
-def both_spellings(config: ModelConfig, ids: Mapping[str, int | None]) -> dict[str, object]:
-    """`config.json` for readers of transformers 4 and of transformers 5."""
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    return config_json(config, "float32", **ids) | {"dtype": "float32", "rope_parameters": rope}
 
 
 def main() -> int:

@@ -34,8 +34,9 @@ def checkpoint_tensors(stage: Stage) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) -> dict[str, Any]:
-    """`config.json` of `config` (old spelling, which every transformers reads); `ids` as in `eos_token_id=1`."""
+    """`config.json` of `config` in the spellings of transformers 4 and 5; `ids` as in `eos_token_id=1`."""
     names = {family: name for name, family in FAMILIES.items()}
+    scaling = _rope_json(config.rope_scaling)
     return {
         "architectures": [names[config.family]],
         "model_type": config.family,
@@ -50,12 +51,14 @@ def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) 
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_json(config.rope_scaling),
+        "rope_scaling": scaling,
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
         **_window_json(config),
         "torch_dtype": dtype,
+        "dtype": dtype,
         **ids,
     }
 

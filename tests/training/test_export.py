@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.training.corpus import Lesson
-from jdisagg.training.export import export, llama_config, rounded
+from jdisagg.training.export import export, model_config_json, rounded
 from jdisagg.training.settings import TrainSettings
 from jdisagg.training.step import new_network
 from jdisagg.training.tokenizer import CHAT_TEMPLATE, as_chat, make_tokenizer
@@ -64,7 +64,7 @@ def test_files_hold_bf16_and_a_tied_head_only_once(
 
 
 def test_the_configuration_has_old_and_new_spellings(settings: TrainSettings, tokenizer: Tokenizer) -> None:
-    config = llama_config(settings.model, tokenizer)
+    config = model_config_json(settings.model, tokenizer)
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     assert config["architectures"] == ["LlamaForCausalLM"] and config["tie_word_embeddings"] is True
@@ -105,6 +105,6 @@ def test_a_model_that_llama_cannot_say_is_refused(
 ) -> None:
     windowed = replace(settings.model, layer_windows=(32, None))
     network = new_network(windowed, seed=1)
-    with pytest.raises(UnsupportedModel, match="only plain Llama models"):
+    with pytest.raises(UnsupportedModel, match="a llama checkpoint cannot say all of"):
         export(tmp_path, network.merge(network.leaves), tokenizer)
     assert not list(tmp_path.iterdir())
