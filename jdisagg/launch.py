@@ -58,7 +58,7 @@ def run(settings: Settings) -> int:
     mesh = MeshSpec.parse(settings.mesh)
     once = bool(settings.prompt or settings.prompts)
     sockets = servers.Sockets() if once else servers.bind(settings)
-    jobs = offline.read_jobs(_existing(settings.prompts)) if settings.prompts else []
+    jobs = _jobs(settings) if settings.prompts else []
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
     banner.show(console, plan, found[0].platform)
@@ -76,10 +76,19 @@ def run(settings: Settings) -> int:
         service.stop()
 
 
-def _existing(name: str) -> Path:
-    if not Path(name).exists():
-        raise ConfigError(f"--prompts={name}: there is no such file")
-    return Path(name)
+def _jobs(settings: Settings) -> list[offline.Job]:
+    """The lines of --prompts, once it is known that --output can be written."""
+    if not Path(settings.prompts).exists():
+        raise ConfigError(f"--prompts={settings.prompts}: there is no such file")
+    try:
+        jobs = offline.read_jobs(Path(settings.prompts))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts={settings.prompts}: {error}") from error
+    try:
+        Path(settings.output).open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--output={settings.output}: {error.strerror}") from error
+    return jobs
 
 
 def sampling_of(settings: Settings) -> SamplingParams:

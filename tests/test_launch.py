@@ -51,6 +51,8 @@ def busy_port():
         (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
         (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
         (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
+        (["--prompts=/", "--output=/tmp/never.jsonl"], "--prompts=/: "),
+        (["--prompts=/dev/null", "--output=/nowhere/out.jsonl"], "--output=/nowhere/out.jsonl: No such file"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, says):
