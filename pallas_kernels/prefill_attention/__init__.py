@@ -6,7 +6,7 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
-from pallas_kernels.prefill_attention import xla
+from pallas_kernels.prefill_attention import tpu, xla
 
 
 def prefill_attention(
@@ -40,5 +40,12 @@ def prefill_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
-        q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, default=partial(xla.prefill_attention, **options)
+        q,
+        kv_pages,
+        page_table,
+        kv_lens,
+        cu_q_lens,
+        sinks,
+        tpu=partial(tpu.prefill_attention, **options),
+        default=partial(xla.prefill_attention, **options),
     )

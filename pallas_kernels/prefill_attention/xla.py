@@ -19,7 +19,7 @@ BLOCKS_A_STEP = 2  # from two on XLA splits a step's softmax over two cores; mor
 
 
 class Blocks(NamedTuple):
-    """Runs of at most QUERY_ROWS query rows of one sequence, those with the most tiles first; N of them can be."""
+    """Runs of at most `query_rows` rows of one sequence, those with the most tiles first; N of them can be."""
 
     sequence: Array  # i32[N]
     start: Array  # i32[N], the block's first row of q
@@ -87,18 +87,26 @@ def prefill_attention(
     return jnp.where(real, out[blocks.place], 0.0).astype(q.dtype)
 
 
-def list_blocks(tokens: int, kv_lens: Array, cu_q_lens: Array, *, tile_tokens: int, window: int | None) -> Blocks:
+def list_blocks(
+    tokens: int,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    *,
+    tile_tokens: int,
+    window: int | None,
+    query_rows: int = QUERY_ROWS,
+) -> Blocks:
     """The work of one call. It reads no KV, so XLA computes it once for all layers of a program."""
     sequences = kv_lens.shape[0]
-    most = -(-tokens // QUERY_ROWS) + sequences
+    most = -(-tokens // query_rows) + sequences
     most += -most % min(BLOCKS_A_STEP, most)
     rows = cu_q_lens[1:] - cu_q_lens[:-1]
-    before = jnp.cumulative_sum(-(-rows // QUERY_ROWS), include_initial=True)
+    before = jnp.cumulative_sum(-(-rows // query_rows), include_initial=True)
     item = jnp.arange(most)
     sequence = owner(before, item)
-    start = cu_q_lens[sequence] + (item - before[sequence]) * QUERY_ROWS
+    start = cu_q_lens[sequence] + (item - before[sequence]) * query_rows
     position = kv_lens[sequence] - cu_q_lens[sequence + 1] + start
-    stop = -(-jnp.minimum(position + QUERY_ROWS, kv_lens[sequence]) // tile_tokens)
+    stop = -(-jnp.minimum(position + query_rows, kv_lens[sequence]) // tile_tokens)
     stop = jnp.where(item < before[-1], stop, 0)
     first = jnp.zeros_like(stop) if window is None else jnp.maximum(position - window + 1, 0) // tile_tokens
     first = jnp.minimum(first, stop)
@@ -106,8 +114,8 @@ def list_blocks(tokens: int, kv_lens: Array, cu_q_lens: Array, *, tile_tokens: i
     row = jnp.arange(tokens)
     mine = owner(cu_q_lens, row)
     within = row - cu_q_lens[mine]
-    block = jnp.argsort(order)[jnp.minimum(before[mine] + within // QUERY_ROWS, most - 1)]
-    place = block * QUERY_ROWS + within % QUERY_ROWS
+    block = jnp.argsort(order)[jnp.minimum(before[mine] + within // query_rows, most - 1)]
+    place = block * query_rows + within % query_rows
     start = jnp.minimum(start, tokens)  # blocks that are not there read padding
     return Blocks(sequence[order], start[order], position[order], first[order], stop[order], before[-1], place)
 

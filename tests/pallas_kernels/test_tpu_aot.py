@@ -1,4 +1,4 @@
-"""The TPU kernels, and the engine's decode program with them, compiled to the end for real chips that are not there."""
+"""The TPU kernels, and the engine's programs with them, compiled to the end for real chips that are not there."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.params import StageParams, abstract_stage
 from jdisagg.parallel.place import WHOLE, Place
-from pallas_kernels import paged_attention, write_kv_pages
+from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from tests.pallas_kernels.shapes import Shape
 from tests.pallas_kernels.tpu_modes import tpu_devices
 
@@ -45,12 +45,15 @@ def whole(place: Place, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
     [(shape, q_dtype, dtype, chip) for shape, q_dtype, dtype, chips in KERNELS for chip in chips],
     ids=str,
 )
-def test_a_step_of_every_shape_compiles_with_both_kernels(shape, q_dtype, dtype, chip):
+def test_a_step_of_every_shape_compiles_with_every_kernel(shape, q_dtype, dtype, chip):
     place, slots, width = Place(tpu_devices(chip, 1)), 8, 5
 
     def step(pool, q, k, table, lengths):
         pool = write_kv_pages(pool, k, k, table[:, 0], lengths)
-        return pool, paged_attention(q, pool, table, lengths, window=50, soft_cap=30.0, sinks=jnp.ones(q.shape[1]))
+        options = {"window": 50, "soft_cap": 30.0, "sinks": jnp.ones(q.shape[1])}
+        q = paged_attention(q, pool, table, lengths, **options)
+        spans = jnp.arange(slots + 1, dtype=jnp.int32)
+        return pool, prefill_attention(q, pool, table, lengths, spans, **options)
 
     pool = (20, shape.kv_heads, 2, shape.page_size, shape.head_dim)
     arguments = [
@@ -62,7 +65,7 @@ def test_a_step_of_every_shape_compiles_with_both_kernels(shape, q_dtype, dtype,
     ]
     with jax.sharding.set_mesh(place.mesh):
         compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
-    assert num_kernels(compiled) == 2
+    assert num_kernels(compiled) == 3
 
 
 def num_kernels(compiled: Any) -> int:
@@ -86,22 +89,37 @@ def section_without_memory(config: ModelConfig, layers: range, place: Place, dty
     return section
 
 
-@pytest.mark.parametrize(
-    ("chip", "tp", "layers"), [("v5e", 1, range(3)), ("v5p", 1, range(12, 14)), ("v6e", 4, range(30, 32))]
-)
-def test_the_decode_program_of_a_stage_of_llama_3_8b_copies_no_kv(chip, tp, layers):
-    place, slots, width, pages = Place(tpu_devices(chip, tp)), 64, 256, 4096
-    section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
-    layout = KVLayout(len(layers), 8, 128, 16, "bfloat16")
+def check_program(section: Section, place: Place, function: Any, batch: list, *, pages: int) -> None:
+    """`function` of the section compiles, its donated pools stay in place, and nothing large is copied."""
+    layout = KVLayout(len(section.layers), 8, 128, 16, "bfloat16")
     pool = whole(place, (pages, 8, *layout.page_shape()[1:]), layout.dtype, POOL_SPEC)
-    x = None if section.is_first else whole(place, (slots, 4096), jnp.bfloat16)
-    batch = whole(place, (slots, width), jnp.int32), whole(place, (4, slots), jnp.int32), x
-    specs = section.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE
-    program = place.program(section._decode, specs, (POOL_SPEC, WHOLE), donate=(1,))
+    specs = section.params.specs, POOL_SPEC, *[WHOLE] * len(batch)
+    program = place.program(function, specs, (POOL_SPEC, WHOLE), donate=(1,))
     with jax.sharding.set_mesh(place.mesh):
-        compiled = program._jit.lower(section.params.leaves, [pool] * len(layers), *batch).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert num_kernels(compiled) == 2 * len(layers)
-    assert memory.alias_size_in_bytes >= pages * layout.bytes_per_page // tp, "donation took no effect"
+        compiled = program._jit.lower(section.params.leaves, [pool] * len(section.layers), *batch).compile()
+    memory, reductions = compiled.memory_analysis(), compiled.as_text().count(" all-reduce(")
+    assert num_kernels(compiled) == 2 * len(section.layers)
+    assert memory.alias_size_in_bytes >= pages * layout.bytes_per_page // place.tp, "donation took no effect"
     assert memory.temp_size_in_bytes < 64 * MIB, "the pool, or a matrix, is copied"
-    assert (text.count(" all-reduce(") > 0) == (tp > 1)
+    assert (reductions > 0) == (place.tp > 1)
+
+
+STAGES = [("v5e", 1, range(3)), ("v5p", 1, range(12, 14)), ("v6e", 4, range(30, 32))]
+
+
+@pytest.mark.parametrize(("chip", "tp", "layers"), STAGES)
+def test_the_decode_program_of_a_stage_of_llama_3_8b_copies_no_kv(chip, tp, layers):
+    place, slots = Place(tpu_devices(chip, tp)), 64
+    section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
+    x = None if section.is_first else whole(place, (slots, 4096), jnp.bfloat16)
+    batch = [whole(place, (slots, 256), jnp.int32), whole(place, (4, slots), jnp.int32), x]
+    check_program(section, place, section._decode, batch, pages=4096)
+
+
+@pytest.mark.parametrize(("chip", "tp", "layers"), [("v5p", 4, range(2, 4))])
+def test_the_prefill_program_of_a_layer_group_of_llama_3_8b_copies_no_kv(chip, tp, layers):
+    place, tokens, sequences = Place(tpu_devices(chip, tp)), 256, 4
+    section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
+    x = None if section.is_first else whole(place, (tokens, 4096), jnp.bfloat16)
+    ints = [(3, tokens), (2, sequences + 1), (sequences, 256)]
+    check_program(section, place, section._prefill, [*(whole(place, i, jnp.int32) for i in ints), x], pages=4096)

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import tpu as attention_tpu
+from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.write_kv_pages import tpu as write_tpu
+from tests.pallas_kernels import test_prefill_attention as prefill
 from tests.pallas_kernels.shapes import Shape
 from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, check, inputs
 from tests.pallas_kernels.test_write_kv_pages import rows
@@ -27,6 +29,11 @@ SHORT = (0, 40, 0, 17, 100, 0)  # with empty slots first, between and last
 def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": FAST} | options
     return attention_tpu.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+
+
+def attend_packed(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **options):
+    options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": FAST} | options
+    return prefill_tpu.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
@@ -63,6 +70,23 @@ def test_no_tokens_anywhere_give_zeros():
     q, pool, table, _ = inputs(FAVOURITE, (40, 40))
     sinks = jnp.ones(q.shape[1])
     assert not np.asarray(attend(q, pool, table, jnp.zeros(2, jnp.int32), interpret=LATE, sinks=sinks)).any()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES[2:3], ids=str)
+def test_packed_chunks_meet_the_oracle(shape, dtype):
+    prefill.check(attend_packed, prefill.inputs(shape, dtype=dtype), dtype)
+
+
+def test_packed_chunks_take_every_option():
+    prefill.check(attend_packed, prefill.inputs(FAVOURITE), **OPTIONS[7])
+
+
+@pytest.mark.parametrize(("mode", "options"), [(LATE, {"window": 25}), (EAGER, {})], ids=["late", "eager"])
+def test_packed_chunks_await_every_page_they_read(mode, options, capsys):
+    packed = [(0, 0), (17, 17), (0, 40), (1, 65), (20, 70)]
+    attend_late = partial(attend_packed, interpret=mode, block_pages=2, block_rows=16)
+    prefill.check(attend_late, prefill.inputs(FAVOURITE, packed), **options)
+    assert RACE not in capsys.readouterr().out
 
 
 def check_write(shape, dtype, tokens, mode, block_rows=None):

@@ -1,0 +1,198 @@
+"""Prefill attention on a TPU (Mosaic): one grid step a block of query rows, the pages it sees fetched one block ahead.
+
+The blocks are those of the XLA code, each of one sequence; XLA gathers their rows head by head before the kernel and
+puts them back after it, which is little next to the products. Pages are fetched as in decode attention: all heads of
+a page by one DMA, the next block's first pages while this one's last are multiplied.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.tpu import LANES, NEVER, next_slots, pages_of_block
+from pallas_kernels.prefill_attention import xla
+
+MAX_ROWS, MIN_ROWS = 256, 16  # query rows of a block
+GROUP_ROWS = 512  # of one KV head's queries in a block; times TILE_TOKENS, the logits that exist at once
+TILE_TOKENS = 256  # both larger, the unrolled products take minutes to compile
+BLOCK_NUMBERS = 1 << 19  # of queries in a block: with its sums in f32 and what is in flight, about 12 MB of VMEM
+TABLE_BYTES = 1 << 19  # of a page table in SMEM, half of it; larger ones go to XLA
+VMEM_BYTES = 48 << 20  # every chip has 64 MB or more; the default limit of 16 MB is too low for these blocks
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "block_rows", "interpret"))
+def prefill_attention(
+    q: Array,
+    kv_pages: Array,
+    page_table: Array,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    sinks: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    block_pages: int | None = None,
+    block_rows: int | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Array:
+    """As `pallas_kernels.prefill_attention`."""
+    tokens, heads, size = q.shape
+    _, kv_heads, _, page_size, _ = kv_pages.shape
+    if page_table.size * 4 > TABLE_BYTES:
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+    pages = block_pages or min(pages_of_block(kv_pages, page_table.shape[1]), max(1, TILE_TOKENS // page_size))
+    rows = block_rows or rows_of_block(tokens, heads, heads // kv_heads, size)
+    blocks = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=window, query_rows=rows)
+    split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[blocks.start[:, None] + jnp.arange(rows)]
+    split = split.reshape(-1, rows, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
+    split = split.reshape(-1, kv_heads, heads // kv_heads * rows, size)
+    sinks = jnp.full(heads, NEVER) if sinks is None else sinks
+    sinks = jnp.repeat(sinks.astype(jnp.float32), rows).reshape(kv_heads, -1, 1)
+    of_block = pl.BlockSpec((1, *split.shape[1:]), lambda block, *_: (block, 0, 0, 0))
+    prefetch = (
+        page_table.reshape(-1),
+        blocks.sequence,
+        kv_lens,
+        blocks.position,
+        blocks.first,
+        blocks.stop,
+        next_slots(blocks.stop),
+    )
+    out = pl.pallas_call(
+        partial(attend_block, width=page_table.shape[1], rows=rows, scale=scale, window=window, soft_cap=soft_cap),
+        out_shape=jax.ShapeDtypeStruct(split.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetch),
+            grid=(split.shape[0],),
+            in_specs=[
+                of_block,
+                pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+            ],
+            out_specs=of_block,
+            scratch_shapes=[
+                pltpu.VMEM((2, kv_heads, 2, pages, page_size, size), kv_pages.dtype),
+                pltpu.VMEM(sinks.shape, jnp.float32),
+                pltpu.VMEM(sinks.shape, jnp.float32),
+                pltpu.VMEM(split.shape[1:], jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES),
+        interpret=interpret,
+        name="prefill_attention",
+    )(*prefetch, split, sinks, kv_pages)
+    out = out.reshape(-1, kv_heads, heads // kv_heads, rows, size).transpose(0, 3, 1, 2, 4)
+    real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
+    return jnp.where(real, out.reshape(-1, heads, size)[blocks.place], 0)
+
+
+def rows_of_block(tokens: int, heads: int, groups: int, size: int) -> int:
+    """Query rows taken together: a power of two, the most that VMEM and the chunk give reason for."""
+    row_numbers = heads * -(-size // LANES) * LANES
+    most = min(MAX_ROWS, BLOCK_NUMBERS // row_numbers, GROUP_ROWS // groups, 2 * tokens)
+    rows = MAX_ROWS
+    while rows > max(MIN_ROWS, most):
+        rows //= 2
+    return rows
+
+
+def attend_block(
+    table_ref,
+    sequence_ref,
+    kv_lens_ref,
+    position_ref,
+    first_ref,
+    stop_ref,
+    next_ref,
+    q_ref,
+    sinks_ref,
+    pool_ref,
+    out_ref,
+    tiles_ref,
+    top_ref,
+    total_ref,
+    mixed_ref,
+    semaphores,
+    turn_ref,
+    *,
+    width: int,
+    rows: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+):
+    """One block. `turn_ref` counts the tiles of all blocks, so that its parity names the buffer of the next."""
+    _, kv_heads, _, pages, page_size, size = tiles_ref.shape
+    tokens = pages * page_size
+    block, blocks = pl.program_id(0), pl.num_programs(0)
+    position, first, stop = position_ref[block], first_ref[block], stop_ref[block]
+
+    def of_each_page(block, tile, buffer, act):
+        """`act` on the copies of the pages that this block's last row may see."""
+        sequence = sequence_ref[block]
+        visible = jnp.minimum(position_ref[block] + rows, kv_lens_ref[sequence])
+
+        @pl.loop(tile * pages, jnp.minimum(pl.cdiv(visible, page_size), (tile + 1) * pages))
+        def _(page):
+            held = pool_ref.at[table_ref[sequence * width + page]]
+            room = tiles_ref.at[buffer, :, :, page - tile * pages]
+            act(pltpu.make_async_copy(held, room, semaphores.at[buffer]))
+
+    @pl.when(block == 0)
+    def _():
+        tiles_ref[...] = jnp.zeros_like(tiles_ref)
+        turn_ref[0] = 0
+        earliest = next_ref[0]
+
+        @pl.when(earliest < blocks)
+        def _():
+            of_each_page(earliest, first_ref[earliest], 0, lambda copy: copy.start())
+
+    turn = turn_ref[0]
+    exact = jnp.promote_types(q_ref.dtype, tiles_ref.dtype)
+    precision = lax.Precision.HIGHEST if exact == jnp.float32 else lax.Precision.DEFAULT
+    product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    top_ref[...] = sinks_ref[...]
+    total_ref[...] = jnp.where(sinks_ref[...] > NEVER, 1.0, 0.0)
+    mixed_ref[...] = jnp.zeros_like(mixed_ref)
+
+    @pl.loop(first, stop)
+    def _(tile):
+        buffer = (turn + tile - first) % 2
+        is_last = tile + 1 == stop
+        block_after = jnp.where(is_last, next_ref[block + 1], block)
+
+        @pl.when(block_after < blocks)
+        def _():
+            tile_after = jnp.where(is_last, first_ref[block_after], tile + 1)
+            of_each_page(block_after, tile_after, 1 - buffer, lambda copy: copy.start())
+
+        of_each_page(block, tile, buffer, lambda copy: copy.wait())
+
+        @pl.loop(0, kv_heads)
+        def _(head):
+            keys, values = (tiles_ref[buffer, head, i].reshape(tokens, size).astype(exact) for i in (0, 1))
+            logits = product(q_ref[0, head].astype(exact), keys, (((1,), (1,)), ((), ()))) * scale
+            logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)  # [groups * rows, tokens]
+            row, token = (lax.broadcasted_iota(jnp.int32, logits.shape, axis) for axis in (0, 1))
+            behind = position + row % rows - tile * tokens - token
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            logits = jnp.where(seen, logits, NEVER)
+            top = top_ref[head]
+            higher = jnp.maximum(top, jnp.max(logits, axis=1, keepdims=True))
+            weights, keep = jnp.exp(logits - higher), jnp.exp(top - higher)
+            top_ref[head] = higher
+            total_ref[head] = total_ref[head] * keep + jnp.sum(weights, axis=1, keepdims=True)
+            mixed_ref[head] = mixed_ref[head] * keep + product(weights.astype(exact), values, (((1,), (0,)), ((), ())))
+
+    turn_ref[0] = turn + stop - first
+    total = total_ref[...]
+    out_ref[0] = (mixed_ref[...] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
