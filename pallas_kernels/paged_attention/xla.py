@@ -1,14 +1,13 @@
 """Decode attention for XLA, written for the CPU: a list of tiles that hold tokens, read a few at a time.
 
 A *tile* is a few pages of one slot. The tiles of all slots that hold visible tokens make one list; a loop with a
-dynamic bound gathers `tiles_a_step` of them into a buffer the size of a core's cache, takes both products there, and
-merges the results into the slots' running softmax (Milakov and Gimelshein 2018; split over the sequence as in
-Flash-Decoding, Dao et al. 2023). Time therefore follows the tokens held, whatever the table's width or the longest
-slot, and no copy of the context is ever made.
+dynamic bound gathers a few of them into a buffer the size of a core's cache and takes both products there; each tile's
+softmax is then joined with its slot's others (Flash-Decoding, Dao et al. 2023). Time therefore follows the tokens held,
+whatever the table's width or the longest slot, and no copy of the context is ever made.
 
-Pages of 32 or 64 tokens suit the CPU: 8 slots of 512 tokens, 8/4 heads of 64, f32, cost 1.8 CPU milliseconds a layer
-with either and 2.3 with pages of 16 (busy machine). Pages must hold finite numbers, past a slot's length too: a masked
-weight is 0, and 0 * NaN is not.
+Pages of 32 tokens suit the CPU: 8 slots of 512 tokens, 8/4 heads of 64, f32, took 1.8 ms a layer against 2.3 with pages
+of 16 (wall time, busy machine). Pages must hold finite numbers, past a slot's length too: a masked weight is 0, and
+0 * NaN is not.
 """
 
 from typing import NamedTuple
@@ -30,6 +29,17 @@ class Tiles(NamedTuple):
     low: Array  # i32[N], first visible token, counted from the tile's start; may be negative
     high: Array  # i32[N], the token after the last visible one; may be past the tile
     total: Array  # i32[], how many of the N are real
+    first: Array  # i32[B], where each slot's tiles begin in the list
+    held: Array  # i32[B], how many it has
+    columns: int  # how many it could have
+
+
+class Partials(NamedTuple):
+    """The softmax of each tile of the list by itself."""
+
+    top: Array  # f32[N, Hkv, G], the largest logit
+    total: Array  # f32[N, Hkv, G], the sum of weights exp(logit - top)
+    mixed: Array  # f32[N, Hkv, G, D], the weighted sum of values
 
 
 def paged_attention(
@@ -51,29 +61,43 @@ def paged_attention(
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, heads // kv_heads, size)
     position = jnp.arange(tile_pages * page_size)
 
-    def step(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, mixed = carry
+    def step(index: Array, parts: Partials) -> Partials:
         slot, pages, low, high = (lax.dynamic_slice_in_dim(part, index * width, width) for part in tiles[:4])
         keys, values = read_tiles(kv_pages, pages)
         logits = jnp.einsum("nhgd,nhsd->nhgs", grouped[slot], keys)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
-        seen = (position < high[:, None]) & (position >= low[:, None])
-        logits = jnp.where(seen[:, None, None], logits, NEVER)
-        real = index * width + jnp.arange(width) < tiles.total
-        mine = real & (slot == jnp.arange(slots)[:, None])  # [B, width]
-        higher = jnp.max(jnp.where(mine[:, :, None, None], jnp.max(logits, axis=-1), NEVER), axis=1)
-        higher = jnp.maximum(top, higher)
-        weights = jnp.exp(logits - higher[slot][..., None])
-        share, keep = mine.astype(jnp.float32), jnp.exp(top - higher)
-        total = total * keep + jnp.einsum("bn,nhg->bhg", share, jnp.sum(weights, axis=-1))
-        parts = jnp.einsum("nhgs,nhsd->nhgd", weights, values)
-        mixed = mixed * keep[..., None] + jnp.einsum("bn,nhgd->bhgd", share, parts)
-        return higher, total, mixed
+        seen = ((position < high[:, None]) & (position >= low[:, None]))[:, None, None]
+        top = jnp.max(jnp.where(seen, logits, NEVER), axis=-1)
+        weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
+        mixed = jnp.einsum("nhgs,nhsd->nhgd", weights, values)
+        new = Partials(top, jnp.sum(weights, axis=-1), mixed)
+        write = lax.dynamic_update_slice_in_dim
+        return Partials(*(write(old, part, index * width, axis=0) for old, part in zip(parts, new, strict=True)))
 
-    carry = first_carry(grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
-    _, total, mixed = lax.fori_loop(0, -(-tiles.total // width), step, carry)
-    mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
+    empty = jnp.broadcast_to(grouped[:1], (tiles.slot.shape[0], *grouped.shape[1:]))
+    parts = Partials(jnp.full_like(empty[..., 0], NEVER), jnp.zeros_like(empty[..., 0]), jnp.zeros_like(empty))
+    parts = lax.fori_loop(0, -(-tiles.total // width), step, parts)
+    mixed = merged(parts, tiles, grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
     return mixed.reshape(q.shape).astype(q.dtype)
+
+
+def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -> Array:
+    """Each slot's tiles joined in their own order, [B, Hkv, G, D].
+
+    A slot's result must not depend on its neighbours, to the last bit: a draw with a seed is to be the same in any
+    company. So tiles are summed by their place in the slot, one after another, and not by the step they were read in.
+    """
+    columns = jnp.arange(tiles.columns)
+    own = columns < tiles.held[:, None]
+    item = jnp.where(own, tiles.first[:, None] + columns, 0)
+    tops = jnp.where(own[:, :, None, None], parts.top[item], NEVER)
+    top, total, mixed = first_carry(grouped, sinks)
+    highest = jnp.maximum(top, jnp.max(tops, axis=1))
+    share = jnp.where(own[:, :, None, None], jnp.exp(tops - highest[:, None]), 0.0)
+    keep = jnp.exp(top - highest)
+    total = total * keep + jnp.sum(parts.total[item] * share, axis=1)
+    mixed = mixed * keep[..., None] + jnp.sum(parts.mixed[item] * share[..., None], axis=1)
+    return mixed / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def tile_shape(kv_heads: int, page_size: int, size: int, table: tuple[int, ...]) -> tuple[int, int]:
@@ -99,7 +123,8 @@ def list_tiles(
     tile = jnp.clip(first[slot] + item - before[slot], 0, columns - 1)
     high = jnp.where(item < before[-1], lengths[slot] - tile * tile_tokens, 0)
     ids = jnp.where(jnp.arange(tile_pages) * page_size < high[:, None], table[slot, tile], 0)
-    return Tiles(slot, ids, start[slot] - tile * tile_tokens, high, before[-1])
+    low = start[slot] - tile * tile_tokens
+    return Tiles(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1], columns)
 
 
 def read_tiles(kv_pages: Array, pages: Array) -> tuple[Array, Array]:

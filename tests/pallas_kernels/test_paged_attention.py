@@ -125,3 +125,23 @@ def test_a_bad_argument_is_named_with_both_values(change, message):
     arguments = {"q": q, "kv_pages": pool, "page_table": table[:, :2], "lengths": lengths} | change
     with pytest.raises(KernelError, match=message):
         paged_attention(**arguments)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_slot_gets_the_same_bits_in_any_company_and_under_any_table_width(window):
+    generator = np.random.default_rng(5)
+    pool = jnp.asarray(generator.standard_normal((200, 2, 2, 16, 32)), jnp.float32)
+    table = jnp.asarray(1 + generator.permutation(192).reshape(8, 24), jnp.int32)
+    q = jnp.asarray(generator.standard_normal((8, 4, 32)), jnp.float32)
+    lengths = np.array([210, 1, 64, 65, 333, 128, 17, 250], np.int32)
+    program = jax.jit(lambda *arrays: paged_attention(*arrays, window=window))
+    together = np.asarray(program(q, pool, table, lengths))
+    for slot in range(8):
+        alone = np.zeros(8, np.int32)
+        alone[slot] = lengths[slot]
+        assert np.array_equal(np.asarray(program(q, pool, table, alone))[slot], together[slot])
+        wide = jnp.pad(table, ((0, 0), (0, 40)))
+        assert np.array_equal(np.asarray(program(q, pool, wide, alone))[slot], together[slot])
+        moved = np.roll(np.arange(8), 3)
+        again = np.asarray(program(q[moved], pool, table[moved], lengths[moved]))
+        assert np.array_equal(again[np.argmax(moved == slot)], together[slot])
