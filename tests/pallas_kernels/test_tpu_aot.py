@@ -104,7 +104,7 @@ def check_program(section: Section, place: Place, function: Any, batch: list, *,
     assert (reductions > 0) == (place.tp > 1)
 
 
-STAGES = [("v5e", 1, range(3)), ("v5p", 1, range(12, 14)), ("v6e", 4, range(30, 32))]
+STAGES = [("v5e", 1, range(3)), ("v5p", 1, range(12, 14)), ("v6e", 4, range(20, 22))]
 
 
 @pytest.mark.parametrize(("chip", "tp", "layers"), STAGES)
