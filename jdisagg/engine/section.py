@@ -21,7 +21,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, decode_attend, prefill_attend
 from jdisagg.model.network import Stage
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.sources import Source
 from jdisagg.parallel.place import WHOLE, Place, Program
 
@@ -37,22 +37,11 @@ class Chunks:
     table: Array  # i32[S, W]
 
 
-class Section:
-    """Layers `layers` of the model on `place`."""
+class SectionPrograms:
+    """The programs of layers `layers` of the model on `place`, whether or not weights and pages exist."""
 
-    def __init__(
-        self,
-        source: Source,
-        config: ModelConfig,
-        layers: range,
-        place: Place,
-        layout: KVLayout,
-        num_pages: int,
-        dtype: DTypeLike,
-    ) -> None:
-        self.config, self.layers, self.place = config, layers, place
-        self.params = load_stage(source, config, layers, place.mesh, dtype)
-        self.kv = StagePages(layout, layers, num_pages, place)
+    def __init__(self, config: ModelConfig, layers: range, place: Place, params: StageParams) -> None:
+        self.config, self.layers, self.place, self.params = config, layers, place, params
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         batch = (self.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE)
         self.decode_program = place.program(self._decode, batch, (POOL_SPEC, WHOLE), donate=(1,))
@@ -63,27 +52,6 @@ class Section:
     @property
     def programs(self) -> list[Program]:
         return [self.decode_program, self.prefill_program, self.head_program, self.score_program]
-
-    # ------------------------------------------------------------ running, in program order
-
-    def decode(self, table: Array, feed: Array, x: Array | None) -> Array:
-        """One turn: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
-        self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
-        return result
-
-    def prefill(self, chunks: Chunks, x: Array | None) -> Array:
-        """One chunk: activations [T, hidden] of the group before (None at the first) -> those after this one."""
-        batch = chunks.rows, chunks.spans, chunks.table
-        self.kv.pools, result = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
-        return result
-
-    def head(self, x: Array, rows: np.ndarray) -> Array:
-        """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
-        return self.head_program(self.params.leaves, x, self.place.put(rows))
-
-    def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
-        """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""
-        return self.score_program(self.params.leaves, x, self.place.put(targets))
 
     # ------------------------------------------------------------ what one shard runs
 
@@ -131,6 +99,42 @@ class Section:
         chosen, ids, values = jax.lax.map(score_block, blocks)
         chosen, ids, values = (part.reshape(-1, *part.shape[2:])[: x.shape[0]] for part in (chosen, ids, values))
         return chosen, ids, values
+
+
+class Section(SectionPrograms):
+    """A section that runs: its weights are loaded and its pages allocated."""
+
+    def __init__(
+        self,
+        source: Source,
+        config: ModelConfig,
+        layers: range,
+        place: Place,
+        layout: KVLayout,
+        num_pages: int,
+        dtype: DTypeLike,
+    ) -> None:
+        super().__init__(config, layers, place, load_stage(source, config, layers, place.mesh, dtype))
+        self.kv = StagePages(layout, layers, num_pages, place)
+
+    def decode(self, table: Array, feed: Array, x: Array | None) -> Array:
+        """One turn: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
+        self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
+        return result
+
+    def prefill(self, chunks: Chunks, x: Array | None) -> Array:
+        """One chunk: activations [T, hidden] of the group before (None at the first) -> those after this one."""
+        batch = chunks.rows, chunks.spans, chunks.table
+        self.kv.pools, result = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
+        return result
+
+    def head(self, x: Array, rows: np.ndarray) -> Array:
+        """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
+        return self.head_program(self.params.leaves, x, self.place.put(rows))
+
+    def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
+        """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""
+        return self.score_program(self.params.leaves, x, self.place.put(targets))
 
 
 def run_prefill(sections: Sequence[Section], chunks_at: dict[Place, Chunks]) -> Array:

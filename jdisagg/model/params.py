@@ -4,7 +4,7 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 `Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,11 +36,14 @@ class AbstractStage:
 
 @dataclass(frozen=True)
 class StageParams:
-    """A stage's weights. Leaf i is a whole array sharded by `specs[i]` (on one device, `specs[i]` is empty)."""
+    """A stage's weights. Leaf i is a whole array sharded by `specs[i]` (on one device, `specs[i]` is empty).
+
+    Where nothing was loaded (`outline_stage`) the leaves are shapes with a sharding: enough to compile programs for.
+    """
 
     graphdef: nnx.GraphDef
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
-    leaves: list[jax.Array]
+    leaves: list[Any]  # jax.Array, or jax.ShapeDtypeStruct
     specs: list[PartitionSpec]
 
     def merge(self, leaves: list[jax.Array]) -> Stage:
@@ -83,18 +86,33 @@ def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, d
     On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
     leaf at a time. Raises `MissingTensor`, `WrongShape`, `MeshError`.
     """
+    outline, rules = _outline(config, layers, mesh, dtype)
+    _check(source, rules)
+    leaves = [_load_leaf(source, rule, leaf, mesh.size) for rule, leaf in zip(rules, outline.leaves, strict=True)]
+    return replace(outline, leaves=leaves)
+
+
+def outline_stage(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> StageParams:
+    """What `load_stage` gives, with shapes in place of arrays: nothing is read and nothing allocated.
+
+    The devices may be those of a machine that is not there. Raises `MeshError`.
+    """
+    return _outline(config, layers, mesh, dtype)[0]
+
+
+def _outline(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> tuple[StageParams, list[Leaf]]:
+    """The stage's shapes, and for each leaf how it is made from a checkpoint."""
     assert mesh.axis_names == (AXIS,), mesh.axis_names
     tp = mesh.size
     abstract = abstract_stage(config, layers, tp, AXIS if tp > 1 else None, dtype)
     table = stage_leaves(config, layers, tp if config.vocab_size % tp == 0 else 1)
     rules = [table[path] for path in abstract.paths]
-    _check(source, rules)
     specs = [_spec(rule, tp) for rule in rules]
     leaves = [
-        _load_leaf(source, rule, local, _sharding(mesh, spec), tp)
+        _whole_leaf(rule, local, _sharding(mesh, spec), tp)
         for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
     ]
-    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs)
+    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs), rules
 
 
 def check_tensors(source: Source, config: ModelConfig) -> None:
@@ -126,18 +144,20 @@ def _sharding(mesh: Mesh, spec: PartitionSpec) -> Sharding:
     return SingleDeviceSharding(mesh.devices.flat[0]) if mesh.size == 1 else NamedSharding(mesh, spec)
 
 
-def _load_leaf(source: Source, rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.Array:
-    shape = list(local.shape)
-    if rule.axis is not None:
-        shape[rule.axis] *= tp
+def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.ShapeDtypeStruct:
+    """The leaf of all shards from one shard's."""
+    shape = [size * tp if axis == rule.axis else size for axis, size in enumerate(local.shape)]
+    return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
+
+def _load_leaf(source: Source, rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int) -> jax.Array:
     def shard_at(index: Index | None) -> np.ndarray:
         start = 0 if rule.axis is None or not index else index[rule.axis].start or 0
-        shard = 0 if rule.axis is None else start // local.shape[rule.axis]
-        return shard_of_leaf(source, rule, shard, tp, local.dtype)
+        shard = 0 if rule.axis is None else start * tp // leaf.shape[rule.axis]
+        return shard_of_leaf(source, rule, shard, tp, leaf.dtype)
 
     # Waiting here is what keeps the host at one leaf: transfers to an accelerator hold their buffer until they end.
-    return jax.block_until_ready(jax.make_array_from_callback(tuple(shape), sharding, shard_at))
+    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard_at))
 
 
 def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:

@@ -91,6 +91,10 @@ class Program:
             LAUNCHES.launched(results if isinstance(results, jax.Array) else results[-1])
         return results
 
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """The program for arguments that may be shapes with a sharding, ready to compile; nothing runs."""
+        return self._jit.lower(*arguments)
+
     @property
     def num_compiled(self) -> int:
         """Shapes and placements this function was compiled for."""
