@@ -11,15 +11,18 @@ from rich.table import Table
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.blueprint import Blueprint, sharing_warnings
 
 
 def show(console: Console, plan: Blueprint, platform: str) -> None:
     """Prints the whole blueprint once."""
     console.print(f"[bold]model[/]    {plan.model_name}: {_model_line(plan.model)}, {plan.dtype}, {plan.model_folder}")
-    console.print(f"[bold]mesh[/]     {plan.mesh} on {plan.mesh.num_devices} {platform} devices")
+    used = len(plan.mesh.on_device())
+    console.print(f"[bold]mesh[/]     {plan.mesh} on {used} {platform} device{'s' * (used > 1)}")
     for line in picture(plan):
         console.print(f"         {line}", highlight=False)
+    for line in sharing_warnings(plan.mesh):
+        console.print(f"[bold yellow]warning[/]  {line}", highlight=False)
     kv = plan.kv
     console.print(
         f"[bold]kv[/]       {kv.bytes_per_token:,} bytes a token ({kv.dtype}), pages of {kv.page_size} tokens,"

@@ -50,6 +50,7 @@ def busy_port():
         (["--mehs=colocated:tp1"], "unknown flag --mehs; did you mean --mesh?"),
         (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
         (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
+        (["--mesh=colocated:tp1@9999", "--http_port=0", "--grpc_port=0"], "devices 0 to 9999, this machine has 256"),
         (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
         (["--prompts=/", "--output=/tmp/never.jsonl"], "--prompts=/: "),
         (["--prompts=/dev/null", "--output=/nowhere/out.jsonl"], "--output=/nowhere/out.jsonl: No such file"),
@@ -84,6 +85,20 @@ def test_one_prompt_prints_its_completion_and_a_ledger_whose_parts_sum_to_the_wh
     for part in ("queue", "reserve_wait", "prefill", "transfer", "first_step", "decode", "whole"):
         assert part in done.stderr
     assert "prefill-0" in done.stderr and "KV pages, shard by shard" in done.stderr
+    assert "share device" not in done.stderr
+
+
+@pytest.mark.slow
+def test_meshes_on_the_same_devices_give_the_same_text_and_a_warning():
+    texts, prompt = [], ["--prompt=def f(x):", "--max_tokens=24"]
+    for mesh in ("prefill:tp2,decode:pp2", "prefill:tp2@0,decode:pp2@0"):
+        done = launch(*SMALL[:-1], f"--mesh={mesh}", *prompt)
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] and len(texts[0]) > len("def f(x):") + 5
+    shared = "prefill-0 and decode-0 share devices 0, 1: for testing only"
+    assert f"warning  {shared}" in done.stderr and done.stderr.count(shared) == 2, "once in the banner, once in the log"
+    assert "on 2 cpu devices" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
 """Meshes as text: `prefill:2xtp4,decode:pp2tp2` is two prefill workers of TP 4 and one decode worker of PP 2 x TP 2.
 
-spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "tp") number};  role = prefill | decode | colocated
+spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "tp") number} ["@" device];
+role = prefill | decode | colocated
+
+Workers stand on devices one after another. `@K` starts a pool at device K instead, so that pools may share devices:
+`prefill:tp1@0,decode:tp1@0` puts both on one, for testing.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from jdisagg.core.errors import MeshError
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 
-_POOL = re.compile(r"(?P<role>[a-z]+):(?:(?P<count>\d+)x)?(?P<shape>(?:(?:pp|tp)\d+)+)")
+_POOL = re.compile(r"(?P<role>[a-z]+):(?:(?P<count>\d{1,5})x)?(?P<shape>(?:(?:pp|tp)\d{1,5})+)(?:@(?P<first>\d{1,5}))?")
 _AXIS = re.compile(r"(pp|tp)(\d+)")
-GRAMMAR = "prefill:[Nx]tpT,decode:[Nx][ppS][tpT] or colocated:[Nx][ppS][tpT]"
+GRAMMAR = "prefill:[Nx]tpT[@K],decode:[Nx][ppS][tpT][@K] or colocated:[Nx][ppS][tpT][@K], K the first device's index"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +29,12 @@ class PoolSpec:
     count: int = 1
     pp: int = 1
     tp: int = 1
+    first_device: int | None = None  # None: the device after the pool before
 
     def __str__(self) -> str:
         axes = (f"pp{self.pp}" if self.pp > 1 else "") + (f"tp{self.tp}" if self.tp > 1 or self.pp == 1 else "")
-        return f"{self.role}:" + (f"{self.count}x" if self.count > 1 else "") + axes
-
-    @property
-    def num_devices(self) -> int:
-        return self.count * self.pp * self.tp
+        at = "" if self.first_device is None else f"@{self.first_device}"
+        return f"{self.role}:" + (f"{self.count}x" if self.count > 1 else "") + axes + at
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class MeshSpec:
 
     @property
     def num_devices(self) -> int:
-        return sum(pool.num_devices for pool in self.pools)
+        """Devices the machine must have: up to the last one that a worker stands on."""
+        return max(place.device_ids.stop for place in self.workers())
 
     @property
     def decode_pp(self) -> int:
@@ -84,10 +87,25 @@ class MeshSpec:
         """Every worker with its devices, in the order of the text."""
         placed, first = [], 0
         for pool in self.pools:
+            first = first if pool.first_device is None else pool.first_device
             for index in range(pool.count):
                 placed.append(WorkerMesh(WorkerId(f"{pool.role}-{index}"), pool.role, pool.pp, pool.tp, first))
                 first += pool.pp * pool.tp
         return tuple(placed)
+
+    def on_device(self) -> dict[int, tuple[WorkerId, ...]]:
+        """Who stands on each device that is used; more than one where pools were placed on the same."""
+        places = self.workers()
+        used = sorted({device for place in places for device in place.device_ids})
+        return {device: tuple(p.worker for p in places if device in p.device_ids) for device in used}
+
+    def shared(self) -> dict[tuple[WorkerId, ...], tuple[int, ...]]:
+        """The devices of each group of workers that stand on the same ones; empty where nobody shares."""
+        found: dict[tuple[WorkerId, ...], tuple[int, ...]] = {}
+        for device, workers in self.on_device().items():
+            if len(workers) > 1:
+                found[workers] = (*found.get(workers, ()), device)
+        return found
 
 
 def _parse_pool(part: str, text: str) -> PoolSpec:
@@ -100,7 +118,8 @@ def _parse_pool(part: str, text: str) -> PoolSpec:
     sizes = {axis: int(size) for axis, size in axes}
     if len(sizes) != len(axes):
         raise MeshError(f"{part!r} in mesh {text!r} gives an axis twice")
-    pool = PoolSpec(Role(match["role"]), int(match["count"] or 1), sizes.get("pp", 1), sizes.get("tp", 1))
+    first = None if match["first"] is None else int(match["first"])
+    pool = PoolSpec(Role(match["role"]), int(match["count"] or 1), sizes.get("pp", 1), sizes.get("tp", 1), first)
     if min(pool.count, pool.pp, pool.tp) < 1:
         raise MeshError(f"{part!r} in mesh {text!r} has a size of 0; sizes start at 1")
     if pool.role is Role.PREFILL and pool.pp > 1:

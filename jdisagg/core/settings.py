@@ -49,7 +49,8 @@ class Settings:
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
     seed: int = _setting(0, "model", "of random weights (--load_format=random)")
     # mesh
-    mesh: str = _setting("prefill:tp2,decode:pp2", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1")
+    mesh: str = _setting("prefill:tp2,decode:pp2", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1;"
+                         " @K: from device K on")  # fmt: skip
     # sizes
     max_model_len: int = _setting(0, "sizes", "tokens of prompt and output together; 0: the model's")
     max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from jdisagg.policy.stages import split_layers
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Blueprint:
 def draw(settings: Settings, platform: str, device_bytes: int | None) -> Blueprint:
     """The blueprint of `settings` on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
 
+    Logs a warning for workers that share devices; each then gets an equal part of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
     """
     folder = Path(settings.model) if settings.model else EMBEDDED_MODEL
@@ -50,6 +54,8 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     mesh = MeshSpec.parse(settings.mesh)
     for pool in mesh.pools:
         check_divides(model, pool.tp)
+    for line in sharing_warnings(mesh):
+        log.warning(line)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
     kv = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, settings.page_size, kv_dtype)
@@ -61,11 +67,20 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     budget = Budget(model.num_params() * DTYPE_BYTES[dtype], device_bytes)
     name = settings.served_model_name or ("embedded" if folder == EMBEDDED_MODEL else folder.resolve().name)
     workers = tuple(
-        worker_config(settings, place, longest, _pages(settings, place, kv, longest, budget))
+        worker_config(settings, place, longest, _pages(settings, place, kv, longest, budget.of(place, mesh)))
         for place in mesh.workers()
     )
     layers = split_layers(model, mesh.decode_pp)
     return Blueprint(folder, name, model, mesh, layers, dtype, kv, longest, workers)
+
+
+def sharing_warnings(mesh: MeshSpec) -> list[str]:
+    """One line for each group of workers that share devices."""
+    return [
+        f"{' and '.join(workers)} share device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}: for testing only,"
+        f" they take turns on {'them' if len(ids) > 1 else 'it'}, and each gets 1/{len(workers)} of the memory"
+        for workers, ids in mesh.shared().items()
+    ]
 
 
 def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages: int) -> WorkerConfig:
@@ -108,6 +123,13 @@ class Budget:
 
     weights_bytes: int
     device_bytes: int | None
+
+    def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
+        """The worker's part, where it shares a device with others."""
+        if self.device_bytes is None:
+            return self
+        on = mesh.on_device()
+        return Budget(self.weights_bytes, self.device_bytes // max(len(on[device]) for device in place.device_ids))
 
 
 def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:

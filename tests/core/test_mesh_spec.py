@@ -7,12 +7,45 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.worker_config import Role
 
 sizes = st.integers(1, 8)
+firsts = st.none() | st.integers(0, 40)
 
 
-@given(sizes, sizes, sizes, sizes, sizes)
-def test_a_mesh_written_and_read_back_is_the_same(p_count, p_tp, d_count, d_pp, d_tp):
-    spec = MeshSpec((PoolSpec(Role.PREFILL, p_count, 1, p_tp), PoolSpec(Role.DECODE, d_count, d_pp, d_tp)))
+def pools(role: Role) -> st.SearchStrategy[PoolSpec]:
+    return st.builds(PoolSpec, st.just(role), sizes, st.just(1) if role is Role.PREFILL else sizes, sizes, firsts)
+
+
+specs = st.builds(lambda *p: MeshSpec(p), pools(Role.PREFILL), pools(Role.DECODE)) | st.builds(
+    lambda p: MeshSpec((p,)), pools(Role.COLOCATED)
+)
+
+
+@given(specs)
+def test_a_mesh_written_and_read_back_is_the_same(spec):
     assert MeshSpec.parse(str(spec)) == spec
+    assert str(MeshSpec.parse(str(spec))) == str(spec)
+
+
+@given(st.text("predcolt:,x@0129 k", max_size=30) | st.text(max_size=12))
+def test_a_text_is_either_a_mesh_or_named_in_the_error(text):
+    try:
+        spec = MeshSpec.parse(text)
+    except MeshError as error:
+        assert repr(text) in str(error)
+    else:
+        assert MeshSpec.parse(str(spec)) == spec
+
+
+@given(specs)
+def test_every_worker_has_its_devices_and_who_shares_is_known(spec):
+    places = spec.workers()
+    assert all(len(place.device_ids) == place.pp * place.tp for place in places)
+    on = spec.on_device()
+    for device, workers in on.items():
+        assert set(workers) == {place.worker for place in places if device in place.device_ids}
+    assert max(on) == spec.num_devices - 1
+    alone = sum(len(place.device_ids) for place in places) == len(on)
+    assert alone == (not spec.shared())
+    assert {d for ids in spec.shared().values() for d in ids} == {d for d, w in on.items() if len(w) > 1}
 
 
 def test_workers_take_devices_one_after_the_other():
@@ -22,6 +55,31 @@ def test_workers_take_devices_one_after_the_other():
         ("prefill-1", [4, 5, 6, 7]),
         ("decode-0", [8, 9, 10, 11]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "devices"),
+    [
+        ("prefill:tp1@0,decode:tp1@0", [[0], [0]], 1),
+        ("prefill:tp2@0,decode:pp2@0", [[0, 1], [0, 1]], 2),
+        ("prefill:2xtp1,decode:pp2@1", [[0], [1], [1, 2]], 3),
+        ("prefill:tp2@4,decode:tp1", [[4, 5], [6]], 7),
+        ("decode:tp1@1,prefill:tp1@0", [[1], [0]], 2),
+        ("colocated:2xtp2@3", [[3, 4], [5, 6]], 7),
+    ],
+)
+def test_a_pool_may_say_at_which_device_it_starts(text, ids, devices):
+    spec = MeshSpec.parse(text)
+    assert [list(worker.device_ids) for worker in spec.workers()] == ids
+    assert spec.num_devices == devices and str(spec) == text
+
+
+def test_those_who_share_devices_are_named_with_them():
+    assert MeshSpec.parse("prefill:2xtp2,decode:pp2@1").shared() == {
+        ("prefill-0", "decode-0"): (1,),
+        ("prefill-1", "decode-0"): (2,),
+    }
+    assert not MeshSpec.parse("prefill:tp2,decode:pp2").shared()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +95,10 @@ def test_workers_take_devices_one_after_the_other():
         ("prefill:tp2tp4,decode:tp1", "an axis twice"),
         ("", "cannot read ''"),
         ("prefill:4,decode:2", "cannot read 'prefill:4'"),
+        ("prefill:tp1@,decode:tp1@0", "cannot read 'prefill:tp1@'"),
+        ("prefill:tp1@-1,decode:tp1", "cannot read 'prefill:tp1@-1'"),
+        ("prefill:@0tp1,decode:tp1", "cannot read 'prefill:@0tp1'"),
+        ("prefill:tp1,decode:tp" + "9" * 5000, "cannot read 'decode:tp9"),
     ],
 )
 def test_a_bad_mesh_says_what_is_wrong_and_what_is_allowed(text, says):
