@@ -1,0 +1,301 @@
+"""Decode attention on a GPU (Pallas Triton): each slot's tokens are cut into chunks, one program a chunk and KV head.
+
+One long sequence so fills the chip (Flash-Decoding, Dao et al. 2023); a second kernel joins a slot's chunks. A chunk
+is a fixed run of token positions and chunks are joined in their own order, so that a slot's bits depend neither on its
+company nor on the table's width. Programs whose chunk holds no visible token leave at once: time follows the tokens
+held. Tokens are gathered one by one through the page table, so a page may be of any size; those that nobody sees are
+not read.
+
+Triton's arrays are powers of two, and a tensor core takes 16 rows: head sizes and groups are padded by masks, in
+registers alone. Softmax is online, in f32 and in base 2 (the chip's own exponential).
+"""
+
+from functools import partial
+from math import log2
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.paged_attention import xla
+from pallas_kernels.quantized import QuantizedPages, stored
+
+NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
+LOG2_E = log2(jnp.e)
+MIN_ROWS, MAX_ROWS = 16, 64  # query heads of one KV head in a program: the least a tensor core takes, and the most
+TILE_BYTES = 1 << 15  # of K and V in shared memory, for each stage of the pipeline
+JOINED = 16  # chunks joined in one step
+MAX_OFFSET = 1 << 31  # Triton's offsets are signed 32 bits up to 4 GiB, which bytes pass at 2 GiB
+
+
+class Blocks(NamedTuple):
+    """How the work is cut; all powers of two."""
+
+    chunk: int  # tokens of a program
+    tile: int  # tokens of one step of its loop
+    warps: int
+    stages: int  # of the loop's pipeline: tiles in flight
+
+
+# Measured choices, by (dtype of the pool, head size, slots * KV heads); none yet. A choice must not depend on the
+# table's width: with the chunks the bits of a result would change.
+TUNED: dict[tuple[str, int, int], Blocks] = {}
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
+def paged_attention(
+    q: Array,
+    kv_pages: Array | QuantizedPages,
+    page_table: Array,
+    lengths: Array,
+    sinks: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Array:
+    """As `pallas_kernels.paged_attention`; pools of bytes over 2 GiB go to XLA."""
+    if not within_reach(kv_pages):
+        return xla.paged_attention(
+            q, kv_pages, page_table, lengths, sinks, scale=scale, window=window, soft_cap=soft_cap
+        )
+    slots, heads, size = q.shape
+    _, kv_heads, _, page_size, _ = stored(kv_pages).shape
+    groups = heads // kv_heads
+    rows, row_blocks = rows_of_heads(groups)
+    blocks = blocks or choose_blocks(q, kv_pages)
+    chunks = pl.cdiv(page_table.shape[1] * page_size, blocks.chunk)
+    varying = jax.typeof(q).manual_axis_type
+    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=varying)
+    per_head = shape((slots, chunks, heads), jnp.float32)
+    parts = pl.pallas_call(
+        partial(
+            attend_chunk,
+            blocks=blocks,
+            rows=rows,
+            row_blocks=row_blocks,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        ),
+        out_shape=(per_head, per_head, shape((slots, chunks, heads, size), jnp.float32)),
+        grid=(slots, kv_heads * row_blocks, chunks),
+        compiler_params=pltriton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name="paged_attention",
+    )(q, kv_pages, page_table, lengths)
+    return pl.pallas_call(
+        partial(join_chunks, chunk=blocks.chunk, window=window),
+        out_shape=shape(q.shape, q.dtype),
+        grid=(slots, heads),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="join_chunks",
+    )(*parts, lengths, sinks)
+
+
+def within_reach(kv_pages: Array | QuantizedPages) -> bool:
+    """Whether the kernels' offsets reach every number of the pool."""
+    values = stored(kv_pages)
+    return values.dtype.itemsize > 1 or values.size <= MAX_OFFSET
+
+
+def rows_of_heads(groups: int) -> tuple[int, int]:
+    """Rows of a program, and how many programs a KV head's query heads take."""
+    rows = min(max(MIN_ROWS, pl.next_power_of_2(groups)), MAX_ROWS)
+    return rows, pl.cdiv(groups, rows)
+
+
+def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
+    """The tuned choice, or one that has enough programs in flight for memory to be the bound."""
+    values = stored(kv_pages)
+    across = q.shape[0] * values.shape[1]
+    key = values.dtype.name, values.shape[4], across
+    if key in TUNED:
+        return TUNED[key]
+    # Few slots need short chunks to fill the chip, many need long ones so that the join stays small.
+    chunk = 128 if across <= 4 else 256 if across <= 32 else min(4096, 512 * max(1, pl.next_power_of_2(across) // 128))
+    tile = tile_tokens(q, kv_pages)
+    return Blocks(chunk, min(tile, chunk), warps=4, stages=3)
+
+
+def tile_tokens(q: Array, kv_pages: Array | QuantizedPages) -> int:
+    """Tokens whose K and V, in the dtype of the products, fill TILE_BYTES."""
+    token_bytes = 2 * pl.next_power_of_2(q.shape[2]) * product_dtype(q.dtype, kv_pages).itemsize
+    return max(16, min(128, TILE_BYTES // token_bytes))
+
+
+def product_dtype(queries: jnp.dtype, kv_pages) -> jnp.dtype:
+    """Both products' operands: what holds the queries and the pool's numbers exactly; int8 and fp8 fit in bf16."""
+    return queries if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(queries, kv_pages.dtype)
+
+
+def attend_chunk(
+    q_ref,
+    pool: Any,
+    table_ref,
+    lengths_ref,
+    top_ref,
+    total_ref,
+    mixed_ref,
+    *,
+    blocks: Blocks,
+    rows: int,
+    row_blocks: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+):
+    """One chunk of one slot, for up to `rows` query heads of one KV head."""
+    slot, head_block, chunk = (pl.program_id(axis) for axis in range(3))
+    groups, size = q_ref.shape[1] // stored(pool).shape[1], q_ref.shape[2]
+    length = lengths_ref[slot]
+    start = 0 if window is None else jnp.maximum(length - window, 0)
+    low = jnp.maximum(start, chunk * blocks.chunk)
+    high = jnp.minimum(length, (chunk + 1) * blocks.chunk)
+
+    @pl.when(low < high)
+    def _():
+        head, group = head_block // row_blocks, head_block % row_blocks * rows + jnp.arange(rows)
+        heads = head * groups + group
+        dims = jnp.arange(pl.next_power_of_2(size))
+        own = (group < groups)[:, None] & (dims < size)[None, :]
+        queries = pltriton.load(q_ref.at[slot, heads[:, None], dims[None, :]], mask=own, other=0.0)
+        top, total, mixed = attend_tokens(
+            queries.astype(product_dtype(q_ref.dtype, pool)),
+            jnp.full(rows, length - 1),
+            pool,
+            table_ref,
+            (slot, head),
+            (low, high, high),
+            empty_softmax(rows, dims.shape[0]),
+            tile=blocks.tile,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
+        pltriton.store(top_ref.at[slot, chunk, heads], top, mask=group < groups)
+        pltriton.store(total_ref.at[slot, chunk, heads], total, mask=group < groups)
+        pltriton.store(mixed_ref.at[slot, chunk, heads[:, None], dims[None, :]], mixed, mask=own)
+
+
+def empty_softmax(rows: int, size: int) -> tuple[Array, Array, Array]:
+    """Top logit, sum and mixture of a softmax that has seen nothing: f32 [rows], [rows], [rows, size]."""
+    return jnp.full(rows, NEVER), jnp.zeros(rows), jnp.zeros((rows, size))
+
+
+def attend_tokens(
+    queries,
+    positions,
+    pool: Any,
+    table_ref,
+    place,
+    span,
+    carry,
+    *,
+    tile: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+):
+    """The inner loop of both attentions: the running softmax of `queries` [rows, D] over some tokens of one sequence.
+
+    positions: i32[rows], each row's own place; it sees itself and what lies before it, as far as the window goes.
+    place: row of the table, KV head. span: (low, shared, high), the tokens that some row sees, and up to where those
+    of low on are seen by all if there is no window: whole tiles of those take no masks.
+    carry: (top in base 2, total, mixed), f32, returned as it is after these tokens.
+    """
+    (row, head), (low, shared, high) = place, span
+    page_size = stored(pool).shape[3]
+    # HIGHEST keeps f32 what it is: the default would round it to TF32's ten bits.
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    def step(index, carry, *, masked: bool):
+        top, total, mixed = carry
+        token = index * tile + jnp.arange(tile)
+        held = (token >= low) & (token < high) if masked else None
+        # Division and remainder of C: `//` and `%` would spend three operations more on negative numbers.
+        column, offset = lax.div(token, page_size), lax.rem(token, page_size)
+        page = pltriton.load(table_ref.at[row, column], mask=held, other=0 if masked else None)
+        read = partial(read_tile, pool, page, head, offset, held, like=queries)
+        # A quantised token's factor is cheaper on its logits and weights than on its numbers.
+        keys, factor = read(which=0)
+        logits = product(queries, keys, (((1,), (1,)), ((), ()))) * factor  # [rows, tile]
+        if soft_cap is None:
+            logits = logits * (scale * LOG2_E)
+        else:
+            logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2_E)
+        if masked:
+            behind = positions[:, None] - token[None, :]
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            logits = jnp.where(seen, logits, NEVER)
+        higher = jnp.maximum(top, jnp.max(logits, axis=1))
+        weights, keep = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)
+        total = total * keep + jnp.sum(weights, axis=1)
+        values, factor = read(which=1)
+        mixed = mixed * keep[:, None] + product(
+            (weights * factor).astype(queries.dtype), values, (((1,), (0,)), ((), ()))
+        )
+        return higher, total, mixed
+
+    first, stop = low // tile, pl.cdiv(high, tile)
+    whole = first if window is not None else jnp.maximum(first, shared // tile)
+    carry = lax.fori_loop(first, whole, partial(step, masked=False), carry)
+    return lax.fori_loop(whole, stop, partial(step, masked=True), carry)
+
+
+def read_tile(pool: Any, page, head, offset, held, *, like, which: int):
+    """K (0) or V (1) of a tile's tokens in the dtype and width of `like`, [tile, D], and each one's factor [1, tile].
+
+    Tokens that are not `held` (None: all are) and what pads the head size are zeros, and are not read.
+    """
+    values_ref: Any = stored(pool)
+    scales_ref: Any = pool.scales if isinstance(pool, QuantizedPages) else None
+    page_size, size = values_ref.shape[3:]
+    dims = jnp.arange(like.shape[1])
+    real = None if size == dims.shape[0] else (dims < size)[None, :]
+    tokens = None if held is None else held[:, None]
+    mask = tokens if real is None else real if tokens is None else real & tokens
+    at = values_ref.at[page[:, None], head, which, offset[:, None], dims[None, :]]
+    numbers = pltriton.load(at, mask=mask, other=None if mask is None else jnp.zeros((), values_ref.dtype))
+    if scales_ref is None:
+        return numbers.astype(like.dtype), 1.0
+    at = scales_ref.at[page, head, which * page_size + offset]
+    factor = pltriton.load(at, mask=held, other=None if held is None else 0.0)
+    return numbers.astype(like.dtype), factor[None, :]
+
+
+def join_chunks(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *, chunk: int, window: int | None):
+    """One query head of one slot: its chunks weighed by their shares of the softmax, in their own order."""
+    slot, head = pl.program_id(0), pl.program_id(1)
+    size = out_ref.shape[2]
+    dims = jnp.arange(pl.next_power_of_2(size))
+    length = lengths_ref[slot]
+    first = 0 if window is None else jnp.maximum(length - window, 0) // chunk
+    stop = pl.cdiv(length, chunk)
+
+    def step(index, carry):
+        top, total, mixed = carry
+        part = index * JOINED + jnp.arange(JOINED)
+        held = (part >= first) & (part < stop)
+        tops = pltriton.load(top_ref.at[slot, part, head], mask=held, other=NEVER)
+        totals = pltriton.load(total_ref.at[slot, part, head], mask=held, other=0.0)
+        own = held[:, None] & (dims < size)[None, :]
+        parts = pltriton.load(mixed_ref.at[slot, part[:, None], head, dims[None, :]], mask=own, other=0.0)
+        higher = jnp.maximum(top, jnp.max(tops))
+        share, keep = jnp.exp2(tops - higher), jnp.exp2(top - higher)
+        total = total * keep + jnp.sum(totals * share)
+        return higher, total, mixed * keep + jnp.sum(parts * share[:, None], axis=0)
+
+    # A sink takes part as a chunk that adds nothing.
+    sink = NEVER if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2_E
+    carry = jnp.float32(sink), jnp.float32(0.0 if sinks_ref is None else 1.0), jnp.zeros(dims.shape[0])
+    _, total, mixed = lax.fori_loop(first // JOINED, pl.cdiv(stop, JOINED), step, carry)
+    mixed = mixed / jnp.where(total > 0, total, 1.0)
+    pltriton.store(out_ref.at[slot, head, dims], mixed.astype(out_ref.dtype), mask=dims < size)
