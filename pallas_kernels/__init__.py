@@ -9,9 +9,20 @@ Each operation is a folder: `__init__` checks the arguments and picks the implem
 program is lowered for, `reference` is the definition in plain `jnp`, and `xla` is what runs where no kernel does.
 """
 
+from pallas_kernels.contents import check_call
 from pallas_kernels.errors import KernelError
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.quantized import QuantizedPages, dequantize, quantize_pages
 from pallas_kernels.write_kv_pages import write_kv_pages
 
-__all__ = ["KernelError", "paged_attention", "prefill_attention", "write_kv_pages"]
+__all__ = [
+    "KernelError",
+    "QuantizedPages",
+    "check_call",
+    "dequantize",
+    "paged_attention",
+    "prefill_attention",
+    "quantize_pages",
+    "write_kv_pages",
+]

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.errors import KernelError
+from pallas_kernels.quantized import LARGEST, QuantizedPages, stored
 
 FLOATS = ("float32", "bfloat16")
 
@@ -13,21 +14,27 @@ def require(holds: bool, message: str) -> None:
         raise KernelError(message)
 
 
-def check_pool(kv_pages: Array) -> None:
-    """`kv_pages` is a float pool [P, Hkv, 2, page_size, D]."""
-    shape = kv_pages.shape
+def check_pool(kv_pages: Array | QuantizedPages) -> None:
+    """`kv_pages` is a float pool [P, Hkv, 2, page_size, D], or a quantised one with its scales."""
+    shape, dtype = stored(kv_pages).shape, stored(kv_pages).dtype.name
     require(len(shape) == 5 and shape[2] == 2, f"kv_pages must be [P, Hkv, 2, page_size, D], got {shape}")
-    require(kv_pages.dtype.name in FLOATS, f"kv_pages must be one of {FLOATS}, got {kv_pages.dtype.name}")
+    if isinstance(kv_pages, QuantizedPages):
+        require(dtype in LARGEST, f"quantised kv_pages must be one of {tuple(LARGEST)}, got {dtype}")
+        scales, wanted = kv_pages.scales, (*shape[:2], 2 * shape[3])
+        require(scales.shape == wanted, f"scales of kv_pages {shape} must be {wanted}, got {scales.shape}")
+        require(scales.dtype == jnp.float32, f"scales of kv_pages must be float32, got {scales.dtype.name}")
+    else:
+        require(dtype in FLOATS, f"kv_pages must be QuantizedPages or one of {FLOATS}, got {dtype}")
 
 
-def check_queries(q: Array, kv_pages: Array, sinks: Array | None) -> None:
+def check_queries(q: Array, kv_pages: Array | QuantizedPages, sinks: Array | None) -> None:
     """`q` is float [rows, Hq, D], its heads a multiple of the pool's; `sinks` is one logit a query head."""
     check_pool(kv_pages)
     require(q.ndim == 3, f"q must be [rows, Hq, D], got {q.shape}")
     require(q.dtype.name in FLOATS, f"q must be one of {FLOATS}, got {q.dtype.name}")
-    heads, kv_heads = q.shape[1], kv_pages.shape[1]
+    heads, kv_heads, size = q.shape[1], *stored(kv_pages).shape[1::3]
     require(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads")
-    require(q.shape[2] == kv_pages.shape[4], f"q has head size {q.shape[2]}, kv_pages {kv_pages.shape[4]}")
+    require(q.shape[2] == size, f"q has head size {q.shape[2]}, kv_pages {size}")
     if sinks is not None:
         require(sinks.shape == (heads,), f"sinks must be [{heads}], one a query head, got {sinks.shape}")
 

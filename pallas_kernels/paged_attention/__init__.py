@@ -6,12 +6,14 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
-from pallas_kernels.paged_attention import tpu, xla
+from pallas_kernels.contents import check_contents, check_decode
+from pallas_kernels.paged_attention import gpu, tpu, xla
+from pallas_kernels.quantized import QuantizedPages, stored
 
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     lengths: Array,
     *,
@@ -19,21 +21,27 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    debug: bool = False,
 ) -> Array:
     """Attention of one token per slot to the tokens its slot holds.
 
     q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv).
-    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16; only the pages that hold valid tokens count.
+    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count.
     page_table: i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P).
     lengths: i32[B], tokens held with the current one, at most W * page_size; a slot of length 0 gives zeros.
     scale: factor of the logits, D**-0.5 unless given. window: only the last `window` tokens are seen, the current one
     counted. soft_cap: logits become soft_cap * tanh(logits / soft_cap). sinks: [Hq], a logit that takes its share of
     the softmax and adds nothing. Returns [B, Hq, D] in q's dtype; sums are in f32.
+    debug: refuse lengths that the table cannot hold and pages that the pool has not, by a call to the host under jit.
+    Raises KernelError with both values where arguments do not fit each other.
     """
     check_queries(q, kv_pages, sinks)
     check_table(page_table, q.shape[0])
     check_ints("lengths", lengths, q.shape[:1])
     check_options(window, soft_cap)
+    if debug:
+        rule = partial(check_decode, pages=stored(kv_pages).shape[0], page_size=stored(kv_pages).shape[3])
+        page_table, lengths = check_contents(rule, page_table, lengths)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
@@ -43,5 +51,6 @@ def paged_attention(
         lengths,
         sinks,
         tpu=partial(tpu.paged_attention, **options),
+        cuda=partial(gpu.paged_attention, **options),
         default=partial(xla.paged_attention, **options),
     )

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.quantized import QuantizedPages, dequantize
+
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     lengths: Array,
     sinks: Array | None = None,
@@ -17,6 +19,7 @@ def paged_attention(
     soft_cap: float | None = None,
 ) -> Array:
     """q [B, Hq, D], kv_pages [P, Hkv, 2, page_size, D], page_table i32[B, W], lengths i32[B] -> [B, Hq, D]."""
+    kv_pages = dequantize(kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages
     slots, heads, _ = q.shape
     groups = heads // kv_pages.shape[1]
     held = jnp.moveaxis(kv_pages[page_table], (2, 3), (1, 2)).astype(jnp.float32)  # [B, Hkv, 2, W, page_size, D]

@@ -15,6 +15,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention import xla
+from pallas_kernels.quantized import QuantizedPages
+
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LANES = 128
 BLOCK_BYTES = 1 << 20  # of K and V in VMEM; two such blocks hide the latency of HBM, and more would not fit f32 copies
@@ -25,7 +28,7 @@ TABLE_BYTES = 1 << 18  # of a page table in SMEM, a quarter of it
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "interpret"))
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     lengths: Array,
     sinks: Array | None,
@@ -37,6 +40,10 @@ def paged_attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
+    if isinstance(kv_pages, QuantizedPages):
+        return xla.paged_attention(
+            q, kv_pages, page_table, lengths, sinks, scale=scale, window=window, soft_cap=soft_cap
+        )
     slots = max(1, TABLE_BYTES // (4 * page_table.shape[1]))
     pages = block_pages or pages_of_block(kv_pages, page_table.shape[1])
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}

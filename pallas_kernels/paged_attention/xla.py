@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.quantized import QuantizedPages, stored
+
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 TILE_TOKENS = 64
 STEP_BYTES = 1 << 20  # of K and V in f32: a step's gather stays in a core's second-level cache
@@ -44,7 +46,7 @@ class Partials(NamedTuple):
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     lengths: Array,
     sinks: Array | None,
@@ -55,7 +57,7 @@ def paged_attention(
 ) -> Array:
     """As `pallas_kernels.paged_attention`."""
     slots, heads, size = q.shape
-    kv_heads, page_size = kv_pages.shape[1], kv_pages.shape[3]
+    kv_heads, page_size = stored(kv_pages).shape[1:4:2]
     tile_pages, width = tile_shape(kv_heads, page_size, size, page_table.shape)
     tiles = list_tiles(page_table, lengths, page_size=page_size, tile_pages=tile_pages, width=width, window=window)
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, heads // kv_heads, size)
@@ -127,17 +129,20 @@ def list_tiles(
     return Tiles(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1], columns)
 
 
-def read_tiles(kv_pages: Array, pages: Array) -> tuple[Array, Array]:
+def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, Array]:
     """i32[N, pages] -> K and V, f32[N, Hkv, pages * page_size, D] each.
 
     One gather of rows that hold K and V of a head's page together, flat: XLA's CPU loop over a long last dimension
     reads twice as fast as over [page_size, D], and the indices are computed once, not once an element.
     """
-    pool, kv_heads, _, page_size, size = kv_pages.shape
+    pool, kv_heads, _, page_size, size = stored(kv_pages).shape
     rows = lax.optimization_barrier(pages[:, None] * kv_heads + jnp.arange(kv_heads)[:, None])  # [N, Hkv, pages]
-    flat = kv_pages.reshape(pool * kv_heads, 2 * page_size * size)
+    flat = stored(kv_pages).reshape(pool * kv_heads, 2 * page_size * size)
     read = flat.at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
     read = read.reshape(*rows.shape, 2, page_size, size)
+    if isinstance(kv_pages, QuantizedPages):
+        scales = kv_pages.scales.reshape(pool * kv_heads, 2 * page_size).at[rows].get(mode="promise_in_bounds")
+        read *= scales.reshape(*rows.shape, 2, page_size, 1)
     keys, values = (read[:, :, :, i].reshape(*rows.shape[:2], -1, size) for i in (0, 1))
     return keys, values
 

@@ -6,12 +6,14 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
+from pallas_kernels.contents import check_contents, check_packed
 from pallas_kernels.prefill_attention import tpu, xla
+from pallas_kernels.quantized import QuantizedPages, stored
 
 
 def prefill_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     kv_lens: Array,
     cu_q_lens: Array,
@@ -20,16 +22,19 @@ def prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    debug: bool = False,
 ) -> Array:
     """Causal attention of the last tokens of S sequences, packed one after another, to all tokens of their sequence.
 
     q: [T, Hq, D], f32 or bf16. Sequence s owns rows cu_q_lens[s]:cu_q_lens[s + 1]; they are the last of its kv_lens[s]
     tokens, whose K and V are in its pages already, this chunk's and any cached prefix's. Rows from cu_q_lens[S] on are
     padding and give zeros; a sequence may own no row.
-    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16. page_table: i32[S, W]. kv_lens: i32[S], at most W * page_size and
-    at least the sequence's rows. cu_q_lens: i32[S + 1], 0 first, never falling.
+    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16, or QuantizedPages. page_table: i32[S, W]. kv_lens: i32[S], at most
+    W * page_size and at least the sequence's rows. cu_q_lens: i32[S + 1], 0 first, never falling.
     scale, window, soft_cap, sinks: as in `paged_attention`, the window counted from each query's own position.
     Returns [T, Hq, D] in q's dtype; sums are in f32.
+    debug: refuse what breaks these rules, and pages that the pool has not, by a call to the host under jit.
+    Raises KernelError with both values where arguments do not fit each other.
     """
     check_queries(q, kv_pages, sinks)
     sequences = page_table.shape[0]
@@ -37,6 +42,10 @@ def prefill_attention(
     check_ints("kv_lens", kv_lens, (sequences,))
     check_ints("cu_q_lens", cu_q_lens, (sequences + 1,))
     check_options(window, soft_cap)
+    if debug:
+        pages, page_size = stored(kv_pages).shape[:4:3]
+        rule = partial(check_packed, pages=pages, page_size=page_size, tokens=q.shape[0])
+        page_table, kv_lens, cu_q_lens = check_contents(rule, page_table, kv_lens, cu_q_lens)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(

@@ -4,11 +4,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.quantized import QuantizedPages
 
 
 def prefill_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     kv_lens: Array,
     cu_q_lens: Array,

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.tpu import LANES, NEVER, next_slots, pages_of_block
 from pallas_kernels.prefill_attention import xla
+from pallas_kernels.quantized import QuantizedPages
 
 MAX_ROWS, MIN_ROWS = 256, 16  # query rows of a block
 GROUP_ROWS = 512  # of one KV head's queries in a block; times TILE_TOKENS, the logits that exist at once
@@ -27,7 +28,7 @@ VMEM_BYTES = 48 << 20  # every chip has 64 MB or more; the default limit of 16 M
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "block_rows", "interpret"))
 def prefill_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     kv_lens: Array,
     cu_q_lens: Array,
@@ -41,6 +42,9 @@ def prefill_attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`."""
+    if isinstance(kv_pages, QuantizedPages):
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = kv_pages.shape
     if page_table.size * 4 > TABLE_BYTES:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.paged_attention.xla import first_carry, read_tiles
+from pallas_kernels.quantized import QuantizedPages, stored
 
 QUERY_ROWS = 64  # 32 wins on prompts of under 40 tokens and loses a quarter on long ones
 TILE_TOKENS = 64
@@ -32,7 +33,7 @@ class Blocks(NamedTuple):
 
 def prefill_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     kv_lens: Array,
     cu_q_lens: Array,
@@ -44,7 +45,7 @@ def prefill_attention(
 ) -> Array:
     """As `pallas_kernels.prefill_attention`."""
     tokens, heads, size = q.shape
-    kv_heads, page_size = kv_pages.shape[1], kv_pages.shape[3]
+    kv_heads, page_size = stored(kv_pages).shape[1:4:2]
     tile_pages = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile_tokens = tile_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % tile_pages)))

@@ -13,6 +13,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.write_kv_pages import xla
+
 TILE_BYTES = 32  # of one column of a tile: 8 rows of f32, 16 of bf16
 LANES = 128
 BLOCK_ROWS = 128  # rows amended before the next block's reads start
@@ -22,7 +25,7 @@ NOWHERE = jnp.iinfo(jnp.int32).max
 
 @partial(jax.jit, static_argnames=("block_rows", "interpret"))
 def write_kv_pages(
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     k: Array,
     v: Array,
     page_ids: Array,
@@ -30,8 +33,10 @@ def write_kv_pages(
     *,
     block_rows: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Array:
+) -> Array | QuantizedPages:
     """As `pallas_kernels.write_kv_pages`; page 0 stays as it is."""
+    if isinstance(kv_pages, QuantizedPages):
+        return xla.write_kv_pages(kv_pages, k, v, page_ids, offsets)
     _, kv_heads, _, page_size, size = kv_pages.shape
     group = group_tokens(page_size, kv_pages.dtype)
     group_bytes = kv_heads * 2 * group * -(-size // LANES) * LANES * kv_pages.dtype.itemsize
