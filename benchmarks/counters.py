@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.figures import Spread
 from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
-from jdisagg.core.plans import DecodePlan
+from jdisagg.core.plans import DecodePlan, KVTransfer
 
 
 @dataclass(slots=True)
@@ -54,14 +54,21 @@ class Counters:
                 self._dispatched(actor, plan)
             case DecodeDone():
                 self._read(actor, item)
-            case RunPrefill():
+            case RunPrefill(_, ships):
                 self.prefills += 1
                 self._prefills_out[actor] = self._prefills_out.get(actor, 0) + 1
+                for transfer in ships:
+                    self._shipped(transfer)
             case PrefillDone():
                 self._prefills_out[actor] = self._prefills_out.get(actor, 0) - 1
             case ShipKV(transfer):
-                self.transfers += 1
-                self.pages += len(transfer.source_pages)
+                self._shipped(transfer)
+
+    def _shipped(self, transfer: KVTransfer) -> None:
+        """A page that travels layer group by layer group is counted with its first layers."""
+        self.transfers += 1
+        if transfer.layers is None or transfer.layers[0] == 0:
+            self.pages += len(transfer.source_pages)
 
     def _dispatched(self, actor: str, plan: DecodePlan) -> None:
         lane = self._lanes.setdefault((actor, plan.microbatch), Lane())

@@ -21,9 +21,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client no longer wants it (gone, or a stop string was found)."""
+    """The client no longer wants it (gone: ABORT; or a stop string was found: STOP)."""
 
     request_id: RequestId
+    reason: FinishReason = FinishReason.ABORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,11 @@ class DecodeDone:
 
 @dataclass(frozen=True, slots=True)
 class KVArrived:
-    """At the destination: a transfer's bytes are on its devices, in no page yet. Answered by InsertKV or DropKV."""
+    """At the destination: a part's bytes are on its devices, in no page yet. Answered by InsertKV or DropKV."""
 
     transfer: KVTransfer
+    intact: bool = True  # the digests of what arrived are those of what was sent
+    wire_s: float = 0.0  # from packed at the source to here
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class EngineFailed:
     plan_id: int | None
     handoff: str | None
     reason: str
+    epoch: int | None = None  # of the transfer that failed, and its part: it may be shipped again
+    part: int | None = None
 
 
 Event = Submit | Cancel | Received | TimerFired | WorkerLost | PrefillDone | DecodeDone | KVArrived | EngineFailed
@@ -96,7 +101,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class RunPrefill:
+    """Run the plan; each of `ships` is a `ShipKV` that happens as soon as its layers are computed, while the next are.
+
+    Where the plan fails, those that have not left stay.
+    """
+
     plan: PrefillPlan
+    ships: tuple[KVTransfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What actors say to each other: the handoff's words first, then what keeps the router's view true.
 
-RESERVE -> RESERVED -> (KV shipped) -> COMMIT -> ACK, and ABORT, acknowledged, from anywhere. Every message of a handoff
-carries its epoch: one of another epoch is late and is dropped. Epochs are the router's and never come again.
+RESERVE -> RESERVED -> (parts of KV shipped) -> COMMIT -> ACK, and ABORT, acknowledged, from anywhere. Every message of
+a handoff carries its epoch: one of another epoch is late and is dropped. Epochs are the router's and never come again.
+Times to come are durations: actors of several processes share no clock.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, Work
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Router to decode worker: hold pages and a slot for this request until the deadline."""
+    """Router to decode worker: hold pages and a slot for this request; the lease is renewed by what arrives."""
 
     handoff: str
     epoch: int
     request: Request  # as it is to be prefilled: earlier output joined to the prompt
     num_output: int  # output tokens already given to the client (a resumed request has some)
     prefill_worker: WorkerId
-    deadline_s: float
+    lease_s: float  # the bed is given up when nothing was heard of its source for this long
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Decode worker to router: these pages are held."""
+    """Decode worker to router: these pages are held. The KV of the first `cached_pages` is in them already."""
 
     handoff: str
     epoch: int
     pages: tuple[int, ...]
+    cached_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Router to prefill worker: compute this prompt, then ship its KV to those pages of that worker."""
+    """Router to prefill worker: compute this prompt and ship its KV to those pages of that worker."""
 
     handoff: str
     epoch: int
@@ -52,22 +54,44 @@ class StartPrefill:
     num_output: int
     decode_worker: WorkerId
     decode_pages: tuple[int, ...]
-    deadline_s: float
+    timeout_s: float  # to the first token
+    lease_s: float  # of the bed: Renew it well within
+    cached_pages: int = 0  # leading decode pages that hold their KV already: those are not shipped
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Prefill to decode worker: all KV of the handoff has been shipped; this token was drawn and is fed next."""
+    """Prefill to decode worker: the manifest of what was shipped; this token was drawn and is fed next."""
 
     handoff: str
     epoch: int
     first: Sampled
-    num_tokens: int  # tokens the shipped KV holds
+    num_tokens: int  # tokens of KV, those in pages that the destination held already included
+    num_parts: int  # parts 0 to num_parts - 1 were shipped
+    layout: str = ""  # what the bytes are (WorkerConfig.kv_layout); empty: not told
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Decode to prefill worker: committed; the source pages may go."""
+    """Decode to prefill worker: committed and complete; the source pages may go."""
+
+    handoff: str
+    epoch: int
+    wire_s: float = 0.0  # that its parts were on their way
+
+
+@dataclass(frozen=True, slots=True)
+class Resend:
+    """Decode to prefill worker: this part came broken, or did not come; ship it again."""
+
+    handoff: str
+    epoch: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Prefill to decode worker: still at it; the bed's lease begins anew. Where there is no bed, an Abort answers."""
 
     handoff: str
     epoch: int
@@ -97,6 +121,7 @@ class Progress:
     epoch: int
     mark: Mark
     at_s: float
+    wire_s: float = 0.0  # with COMMITTED: that parts of its KV were on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +172,7 @@ class View:
     free_slots: int  # further sequences it would take, those that wait for a slot to come free included
     waiting_tokens: int  # prompt tokens not yet prefilled
     running: int  # sequences in slots
+    stream_tokens: int = 0  # --transfer=auto: prompts of at least this many tokens are shipped as they are computed
 
 
 Message = (
@@ -156,6 +182,8 @@ Message = (
     | StartPrefill
     | Commit
     | Ack
+    | Resend
+    | Renew
     | Abort
     | AbortAck
     | Progress

@@ -5,6 +5,7 @@ Nothing here knows an array. Every size that a program's shape depends on is a f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
@@ -88,7 +89,11 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """KV of one request, from pages of one worker to pages of another. `epoch` fences late writers."""
+    """One part of a request's KV, from pages of one worker to pages of another. `epoch` fences late writers.
+
+    A handoff ships in parts 0, 1, 2, ...; COMMIT says how many. Parts of one handoff share no (page, layer), may
+    arrive in any order, and are the same bytes however often they are shipped.
+    """
 
     handoff: str
     epoch: int
@@ -97,4 +102,12 @@ class KVTransfer:
     destination: WorkerId
     source_pages: tuple[int, ...]
     destination_pages: tuple[int, ...]
-    num_tokens: int
+    num_tokens: int  # whose KV these pages hold
+    part: int = 0
+    layers: tuple[int, int] | None = None  # first and one past the last, numbered over the model; None: all
+    attempt: int = 0  # times this part was shipped before
+
+
+def last_layer(transfer: KVTransfer) -> float:
+    """One past the last layer of a part; infinite for all layers, which only the end of a plan completes."""
+    return math.inf if transfer.layers is None else transfer.layers[1]

@@ -23,6 +23,15 @@ class Role(StrEnum):
         return self is not Role.PREFILL
 
 
+class TransferMode(StrEnum):
+    """When a prompt's KV leaves its prefill worker."""
+
+    WHOLE = "whole"  # in one part, after the last chunk
+    CHUNK = "chunk"  # after each chunk, the pages that it completed
+    LAYER = "layer"  # so, and each layer group of a chunk by itself, while the next group computes
+    AUTO = "auto"  # as measured: whichever exposes less for the prompt's length
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker's sizes. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
@@ -43,6 +52,11 @@ class WorkerConfig:
     reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
     decode_turns_per_prefill: int = 1  # colocated: turns of each busy microbatch between two prefill chunks
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
+    transfer: TransferMode = TransferMode.AUTO
+    layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one
+    kv_layout: str = ""  # what a page's bytes are, where workers may differ: a Commit of another is refused
+    part_tries: int = 3  # times that a part is asked for again
+    part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
 
     @property
     def slots_per_microbatch(self) -> int:

@@ -6,6 +6,7 @@ an earlier call wrote are what a later call reads. `read` and `wait` block, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdisagg.core.events import DecodeDone, PrefillDone
@@ -25,11 +26,18 @@ class PendingDecode(Protocol):
         ...
 
 
+GroupDone = Callable[[int], None]  # layers of the model whose programs are dispatched so far
+
+
 class Parcel(Protocol):
     """Packed pages on their way to another machine."""
 
     @property
     def transfer(self) -> KVTransfer: ...
+
+    def wait_packed(self) -> None:
+        """Blocks until the source's devices have packed them: from then on they are on their way."""
+        ...
 
     def wait(self) -> None:
         """Blocks until the bytes are on the destination's devices (not yet in its pages)."""
@@ -39,7 +47,13 @@ class Parcel(Protocol):
 class Machine(Protocol):
     config: WorkerConfig
 
-    def run_prefill(self, plan: PrefillPlan) -> PendingPrefill: ...
+    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
+        """`group_done(n)` is called between layer groups: layers 0 to n - 1 are dispatched, the others are not.
+
+        What it ships of these layers leaves while the next are computed. After the last group it is not called: the
+        rest may be shipped when this returns, behind the draw of the first token.
+        """
+        ...
 
     def run_decode(self, plan: DecodePlan) -> PendingDecode: ...
 

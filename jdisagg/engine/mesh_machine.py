@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
@@ -18,6 +19,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.decode import Decoder, PendingDecode
+from jdisagg.engine.machine import GroupDone
 from jdisagg.engine.prefill import PendingPrefill, Prefiller
 from jdisagg.engine.section import Section
 from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
@@ -33,6 +35,10 @@ class MeshParcel:
 
     transfer: KVTransfer
     moves: list[Move]
+    packed: list[Array]  # at the source
+
+    def wait_packed(self) -> None:
+        jax.block_until_ready(self.packed)
 
     def wait(self) -> None:
         jax.block_until_ready([move.atoms for move in self.moves])
@@ -76,17 +82,18 @@ class MeshMachine:
         self.decoder = Decoder(self.sections, config, model.vocab_size) if config.role.decodes else None
         self._compiled_when_warm: int | None = None
 
-    def run_prefill(self, plan: PrefillPlan) -> PendingPrefill:
+    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
         assert self.prefiller is not None, f"{self.config.worker} does not prefill"
-        return self.prefiller.run(plan)
+        return self.prefiller.run(plan, group_done)
 
     def run_decode(self, plan: DecodePlan) -> PendingDecode:
         assert self.decoder is not None, f"{self.config.worker} does not decode"
         return self.decoder.run(plan)
 
     def ship(self, transfer: KVTransfer, destination: MeshMachine) -> MeshParcel:
-        moves = ship_pages(self.pages, self.docks, destination.pages, transfer.source_pages, transfer.destination_pages)
-        return MeshParcel(transfer, moves)
+        pages = transfer.source_pages, transfer.destination_pages
+        moves, packed = ship_pages(self.pages, self.docks, destination.pages, *pages, transfer.layers)
+        return MeshParcel(transfer, moves, packed)
 
     def insert(self, parcel: MeshParcel) -> None:
         insert_moves(self.pages, self.docks, parcel.moves)
@@ -121,7 +128,7 @@ class MeshMachine:
 
     def _ship_null(self, peer: MeshMachine, pages: int) -> list:
         nulls = (NULL_PAGE,) * pages
-        moves = ship_pages(self.pages, self.docks, peer.pages, nulls, nulls)
+        moves, _ = ship_pages(self.pages, self.docks, peer.pages, nulls, nulls)
         insert_moves(peer.pages, peer.docks, moves)
         return [stage.pools for stage in peer.pages]
 

@@ -19,8 +19,9 @@ from jdisagg.core.plans import PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
+from jdisagg.engine.machine import GroupDone
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
-from jdisagg.engine.section import Chunks, Section, run_prefill
+from jdisagg.engine.section import Chunks, Section
 from jdisagg.parallel.place import Program
 
 MAX_BORDERS = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
@@ -135,9 +136,10 @@ class Prefiller:
     def programs(self) -> list[Program]:
         return [self.greedy, self.pick, self.logprobs]
 
-    def run(self, plan: PrefillPlan) -> PendingPrefill:
+    def run(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
+        """See `machine.Machine.run_prefill`."""
         packed = pack(plan, self.config)
-        x = self.groups(packed)
+        x = self.groups(packed, group_done)
         scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
         logits = tokens = logprobs = scores = None
         if scored or any(chunk.last for chunk in plan.chunks):
@@ -156,11 +158,17 @@ class Prefiller:
                 array.copy_to_host_async()
         return PendingPrefill(plan, packed.first_rows, tokens, logprobs, scores, borders)
 
-    def groups(self, packed: Packed) -> Array:
-        """Activations [T, hidden] after all layers."""
+    def groups(self, packed: Packed, group_done: GroupDone | None = None) -> Array:
+        """Activations [T, hidden] after all layers; `group_done` is called between the groups' programs."""
         places = dict.fromkeys(section.place for section in self.sections)
         chunks_at = {place: Chunks(*place.put((packed.rows, packed.spans, packed.table))) for place in places}
-        return run_prefill(self.sections, chunks_at)
+        x = None
+        for section in self.sections:
+            if x is not None and group_done is not None:
+                group_done(section.layers.start)
+            x = section.prefill(chunks_at[section.place], x if x is None else section.place.hop(x))
+        assert x is not None
+        return x
 
     def head(self, x: Array, packed: Packed) -> Array:
         """Logits f32[S, V] after each chunk's last row, on the device that draws."""

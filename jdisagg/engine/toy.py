@@ -1,8 +1,9 @@
 """A machine without arithmetic worth the name, for tests and simulation: no JAX, no arrays, no time.
 
-Its "KV" is the tokens themselves, kept a page slot each, and a token is drawn as a hash of all tokens read back through
-the pages. So a page that is wrong, stale, foreign or not yet there gives a wrong token, and `toy_output` says which
-tokens are right. Prefill and decode draw alike, as a model does: a sequence prefilled again goes on where it was.
+Its "KV" is the tokens themselves, kept a page slot each in every layer group, and a token is drawn as a hash of all
+tokens read back through the pages of all groups. So a page that is wrong, stale, foreign or not yet there, be it in one
+group alone, gives a wrong token, and `toy_output` says which tokens are right.
+Prefill and decode draw alike, as a model does: a sequence prefilled again goes on where it was.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Sampled, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.machine import GroupDone
 
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote
@@ -76,7 +78,10 @@ class ToyDecode:
 @dataclass(frozen=True, slots=True)
 class ToyParcel:
     transfer: KVTransfer
-    contents: tuple[tuple[int, ...], ...]
+    contents: tuple[tuple[tuple[int, ...], ...], ...]  # of each of its layer groups, the pages
+
+    def wait_packed(self) -> None:
+        return
 
     def wait(self) -> None:
         """Toy bytes are there at once; a driver of virtual time prices their way."""
@@ -88,16 +93,29 @@ class ToyMachine:
 
     def __init__(self, config: WorkerConfig, fail_plans: Collection[int] = ()) -> None:
         self.config, self.fail_plans = config, fail_plans
-        self.pages = [[NOTHING] * config.page_size for _ in range(config.num_pages + 1)]
+        self.layer_groups = config.layer_groups or ((0, 1),)
+        self.groups = [[[NOTHING] * config.page_size for _ in range(config.num_pages + 1)] for _ in self.layer_groups]
         self.slots: dict[int, ToySlot] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_groups[-1][1]
+
+    @property
+    def pages(self) -> list[list[int]]:
+        """Of the first layer group: token slots by page id."""
+        return self.groups[0]
 
     # ------------------------------------------------------------ prefill
 
-    def run_prefill(self, plan: PrefillPlan) -> ToyPrefill:
+    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> ToyPrefill:
         self._check_sizes(plan)
-        for chunk in plan.chunks:
-            for position, token in enumerate(chunk.tokens, chunk.start):
-                self._write(chunk.pages, position, token)
+        for group, (_, stop) in zip(self.groups, self.layer_groups, strict=True):
+            for chunk in plan.chunks:
+                for position, token in enumerate(chunk.tokens, chunk.start):
+                    self._write(group, chunk.pages, position, token)
+            if group_done is not None and group is not self.groups[-1]:
+                group_done(stop)
         sampled = tuple((chunk.request_id, self._first(chunk)) for chunk in plan.chunks if chunk.last)
         scored = tuple((chunk.request_id, _scores(chunk)) for chunk in plan.chunks if _asked(chunk))
         return ToyPrefill(PrefillDone(plan.plan_id, sampled, scored))
@@ -141,7 +159,8 @@ class ToyMachine:
         if row.stopped:
             return None
         assert self.config.pages_for(row.position + 1) <= plan.table_pages, "the table is too narrow"
-        self._write(row.table, row.position, row.token)
+        for group in self.groups:
+            self._write(group, row.table, row.position, row.token)
         row.position += 1
         row.token = next_token(self._read(row.table, row.position), row.sampling, row.num_output)
         row.num_output += 1
@@ -152,20 +171,29 @@ class ToyMachine:
 
     def ship(self, transfer: KVTransfer, destination: ToyMachine) -> ToyParcel:
         assert len(transfer.source_pages) == len(transfer.destination_pages)
-        return ToyParcel(transfer, tuple(tuple(self.pages[page]) for page in transfer.source_pages))
+        groups = self._groups_of(transfer)
+        return ToyParcel(transfer, tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups))
 
     def insert(self, parcel: ToyParcel) -> None:
-        for page, content in zip(parcel.transfer.destination_pages, parcel.contents, strict=True):
-            self.pages[page] = list(content)
+        for group, contents in zip(self._groups_of(parcel.transfer), parcel.contents, strict=True):
+            for page, content in zip(parcel.transfer.destination_pages, contents, strict=True):
+                group[page] = list(content)
 
-    def _write(self, table: Sequence[int], position: int, token: int) -> None:
+    def _groups_of(self, transfer: KVTransfer) -> list[list[list[int]]]:
+        first, stop = transfer.layers or (0, self.layer_groups[-1][1])
+        pairs = zip(self.groups, self.layer_groups, strict=True)
+        return [group for group, layers in pairs if first <= layers[0] and layers[1] <= stop]
+
+    def _write(self, group: list[list[int]], table: Sequence[int], position: int, token: int) -> None:
         page = table[position // self.config.page_size]
         assert page != NULL_PAGE, "the null page belongs to nobody"
-        self.pages[page][position % self.config.page_size] = token
+        group[page][position % self.config.page_size] = token
 
     def _read(self, table: Sequence[int], num_tokens: int) -> list[int]:
-        joined = [token for page in table[: self.config.pages_for(num_tokens)] for token in self.pages[page]]
-        return joined[:num_tokens]
+        """The tokens that all groups agree on; NOTHING where one of them holds another."""
+        pages = table[: self.config.pages_for(num_tokens)]
+        rows = [[token for page in pages for token in group[page]] for group in self.groups]
+        return [seen[0] if len(set(seen)) == 1 else NOTHING for seen in zip(*rows, strict=True)][:num_tokens]
 
     def _maybe_fail(self, plan_id: int) -> None:
         if plan_id in self.fail_plans:

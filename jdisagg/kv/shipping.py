@@ -74,22 +74,31 @@ def ship_pages(
     destination: Sequence[StagePages],
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
-) -> list[Move]:
-    """Packs the pages of every layer, now in program order, and starts them on their way; returns at once.
+    layers: tuple[int, int] | None = None,
+) -> tuple[list[Move], list[Array]]:
+    """Packs the pages of `layers` (None: all), now in program order, and starts them on their way; returns at once.
 
-    The two sides may cut layers and heads differently. `docks` are the source's.
+    The two sides may cut layers and heads differently, and `layers` as well. `docks` are the source's. The second
+    result is what was packed, at the source.
     """
     assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
-    moves = []
-    for run in plan_layers(tuple(s.layers for s in source), tuple(d.layers for d in destination)):
+    moves: list[Move] = []
+    leaving: list[Array] = []
+    first, stop = layers or (0, destination[-1].layers.stop)
+    for run in plan_layers(tuple(_within(s.layers, first, stop) for s in source), tuple(d.layers for d in destination)):
         held, wanted = source[run.source_stage], destination[run.destination_stage]
         heads = plan_heads(held.layout.num_kv_heads, held.place.tp, wanted.place.tp)
         pools = held.pools[run.layers.start - held.layers.start : run.layers.stop - held.layers.start]
-        for start, stop, bucket in plan_moves(len(source_pages), TRANSFER_BUCKETS):
-            packed = docks[held.place].pack(pools, padded(source_pages[start:stop], bucket), heads.atom_heads)
-            pages = padded(destination_pages[start:stop], bucket)
+        for begin, end, bucket in plan_moves(len(source_pages), TRANSFER_BUCKETS):
+            packed = docks[held.place].pack(pools, padded(source_pages[begin:end], bucket), heads.atom_heads)
+            pages = padded(destination_pages[begin:end], bucket)
             moves.append(Move(run.destination_stage, run.layers, send(packed, heads, wanted.place), pages))
-    return moves
+            leaving += packed
+    return moves, leaving
+
+
+def _within(layers: range, first: int, stop: int) -> range:
+    return range(max(layers.start, first), min(layers.stop, stop))
 
 
 def padded(pages: Sequence[int], size: int) -> np.ndarray:

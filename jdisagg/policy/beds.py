@@ -11,10 +11,10 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jdisagg.core.events import DecodeDone, DropKV, InsertKV, RunDecode
+from jdisagg.core.events import DecodeDone, DropKV, InsertKV, KVArrived, RunDecode
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Reserve, Reserved
-from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PageGrant
+from jdisagg.core.plans import Admission, DecodePlan, PageGrant
 from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.policy.handoff import End, Handoff, Signal, State
@@ -33,6 +33,10 @@ class Bed:
     order: Order
     num_output: int  # tokens the client had before this attempt
     pages: list[int]
+    lease_s: float
+    parts: set[int] = field(default_factory=set)  # that are inserted
+    num_parts: int | None = None  # that COMMIT counts
+    source: WorkerId | None = None  # that said COMMIT
     num_tokens: int = 0  # tokens in the KV when it was committed
     output: list[int] = field(default_factory=list)  # tokens of this attempt, as read
     first: Sampled | None = None  # known from COMMIT on
@@ -49,6 +53,11 @@ class Bed:
     def drained(self) -> bool:
         """All its turns are dispatched: it only waits for tokens."""
         return self.dispatched == self.request.sampling.max_tokens
+
+    def wants(self, part: int) -> bool:
+        """Whether this part is still to come; one that COMMIT does not count is none of this bed's."""
+        known = self.num_parts is None or part < self.num_parts
+        return known and part not in self.parts and self.handoff.can_take(Signal.ARRIVE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,23 +101,24 @@ class Beds:
         owner = Owner(message.handoff, message.epoch)
         bed = self.beds.get(owner)
         if bed is None:
-            bed = self._make_bed(owner, message)
+            bed = self._make_bed(owner, message, now_s)
         if bed is None:
             detail = f"{self.free_slots} slots and {self.reservable_pages} pages are free"
             self.out.tell_router(Refused(*owner, detail))
         elif bed.handoff.state is State.RESERVED:
             self.out.tell_router(Reserved(*owner, tuple(bed.pages)))
 
-    def _make_bed(self, owner: Owner, message: Reserve) -> Bed | None:
+    def _make_bed(self, owner: Owner, message: Reserve, now_s: float) -> Bed | None:
         need = predicted_pages(message.request, self.config)
         if self.free_slots < 1 or need > self.reservable_pages:
             return None
         pages = self.pool.take(need, owner, PageState.IN_FLIGHT)
         assert pages is not None, "reservable pages are free"
-        handoff = Handoff(owner, End.DESTINATION, message.deadline_s)
+        handoff = Handoff(owner, End.DESTINATION, now_s + message.lease_s)
         handoff.take(Signal.RESERVE)
         self.out.arm(handoff)
-        bed = Bed(handoff, message.request, order_of(message.request), message.num_output, list(pages))
+        order = order_of(message.request)
+        bed = Bed(handoff, message.request, order, message.num_output, list(pages), message.lease_s)
         self.beds[owner] = bed
         return bed
 
@@ -119,40 +129,43 @@ class Beds:
             self.out.send(source, Abort(*owner, "no such bed"))
         elif bed.handoff.can_take(Signal.COMMIT):
             bed.handoff.take(Signal.COMMIT)
-            bed.first, bed.num_tokens = message.first, message.num_tokens
+            bed.first, bed.num_tokens, bed.num_parts = message.first, message.num_tokens, message.num_parts
+            bed.source = source
             self._admit_if_complete(bed, now_s)
-        if bed is not None and bed.handoff.state is State.ADMITTED:
-            self.out.send(source, Ack(*owner))
+        elif bed.handoff.state is State.ADMITTED:
+            self.out.send(source, Ack(*owner))  # it was said twice: the Ack may have been lost
 
-    def arrive(self, transfer: KVTransfer, now_s: float) -> None:
-        """KV landed: it is inserted where its bed still waits for it, and dropped where it is late."""
+    def arrive(self, event: KVArrived, now_s: float) -> None:
+        """A part landed: inserted where its bed still waits for it, dropped where it is late or came before."""
+        transfer = event.transfer
         bed = self.beds.get(Owner(transfer.handoff, transfer.epoch))
-        if bed is None or not bed.handoff.can_take(Signal.ARRIVE):
+        if bed is None or not bed.wants(transfer.part):
             self.out.put(DropKV(transfer))
             return
         bed.handoff.take(Signal.ARRIVE)
+        bed.parts.add(transfer.part)
         self.out.put(InsertKV(transfer))
-        if self._admit_if_complete(bed, now_s):
-            self.out.send(transfer.source, Ack(*bed.owner))
+        self._admit_if_complete(bed, now_s)
 
     def commit_here(self, owner: Owner, first: Sampled, now_s: float) -> None:
         """The colocated handoff: the KV was computed in the bed's own pages."""
         bed = self.beds[owner]
-        bed.handoff.take(Signal.ARRIVE)
         bed.handoff.take(Signal.COMMIT)
-        bed.first, bed.num_tokens = first, len(bed.request.prompt)
+        bed.first, bed.num_tokens, bed.num_parts = first, len(bed.request.prompt), 0
         self._admit_if_complete(bed, now_s)
 
-    def _admit_if_complete(self, bed: Bed, now_s: float) -> bool:
-        if bed.handoff.state is not State.ADMITTED:
-            return False
+    def _admit_if_complete(self, bed: Bed, now_s: float) -> None:
+        if bed.handoff.state is not State.COMMITTED or len(bed.parts) != bed.num_parts:
+            return
         assert bed.first is not None, "COMMIT brings the first token"
+        bed.handoff.take(Signal.COMPLETE)
+        if bed.source is not None:
+            self.out.send(bed.source, Ack(*bed.owner))
         bed.output.append(bed.first.token)
         bed.dispatched = 1
         self.pool.move(bed.pages, bed.owner, PageState.HELD)
         insort(self._ready, bed, key=lambda each: each.order)
         self.out.reach(bed.request.request_id, bed.owner, Mark.COMMITTED, now_s)
-        return True
 
     def bed_waits(self, owner: Owner) -> bool:
         """Whether the bed is reserved and nothing has come for it yet."""

@@ -1,8 +1,9 @@
 """The handoff, as a literal transition table that both of its ends use.
 
-RESERVE holds a bed at the destination before the source starts; KV and COMMIT reach the bed in either order; ACK lets
-the source's pages go. ABORT and EXPIRE (a deadline ran out) end it from anywhere, and an ABORT is acknowledged even
-where it finds nothing left. A signal without a row raises IllegalTransition and changes nothing.
+RESERVE holds a bed at the destination before the source starts; parts of KV and COMMIT, which counts them, reach the
+bed in any order; ACK lets the source's pages go. ABORT and EXPIRE (a deadline ran out) end it from anywhere, and an
+ABORT is acknowledged even where it finds nothing left. A signal without a row raises IllegalTransition and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ class End(StrEnum):
 class State(StrEnum):
     IDLE = "idle"
     COMPUTING = "computing"  # source: the prompt waits for its turn or is being computed
-    SHIPPED = "shipped"  # source: KV and COMMIT are on their way
+    STREAMING = "streaming"  # source: computed further, while some parts are on their way already
+    SHIPPED = "shipped"  # source: all parts and COMMIT are on their way
     RESERVED = "reserved"  # destination: the bed is held
-    ARRIVED = "arrived"  # destination: KV is in the bed's pages, nobody may read it yet
-    COMMITTED = "committed"  # destination: COMMIT came before its KV
-    ADMITTED = "admitted"  # destination: both came, ACK is sent, the sequence decodes
+    FILLING = "filling"  # destination: some parts are in the bed's pages, nobody may read them yet
+    COMMITTED = "committed"  # destination: COMMIT came, some of the parts that it counts did not
+    ADMITTED = "admitted"  # destination: all came, ACK is sent, the sequence decodes
     RELEASED = "released"
     ABORTED = "aborted"
 
 
 class Signal(StrEnum):
     START = "start"
-    SHIP = "ship"
+    SHIP = "ship"  # a part leaves
     ACK = "ack"
     RESERVE = "reserve"
-    ARRIVE = "arrive"
-    COMMIT = "commit"
+    ARRIVE = "arrive"  # a part is inserted
+    COMMIT = "commit"  # source: it is said; destination: it is heard
+    COMPLETE = "complete"  # the bed has COMMIT and every part that it counts
     RELEASE = "release"  # the sequence ended here: nothing is left to hand over, or to decode
     ABORT = "abort"
     EXPIRE = "expire"
@@ -45,26 +48,34 @@ class Signal(StrEnum):
 
 TABLE: dict[tuple[End, State, Signal], State] = {
     (End.SOURCE, State.IDLE, Signal.START): State.COMPUTING,
-    (End.SOURCE, State.COMPUTING, Signal.SHIP): State.SHIPPED,
+    (End.SOURCE, State.COMPUTING, Signal.SHIP): State.STREAMING,
+    (End.SOURCE, State.STREAMING, Signal.SHIP): State.STREAMING,
+    (End.SOURCE, State.COMPUTING, Signal.COMMIT): State.SHIPPED,  # nothing had to travel
+    (End.SOURCE, State.STREAMING, Signal.COMMIT): State.SHIPPED,
     (End.SOURCE, State.COMPUTING, Signal.RELEASE): State.RELEASED,
+    (End.SOURCE, State.STREAMING, Signal.RELEASE): State.RELEASED,
     (End.SOURCE, State.SHIPPED, Signal.ACK): State.RELEASED,
     (End.SOURCE, State.COMPUTING, Signal.ABORT): State.ABORTED,
+    (End.SOURCE, State.STREAMING, Signal.ABORT): State.ABORTED,
     (End.SOURCE, State.SHIPPED, Signal.ABORT): State.ABORTED,
     (End.SOURCE, State.COMPUTING, Signal.EXPIRE): State.ABORTED,
+    (End.SOURCE, State.STREAMING, Signal.EXPIRE): State.ABORTED,
     (End.SOURCE, State.SHIPPED, Signal.EXPIRE): State.ABORTED,
     (End.DESTINATION, State.IDLE, Signal.RESERVE): State.RESERVED,
-    (End.DESTINATION, State.RESERVED, Signal.ARRIVE): State.ARRIVED,
+    (End.DESTINATION, State.RESERVED, Signal.ARRIVE): State.FILLING,
+    (End.DESTINATION, State.FILLING, Signal.ARRIVE): State.FILLING,
+    (End.DESTINATION, State.COMMITTED, Signal.ARRIVE): State.COMMITTED,
     (End.DESTINATION, State.RESERVED, Signal.COMMIT): State.COMMITTED,
-    (End.DESTINATION, State.ARRIVED, Signal.COMMIT): State.ADMITTED,
-    (End.DESTINATION, State.COMMITTED, Signal.ARRIVE): State.ADMITTED,
+    (End.DESTINATION, State.FILLING, Signal.COMMIT): State.COMMITTED,
+    (End.DESTINATION, State.COMMITTED, Signal.COMPLETE): State.ADMITTED,
     (End.DESTINATION, State.ADMITTED, Signal.RELEASE): State.RELEASED,
     (End.DESTINATION, State.RESERVED, Signal.RELEASE): State.RELEASED,
     (End.DESTINATION, State.RESERVED, Signal.ABORT): State.ABORTED,
-    (End.DESTINATION, State.ARRIVED, Signal.ABORT): State.ABORTED,
+    (End.DESTINATION, State.FILLING, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.COMMITTED, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.ADMITTED, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.RESERVED, Signal.EXPIRE): State.ABORTED,
-    (End.DESTINATION, State.ARRIVED, Signal.EXPIRE): State.ABORTED,
+    (End.DESTINATION, State.FILLING, Signal.EXPIRE): State.ABORTED,
     (End.DESTINATION, State.COMMITTED, Signal.EXPIRE): State.ABORTED,
 }
 
@@ -81,11 +92,12 @@ class Wait:
 
 
 WAITS: dict[tuple[End, State], Wait] = {
-    (End.SOURCE, State.COMPUTING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.deadline_s"),
+    (End.SOURCE, State.COMPUTING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
+    (End.SOURCE, State.STREAMING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
     (End.SOURCE, State.SHIPPED): Wait("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
-    (End.DESTINATION, State.RESERVED): Wait("KV and COMMIT", "decode worker", "Reserve.deadline_s"),
-    (End.DESTINATION, State.ARRIVED): Wait("COMMIT", "decode worker", "Reserve.deadline_s"),
-    (End.DESTINATION, State.COMMITTED): Wait("KV", "decode worker", "Reserve.deadline_s"),
+    (End.DESTINATION, State.RESERVED): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
+    (End.DESTINATION, State.FILLING): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
+    (End.DESTINATION, State.COMMITTED): Wait("missing parts", "decode worker", "Reserve.lease_s"),
     (End.DESTINATION, State.ADMITTED): Wait("the next token", "router", "RouterConfig.stall_timeout_s"),
 }
 

@@ -1,7 +1,8 @@
 """The prefill side of a worker: prompts in order, packed into chunks, their first token told, their KV shipped.
 
-A prompt's pages are held from its first chunk until the destination acknowledges them. In a colocated worker they are
-the bed's own, and shipping is a change of books.
+KV leaves in parts, the early ones with the plan that computes them: where a plan fails, its parts never left. A
+prompt's pages are held from its first chunk until the destination acknowledges them all. In a colocated worker they
+are the bed's own, and shipping is a change of books.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Commit, Draw, StartPrefill
 from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Request, Sampled, WorkerId
-from jdisagg.core.worker_config import WorkerConfig, bucket
+from jdisagg.core.worker_config import TransferMode, WorkerConfig, bucket
 from jdisagg.policy.beds import Beds, end_of
 from jdisagg.policy.handoff import End, Handoff, Signal
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.parts import Piece, pieces
 from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
 
 
@@ -33,7 +35,10 @@ class Prompt:
     num_output: int
     decode_worker: WorkerId
     decode_pages: tuple[int, ...]
+    sent_pages: int  # leading pages that have left, or that the destination held already
+    mode: TransferMode = TransferMode.WHOLE  # settled when it begins
     pages: tuple[int, ...] = ()  # its own; a colocated prompt computes in the bed's
+    parts: list[KVTransfer] = field(default_factory=list)  # as shipped
     planned: int = 0  # tokens that plans have taken
     scored: list[Sampled] = field(default_factory=list)  # prompt logprobs so far
 
@@ -63,11 +68,16 @@ class Prompts:
         here = message.decode_worker == self.config.worker
         if owner in self.prompts or (here and not self.beds.bed_waits(owner)):
             return  # said twice, or its bed is gone
-        handoff = Handoff(owner, End.SOURCE, message.deadline_s)
+        handoff = Handoff(owner, End.SOURCE, now_s + message.timeout_s)
         handoff.take(Signal.START)
-        order = order_of(message.request)
         prompt = Prompt(
-            handoff, message.request, order, message.num_output, message.decode_worker, message.decode_pages
+            handoff=handoff,
+            request=message.request,
+            order=order_of(message.request),
+            num_output=message.num_output,
+            decode_worker=message.decode_worker,
+            decode_pages=message.decode_pages,
+            sent_pages=message.cached_pages,
         )
         self.prompts[owner] = prompt
         insort(self._waiting, prompt, key=lambda each: each.order)
@@ -119,7 +129,7 @@ class Prompts:
     def _begin(self, prompt: Prompt, now_s: float) -> None:
         pages = self.pool.take(self._pages_to_start(prompt), prompt.owner, PageState.HELD)
         assert pages is not None, "a prompt is picked only where its pages are free"
-        prompt.pages = pages
+        prompt.pages, prompt.mode = pages, self._mode(prompt)
         self.out.reach(prompt.request.request_id, prompt.owner, Mark.PREFILL_STARTED, now_s)
 
     def _dispatch(self, chunks: tuple[PrefillChunk, ...], prompts: tuple[Prompt, ...]) -> None:
@@ -130,7 +140,46 @@ class Prompts:
             table_pages=bucket(max(len(chunk.pages) for chunk in chunks), self.config.table_buckets),
         )
         self.plans[plan.plan_id] = prompts
-        self.out.put(RunPrefill(plan))
+        ships = [part for prompt in prompts if prompt.mode is not TransferMode.WHOLE for part in self._cut(prompt)]
+        self.out.put(RunPrefill(plan, tuple(ships)))
+
+    # ------------------------------------------------------------ parts
+
+    def _mode(self, prompt: Prompt) -> TransferMode:
+        """How this prompt's KV leaves; one that ends with its first token ships nothing before that is known."""
+        if self._here(prompt) or prompt.request.sampling.max_tokens == 1:
+            return TransferMode.WHOLE
+        if self.config.transfer is not TransferMode.AUTO:
+            return self.config.transfer
+        several = len(prompt.request.prompt) > self.config.prefill_buckets[-1]
+        return TransferMode.CHUNK if several else TransferMode.WHOLE
+
+    def _cut(self, prompt: Prompt) -> list[KVTransfer]:
+        """The parts that may leave now that `planned` tokens are dispatched; they are booked as on their way."""
+        total = len(prompt.request.prompt)
+        cut = pieces(prompt.mode, self.config, prompt.sent_pages, prompt.planned, total)
+        if not cut:
+            return []
+        prompt.handoff.take(Signal.SHIP)
+        self.pool.move(prompt.pages[prompt.sent_pages : cut[-1].stop], prompt.owner, PageState.IN_FLIGHT)
+        prompt.sent_pages = cut[-1].stop
+        parts = [self._part(prompt, piece, len(prompt.parts) + index) for index, piece in enumerate(cut)]
+        prompt.parts += parts
+        return parts
+
+    def _part(self, prompt: Prompt, piece: Piece, index: int) -> KVTransfer:
+        return KVTransfer(
+            handoff=prompt.owner.handoff,
+            epoch=prompt.owner.epoch,
+            request_id=prompt.request.request_id,
+            source=self.config.worker,
+            destination=prompt.decode_worker,
+            source_pages=prompt.pages[piece.start : piece.stop],
+            destination_pages=prompt.decode_pages[piece.start : piece.stop],
+            num_tokens=piece.num_tokens(len(prompt.request.prompt), self.config.page_size),
+            part=index,
+            layers=piece.layers,
+        )
 
     # ------------------------------------------------------------ results
 
@@ -154,28 +203,21 @@ class Prompts:
             if here:
                 self.beds.end(owner, Signal.RELEASE)
             return
-        prompt.handoff.take(Signal.SHIP)
         if here:
+            prompt.handoff.take(Signal.COMMIT)
             self.beds.commit_here(owner, first, now_s)
             self.end(owner, Signal.ACK)
         else:
-            self._ship(prompt, first, now_s)
+            self._commit(prompt, first, now_s)
 
-    def _ship(self, prompt: Prompt, first: Sampled, now_s: float) -> None:
-        owner, num_tokens = prompt.owner, len(prompt.request.prompt)
-        self.pool.move(prompt.pages, owner, PageState.IN_FLIGHT)
-        transfer = KVTransfer(
-            handoff=owner.handoff,
-            epoch=owner.epoch,
-            request_id=prompt.request.request_id,
-            source=self.config.worker,
-            destination=prompt.decode_worker,
-            source_pages=prompt.pages,
-            destination_pages=prompt.decode_pages[: len(prompt.pages)],
-            num_tokens=num_tokens,
-        )
-        self.out.put(ShipKV(transfer))
-        self.out.send(prompt.decode_worker, Commit(*owner, first, num_tokens))
+    def _commit(self, prompt: Prompt, first: Sampled, now_s: float) -> None:
+        """Ships what has not left, and says what was shipped in all."""
+        for part in self._cut(prompt):
+            self.out.put(ShipKV(part))
+        prompt.handoff.take(Signal.COMMIT)
+        num_tokens, num_parts = len(prompt.request.prompt), len(prompt.parts)
+        manifest = Commit(*prompt.owner, first, num_tokens, num_parts, self.config.kv_layout)
+        self.out.send(prompt.decode_worker, manifest)
         prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
         self.out.arm(prompt.handoff)
 

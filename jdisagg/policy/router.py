@@ -155,19 +155,29 @@ class Router:
         self.peers[prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[decode].book(row.request_id, 0.0, request.sampling.max_tokens * self.config.decode_token_weight)
         self.peers[decode].ask(row.owner, request)
-        lease_s = now_s + 2 * timeout_s + self.config.prefill_timeout_s
+        lease_s = 2 * timeout_s + self.config.prefill_timeout_s
         self.out.send(decode, Reserve(*row.owner, request, row.num_before, prefill, lease_s))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self._wait(row, Waiting.ANSWER, now_s + timeout_s)
 
-    def _start(self, row: Row, pages: tuple[int, ...], now_s: float) -> None:
+    def _start(self, row: Row, bed: Reserved, now_s: float) -> None:
         assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
         row.enter(Phase.PREFILLING)
         row.ledger.mark(Mark.RESERVED, now_s)
-        deadline_s = now_s + self.config.prefill_timeout_s
-        start = StartPrefill(*row.owner, row.to_prefill(), row.num_before, row.decode, pages, deadline_s)
+        timeout_s = self.config.prefill_timeout_s
+        start = StartPrefill(
+            handoff=row.owner.handoff,
+            epoch=row.epoch,
+            request=row.to_prefill(),
+            num_output=row.num_before,
+            decode_worker=row.decode,
+            decode_pages=bed.pages,
+            timeout_s=timeout_s,
+            lease_s=self.config.lease_s,
+            cached_pages=bed.cached_pages,
+        )
         self.out.send(row.prefill, start)
-        self._wait(row, Waiting.PREFILL, deadline_s)
+        self._wait(row, Waiting.PREFILL, now_s + timeout_s)
 
     # ------------------------------------------------------------ from workers
 
@@ -206,7 +216,7 @@ class Router:
         if row is None or row.waiting is not Waiting.ANSWER:
             return
         if isinstance(message, Reserved):
-            self._start(row, message.pages, now_s)
+            self._start(row, message, now_s)
         else:
             self._enqueue(row, now_s)
 

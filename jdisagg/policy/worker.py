@@ -55,8 +55,8 @@ class Worker:
                 self.beds.decode_done(event, now_s)
             case PrefillDone():
                 self.prompts.prefill_done(event, now_s)
-            case KVArrived(transfer):
-                self.beds.arrive(transfer, now_s)
+            case KVArrived():
+                self.beds.arrive(event, now_s)
             case Received(sender, message):
                 self._hear(sender, message, now_s)
                 return isinstance(message, Reserve)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jdisagg.core.events import (
@@ -36,15 +38,23 @@ from jdisagg.core.events import (
     TimerFired,
     WorkerLost,
 )
-from jdisagg.core.plans import KVTransfer
+from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import RequestId, WorkerId
-from jdisagg.engine.machine import Machine, Parcel
+from jdisagg.engine.machine import Machine, Parcel, PendingPrefill
 from jdisagg.serve.strikes import Strikes
 
 log = logging.getLogger("jdisagg.driver")
 
 Outcome = EmitTokens | Finish | Reject
 Observer = Callable[[WorkerId, Any, float], None]  # (actor, event or effect, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A parcel on its destination's devices, and the event that says so."""
+
+    parcel: Parcel
+    event: KVArrived
 
 
 class Actor(Protocol):
@@ -96,11 +106,11 @@ class LiveDriver:
         self.actors: dict[WorkerId, Actor] = {ROUTER: router, **workers}
         self._machines = machines
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
-        self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Parcel] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | None] = queue.SimpleQueue()
         self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
         self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
         self._told: list[tuple[RequestId, Outcome]] = []
-        self._landed: dict[tuple[str, int], Parcel] = {}  # by handoff and epoch: the worker decides in this very round
+        self._landed: dict[KVTransfer, Parcel] = {}  # the worker decides in this very round
         self._unheard: dict[WorkerId, set[int]] = {}  # plans that failed at once, of which their actor has not heard
         self._strikes = Strikes()
         self._lost: set[WorkerId] = set()
@@ -155,11 +165,12 @@ class LiveDriver:
         self._settle()
         return True
 
-    def _take(self, actor: WorkerId, item: Event | Parcel) -> None:
-        if hasattr(item, "wait"):
-            self._land(actor, item)  # type: ignore[arg-type]
-        else:
-            self._round.append((actor, item))  # type: ignore[arg-type]
+    def _take(self, actor: WorkerId, item: Event | Landed) -> None:
+        """Of a part that landed, the worker says whether its bed still waits: until then the bytes are in no page."""
+        if isinstance(item, Landed):
+            self._landed[item.event.transfer] = item.parcel
+            item = item.event
+        self._round.append((actor, item))
 
     def _settle(self) -> None:
         while waiting := self._broken or self._round:
@@ -199,9 +210,9 @@ class LiveDriver:
             case ShipKV(transfer):
                 self._ship(actor, transfer)
             case InsertKV(transfer):
-                self._insert(actor, self._landed.pop((transfer.handoff, transfer.epoch)))
+                self._insert(actor, self._landed.pop(transfer))
             case DropKV(transfer):
-                self._landed.pop((transfer.handoff, transfer.epoch), None)
+                self._landed.pop(transfer, None)
             case SetTimer(at_s, key):
                 self._armed[actor, key] = at_s
                 heapq.heappush(self._timers, (at_s, actor, key))
@@ -218,7 +229,7 @@ class LiveDriver:
             if isinstance(effect, RunDecode):
                 pending = machine.run_decode(effect.plan)
             else:
-                pending = machine.run_prefill(effect.plan)
+                pending = self._run_prefill(actor, machine, effect)
         except Exception as error:
             self._unheard.setdefault(actor, set()).add(plan_id)
             self._broken.append((actor, _failure(actor, error, plan_id=plan_id)))
@@ -231,31 +242,42 @@ class LiveDriver:
         except Exception as error:
             self.post(actor, _failure(actor, error, plan_id=plan_id))
 
+    def _run_prefill(self, actor: WorkerId, machine: Machine, effect: RunPrefill) -> PendingPrefill:
+        """Parts leave between the layer groups' programs, those of the last group behind the first token's draw."""
+        waiting = deque(sorted(effect.ships, key=last_layer))
+
+        def group_done(layers: float) -> None:
+            while waiting and last_layer(waiting[0]) <= layers:
+                self._ship(actor, waiting.popleft())
+
+        pending = machine.run_prefill(effect.plan, group_done if waiting else None)
+        group_done(math.inf)
+        return pending
+
     def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
         try:
             parcel = self._machines[actor].ship(transfer, self._machines[transfer.destination])
         except Exception as error:
-            self._broken.append((actor, _failure(actor, error, handoff=transfer.handoff)))
+            self._broken.append((actor, _failure(actor, error, transfer=transfer)))
             return
-        self._readers.read(f"ship-{transfer.destination}", lambda: self._await_landing(actor, parcel))
+        lane = f"ship-{actor}-{transfer.destination}"  # one source's parts land in the order of their leaving
+        self._readers.read(lane, lambda: self._await_landing(actor, parcel))
 
     def _await_landing(self, source: WorkerId, parcel: Parcel) -> None:
         try:
+            parcel.wait_packed()
+            packed_s = self.now_s()
             parcel.wait()
-            self._inbox.put((parcel.transfer.destination, parcel))
+            event = KVArrived(parcel.transfer, wire_s=self.now_s() - packed_s)
+            self._inbox.put((parcel.transfer.destination, Landed(parcel, event)))
         except Exception as error:
-            self.post(source, _failure(source, error, handoff=parcel.transfer.handoff))
-
-    def _land(self, actor: WorkerId, parcel: Parcel) -> None:
-        """The worker says whether its bed still waits: until then the bytes are in no page."""
-        self._landed[parcel.transfer.handoff, parcel.transfer.epoch] = parcel
-        self._round.append((actor, KVArrived(parcel.transfer)))
+            self.post(source, _failure(source, error, transfer=parcel.transfer))
 
     def _insert(self, actor: WorkerId, parcel: Parcel) -> None:
         try:
             self._machines[actor].insert(parcel)
         except Exception as error:
-            self._broken.append((actor, _failure(actor, error, handoff=parcel.transfer.handoff)))
+            self._broken.append((actor, _failure(actor, error, transfer=parcel.transfer)))
 
     # ------------------------------------------------------------ timers
 
@@ -272,7 +294,10 @@ class LiveDriver:
 
 
 def _failure(
-    worker: WorkerId, error: Exception, plan_id: int | None = None, handoff: str | None = None
+    worker: WorkerId, error: Exception, plan_id: int | None = None, transfer: KVTransfer | None = None
 ) -> EngineFailed:
     log.error("%s failed: %s: %s", worker, type(error).__name__, error)
-    return EngineFailed(plan_id, handoff, f"{type(error).__name__}: {error}")
+    reason = f"{type(error).__name__}: {error}"
+    if transfer is None:
+        return EngineFailed(plan_id, None, reason)
+    return EngineFailed(None, transfer.handoff, reason, transfer.epoch, transfer.part)

@@ -24,6 +24,7 @@ from jdisagg.core.events import (
     Submit,
 )
 from jdisagg.core.messages import Preempted, View
+from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.serve.metrics_compat import Aliases
@@ -63,7 +64,8 @@ class Metrics:
         self._prefillers: set[str] = {config.worker for config in workers if config.role.prefills}
         self._decoders: set[str] = {config.worker for config in workers if config.role.decodes}
         self._lives: dict[RequestId, _Life] = {}
-        self._waiting, self._ships = 0, dict[tuple[str, int], float]()
+        self._waiting = 0
+        self._num_layers = max((config.layer_groups[-1][1] for config in workers if config.layer_groups), default=1)
         self._make_request_metrics()
         self._make_worker_metrics(recompiles)
         self._aliases = Aliases(self.registry, compat)
@@ -120,7 +122,9 @@ class Metrics:
         self._decode_runs = self._counter("decode_runs", "Decode turns run", "worker")
         self._decode_batch = self._histogram("decode_batch_sequences", "Sequences in a turn", SEQUENCES, "worker")
         self._ship_bytes = self._counter("shipped_bytes", "KV shipped between workers", "source", "destination")
-        self._ship_s = self._histogram("ship_seconds", "From packing to arrival", SECONDS, "source", "destination")
+        self._ship_s = self._histogram(
+            "ship_seconds", "Of a part, from packed to arrived", SECONDS, "source", "destination"
+        )
         self._preemptions = self._counter("preemptions", "Sequences sent back to prefill for want of pages", "worker")
         self._failures = self._counter("engine_failures", "Programs or transfers that raised", "worker")
         if recompiles is not None:
@@ -198,26 +202,28 @@ class Metrics:
             self._start(self._lives.get(chunk.request_id))
         self._prefill_runs.labels(self._model, actor).inc()
         self._prefill_tokens.labels(self._model, actor).inc(item.plan.num_tokens)
+        for transfer in item.ships:
+            self._shipped(transfer)
 
     def _decode(self, actor: str, item: RunDecode, now_s: float) -> None:
         self._decode_runs.labels(self._model, actor).inc()
         self._decode_batch.labels(self._model, actor).observe(len(item.plan.active))
 
     def _ship(self, actor: str, item: ShipKV, now_s: float) -> None:
-        transfer = item.transfer
-        self._ships[transfer.handoff, transfer.epoch] = now_s
+        self._shipped(item.transfer)
+
+    def _shipped(self, transfer: KVTransfer) -> None:
+        first, stop = transfer.layers or (0, self._num_layers)
+        page_bytes = self._page_bytes * (stop - first) / self._num_layers
         shipped = self._ship_bytes.labels(self._model, transfer.source, transfer.destination)
-        shipped.inc(len(transfer.source_pages) * self._page_bytes)
+        shipped.inc(len(transfer.source_pages) * page_bytes)
 
     def _arrived(self, actor: str, item: KVArrived, now_s: float) -> None:
         transfer = item.transfer
-        sent_s = self._ships.pop((transfer.handoff, transfer.epoch), now_s)
-        self._ship_s.labels(self._model, transfer.source, transfer.destination).observe(now_s - sent_s)
+        self._ship_s.labels(self._model, transfer.source, transfer.destination).observe(item.wire_s)
 
     def _engine_failed(self, actor: str, item: EngineFailed, now_s: float) -> None:
         self._failures.labels(self._model, actor).inc()
-        for key in [key for key in self._ships if key[0] == item.handoff]:
-            del self._ships[key]
 
     def _send(self, actor: str, item: Send, now_s: float) -> None:
         if isinstance(item.message, Preempted):

@@ -24,5 +24,7 @@ class Costs:
             return self.prefill_s + self.prefill_token_s * plan.bucket_tokens
         return self.decode_s + self.decode_slot_s * len(plan.active)
 
-    def of_transfer(self, transfer: KVTransfer) -> float:
-        return self.ship_s + self.ship_token_s * transfer.num_tokens
+    def of_transfer(self, transfer: KVTransfer, num_layers: int) -> float:
+        """Of a part's own layers, of the `num_layers` that a whole token has."""
+        first, stop = transfer.layers or (0, num_layers)
+        return self.ship_s + self.ship_token_s * transfer.num_tokens * (stop - first) / num_layers

@@ -34,7 +34,7 @@ from jdisagg.core.events import (
     WorkerLost,
 )
 from jdisagg.core.journal import Journal
-from jdisagg.core.plans import KVTransfer
+from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
@@ -74,6 +74,7 @@ class World:
         self._busy_until_s: dict[WorkerId, float] = {}
         self._last_word_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._parcels: dict[KVTransfer, ToyParcel] = {}
+        self._link_free_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._failing: Counter[WorkerId] = Counter()  # failures that their actors have not heard of
 
     # ------------------------------------------------------------ the script
@@ -136,7 +137,7 @@ class World:
             case RunPrefill() | RunDecode():
                 self._run_plan(actor, effect)
             case ShipKV(transfer):
-                self._ship(actor, transfer)
+                self._ship(actor, transfer, max(self.now_s, self._busy_until_s.get(actor, 0.0)))
             case InsertKV(transfer):
                 self.machines[actor].insert(self._parcels.pop(transfer))
             case DropKV(transfer):
@@ -170,33 +171,53 @@ class World:
         Plans that its worker made before it heard of the failure may build on the failed one, so they fail as well.
         """
         plan = effect.plan
+        start_s = max(self.now_s, self._busy_until_s.get(actor, 0.0))
+        done_s = start_s + self.costs.of_plan(plan)
         try:
-            result = self._result_of(self.machines[actor], effect, doomed=self._failing[actor] > 0)
+            result = self._result_of(actor, effect, start_s, done_s)
         except ToyFault as fault:
             self._failing[actor] += 1
             self._at(self.now_s, actor, EngineFailed(plan.plan_id, None, str(fault)))
             return
-        done_s = max(self.now_s, self._busy_until_s.get(actor, 0.0)) + self.costs.of_plan(plan)
         self._busy_until_s[actor] = done_s
         self._at(done_s, actor, result)
 
-    def _result_of(self, machine: ToyMachine, effect: RunPrefill | RunDecode, *, doomed: bool) -> Event:
-        if doomed or self.luck.strikes(self.luck.faults.fail_plan):
+    def _result_of(self, actor: WorkerId, effect: RunPrefill | RunDecode, start_s: float, done_s: float) -> Event:
+        if self._failing[actor] > 0 or self.luck.strikes(self.luck.faults.fail_plan):
             raise ToyFault(f"bad luck at plan {effect.plan.plan_id}")
-        if isinstance(effect, RunPrefill):
-            return machine.run_prefill(effect.plan).read()
-        return machine.run_decode(effect.plan).read()
+        if isinstance(effect, RunDecode):
+            return self.machines[actor].run_decode(effect.plan).read()
+        return self._run_prefill(actor, effect, start_s, done_s)
 
-    def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
-        """The pages are packed once earlier plans are done, and land a transfer's time later."""
+    def _run_prefill(self, actor: WorkerId, effect: RunPrefill, start_s: float, done_s: float) -> Event:
+        """Layer groups take equal shares of the plan's time; the parts of each leave when it is done."""
+        machine, waiting = self.machines[actor], sorted(effect.ships, key=last_layer)
+        dispatched = count(1)
+
+        def group_done(layers: float, at_s: float | None = None) -> None:
+            if at_s is None:
+                at_s = start_s + (done_s - start_s) * next(dispatched) / len(machine.groups)
+            while waiting and last_layer(waiting[0]) <= layers:
+                self._ship(actor, waiting.pop(0), at_s)
+
+        result = machine.run_prefill(effect.plan, group_done).read()
+        group_done(float("inf"), done_s)
+        return result
+
+    def _ship(self, actor: WorkerId, transfer: KVTransfer, ready_s: float) -> None:
+        """A part leaves when it is packed and the link is free, and lands a transfer's time later."""
         if transfer.destination not in self.machines or self.luck.strikes(self.luck.faults.lose_transfer):
             return
-        start_s = max(self.now_s, self._busy_until_s.get(actor, 0.0))
         if self.luck.strikes(self.luck.faults.fail_transfer):
-            self._at(start_s, actor, EngineFailed(None, transfer.handoff, "bad luck in a transfer"))
+            failure = EngineFailed(None, transfer.handoff, "bad luck in a transfer", transfer.epoch, transfer.part)
+            self._at(ready_s, actor, failure)
             return
-        self._parcels[transfer] = self.machines[actor].ship(transfer, self.machines[transfer.destination])
-        self._at(start_s + self.costs.of_transfer(transfer), transfer.destination, KVArrived(transfer))
+        machine, link = self.machines[actor], (actor, transfer.destination)
+        self._parcels[transfer] = machine.ship(transfer, self.machines[transfer.destination])
+        wire_s = self.costs.of_transfer(transfer, machine.num_layers)
+        landed_s = max(ready_s, self._link_free_s.get(link, 0.0)) + wire_s
+        self._link_free_s[link] = landed_s
+        self._at(landed_s, transfer.destination, KVArrived(transfer, wire_s=wire_s))
 
     def _at(self, at_s: float, actor: WorkerId, event: Event) -> None:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))

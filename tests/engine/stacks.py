@@ -3,8 +3,9 @@
 One tiny model: 4 layers, 4 query and 2 KV heads, so that TP 4 holds each KV head twice.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import jax
@@ -15,14 +16,15 @@ from jax.sharding import Mesh
 from jdisagg.core.events import PrefillDone
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.plans import Admission, DecodePlan, History, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.plans import Admission, DecodePlan, History, KVTransfer, PrefillChunk, PrefillPlan, last_layer
 from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.model.network import forward
 from jdisagg.model.params import load_stage
 from jdisagg.model.sources import RandomSource, Source
 from jdisagg.parallel.place import Device
+from jdisagg.policy.parts import Piece, pieces
 
 CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
 SOURCE = RandomSource(CONFIG, seed=3)
@@ -123,6 +125,43 @@ def run_prefill(machine: MeshMachine, plans: Sequence[PrefillPlan]) -> list[Pref
 def first_tokens(done: Sequence[PrefillDone]) -> list[Sampled]:
     """In the order of the prompts."""
     return [sampled for _, sampled in sorted((pair for each in done for pair in each.sampled), key=lambda p: int(p[0]))]
+
+
+def prefill_and_ship(
+    source: MeshMachine, destination: MeshMachine, prompts: Sequence[tuple[int, ...]], mode: TransferMode
+) -> list[Sampled]:
+    """First tokens; KV leaves as `mode` says, between the programs, and is inserted last part first."""
+    config = replace(source.config, layer_groups=tuple((run.start, run.stop) for run in HALVES))
+    sent, parcels, pending = dict.fromkeys(range(len(prompts)), 0), [], []
+    for plan in prefill_plans(prompts, [GREEDY] * len(prompts)):
+        cut: list[KVTransfer] = []
+        for chunk in plan.chunks:
+            index, end = int(chunk.request_id), chunk.start + len(chunk.tokens)
+            for piece in pieces(mode, config, sent[index], end, len(prompts[index])):
+                cut.append(part_of(transfer(source, destination, index, len(prompts[index])), piece))
+                sent[index] = piece.stop
+        cut.sort(key=last_layer, reverse=True)
+
+        def group_done(layers: float, cut: list[KVTransfer] = cut) -> None:
+            while cut and last_layer(cut[-1]) <= layers:
+                parcels.append(source.ship(cut.pop(), destination))
+
+        pending.append(source.run_prefill(plan, group_done))
+        group_done(math.inf)
+    for parcel in reversed(parcels):
+        parcel.wait()
+        destination.insert(parcel)
+    return first_tokens([each.read() for each in pending])
+
+
+def part_of(whole: KVTransfer, piece: Piece) -> KVTransfer:
+    pages = slice(piece.start, piece.stop)
+    return replace(
+        whole,
+        source_pages=whole.source_pages[pages],
+        destination_pages=whole.destination_pages[pages],
+        layers=piece.layers,
+    )
 
 
 def ship_all(source: MeshMachine, destination: MeshMachine, lengths: Sequence[int]) -> None:

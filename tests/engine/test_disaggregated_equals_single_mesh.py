@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from jdisagg.core.worker_config import TransferMode
 from jdisagg.engine.mesh_machine import MeshMachine
 from tests.engine.stacks import (
     CONFIG,
@@ -17,12 +18,14 @@ from tests.engine.stacks import (
     generate,
     greedy_continuation,
     mixed_prompts,
+    prefill_and_ship,
     prefill_machine,
     prefill_plans,
     run_prefill,
     ship_all,
     source_pages,
     tokens_of,
+    warm_pair,
 )
 
 PROMPTS = mixed_prompts()
@@ -80,6 +83,17 @@ def test_pages_after_the_handoff_are_byte_equal_to_their_source(tp: int, pp: int
     )
     assert np.all(np.any(sent, axis=(2, 3, 4, 5)))
     assert landed.tobytes() == sent.tobytes()
+
+
+@pytest.mark.parametrize("mode", [TransferMode.WHOLE, TransferMode.CHUNK, TransferMode.LAYER])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (4, 4), (1, 1)])
+def test_kv_that_streams_while_it_is_computed_gives_the_same_tokens_and_compiles_nothing(tp, pp, mode):
+    source, destination = warm_pair(tp, pp)
+    firsts = prefill_and_ship(source, destination, PROMPTS, mode)
+    loop = Turns(destination)
+    loop.run(TURNS, loop.admissions(PROMPTS, firsts, [GREEDY] * len(PROMPTS)))
+    assert tokens_of([[first, *loop.drawn[index]] for index, first in enumerate(firsts)]) == expected()
+    assert (source.recompiles(), destination.recompiles()) == (0, 0)
 
 
 def test_three_and_three_engines_mix_freely():

@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PageGrant, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.toy import ToyFault, ToyMachine, toy_output
+from jdisagg.engine.toy import NOTHING, ToyFault, ToyMachine, toy_output
 from tests.sim.cases import worker
 
 PROMPT = (5, 17, 80, 3, 41, 9)
@@ -66,6 +66,31 @@ def test_what_was_shipped_is_what_the_pages_held_then():
     source.pages[3] = [0, 0, 0, 0]
     destination.insert(parcel)
     assert turn(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
+
+
+def test_a_layer_group_that_was_not_shipped_gives_a_wrong_token():
+    config = worker("both", Role.COLOCATED, layer_groups=((0, 2), (2, 3)))
+    source, destination = ToyMachine(config), ToyMachine(config)
+    first = prefill(source)
+    for part, layers in enumerate([(0, 2), (2, 3)]):
+        transfer = KVTransfer("a", 1, A, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT), part, layers)
+        missing = ToyMachine(config)
+        missing.insert(source.ship(transfer, missing))
+        assert turn(missing, 1, admit=(admission(first, pages=(5, 6)),)) != toy_output(PROMPT, GREEDY)[1]
+        destination.insert(source.ship(transfer, destination))
+    assert turn(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
+
+
+def test_between_groups_nothing_of_the_next_is_computed():
+    config = worker("both", Role.COLOCATED, layer_groups=((0, 2), (2, 3)))
+    machine, seen = ToyMachine(config), []
+    chunk = PrefillChunk(A, PROMPT, 0, (3, 1), True, GREEDY)
+
+    def look(layers: int) -> None:
+        seen.append((layers, [list(group[3]) for group in machine.groups]))
+
+    machine.run_prefill(PrefillPlan(1, (chunk,), 8, 4), look)
+    assert seen == [(2, [list(PROMPT[:4]), [NOTHING] * 4])]
 
 
 def test_a_slot_that_drew_its_stop_masks_itself():

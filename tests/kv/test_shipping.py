@@ -51,7 +51,7 @@ def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destina
     fill(source, sent)
     fill(destination, there)
     wanted, into = [5, 3, 20, 11, 1], [2, 9, 4, 24, 17]
-    moves = ship_pages(source, docks, destination, wanted, into)
+    moves, _ = ship_pages(source, docks, destination, wanted, into)
     insert_moves(destination, other_docks, moves)
     found = held_by(destination)
     np.testing.assert_array_equal(found[:, into], sent[:, wanted])
@@ -62,7 +62,7 @@ def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destina
 def test_a_transfer_over_the_largest_bucket_goes_in_several_moves():
     layout = KVLayout(1, 2, 4, page_size=2)
     pages, docks = stages(layout, [range(1)], [Place(jax.devices()[:1])])
-    moves = ship_pages(pages, docks, pages, [1] * 70, [2] * 70)
+    moves, _ = ship_pages(pages, docks, pages, [1] * 70, [2] * 70)
     assert [len(move.pages) for move in moves] == [64, 16]
 
 

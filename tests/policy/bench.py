@@ -13,6 +13,7 @@ from jdisagg.core.events import (
     Event,
     InsertKV,
     KVArrived,
+    PrefillDone,
     Received,
     RunDecode,
     RunPrefill,
@@ -22,7 +23,7 @@ from jdisagg.core.events import (
     TimerFired,
 )
 from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved, StartPrefill
-from jdisagg.core.plans import KVTransfer
+from jdisagg.core.plans import KVTransfer, PrefillPlan, last_layer
 from jdisagg.core.request import Request, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.toy import NOTHING, ToyMachine, ToyParcel
@@ -41,7 +42,7 @@ class Bench:
         self.heard: list[Message] = []  # what the worker has said
         self.effects: list[Effect] = []
         self.timers: dict[str, float] = {}
-        self.shipped: dict[str, ToyParcel] = {}
+        self.shipped: dict[str, list[ToyParcel]] = {}
         self.epochs: dict[str, int] = {}
         self.requests: dict[str, Request] = {}  # those that asked for a bed
 
@@ -57,12 +58,12 @@ class Bench:
         match effect:
             case Send(_, message):
                 self.heard.append(message)
-            case RunPrefill(plan):
-                self.pending.append(self.machine.run_prefill(plan).read())
+            case RunPrefill(plan, ships):
+                self.pending.append(self._run_prefill(plan, deque(ships)))
             case RunDecode(plan):
                 self.pending.append(self.machine.run_decode(plan).read())
             case ShipKV(transfer):
-                self.shipped[transfer.handoff] = self.machine.ship(transfer, self.machine)
+                self._ship(transfer)
             case SetTimer(at_s, key):
                 self.timers[key] = at_s
             case InsertKV(transfer):
@@ -72,31 +73,46 @@ class Bench:
             case _:
                 raise AssertionError(f"a worker has no business with {effect!r}")
 
+    def _run_prefill(self, plan: PrefillPlan, ships: deque[KVTransfer]) -> PrefillDone:
+        def group_done(layers: float) -> None:
+            while ships and last_layer(ships[0]) <= layers:
+                self._ship(ships.popleft())
+
+        done = self.machine.run_prefill(plan, group_done).read()
+        group_done(float("inf"))
+        return done
+
+    def _ship(self, transfer: KVTransfer) -> None:
+        self.shipped.setdefault(transfer.handoff, []).append(self.machine.ship(transfer, self.machine))
+
     # ------------------------------------------------------------ the other parties
 
     def says(self, message: Message, sender: WorkerId = ROUTER) -> list[Effect]:
         return self.take(Received(sender, message))
 
-    def reserve(self, request: Request, *, num_output: int = 0, deadline_s: float = 100.0) -> bool:
+    def reserve(self, request: Request, *, num_output: int = 0, lease_s: float = 100.0) -> bool:
         """Whether a bed was given."""
         epoch = self.epochs[request.request_id] = len(self.epochs) + 1
         self.requests[request.request_id] = request
-        self.says(Reserve(request.request_id, epoch, request, num_output, OTHER, deadline_s))
+        self.says(Reserve(request.request_id, epoch, request, num_output, OTHER, lease_s))
         answers = [message for message in self.heard if isinstance(message, Reserved)]
         return bool(answers) and answers[-1].epoch == epoch
 
-    def commit(self, request: Request) -> list[Effect]:
+    def commit(self, request: Request, num_parts: int = 1) -> list[Effect]:
         name = request.request_id
         first = Sampled(definition(request)[0])
-        return self.says(Commit(name, self.epochs[name], first, len(request.prompt)), OTHER)
+        return self.says(Commit(name, self.epochs[name], first, len(request.prompt), num_parts), OTHER)
 
-    def arrive(self, request: Request) -> list[Effect]:
-        return self.take(KVArrived(self._transfer(request)))
+    def arrive(self, request: Request, part: int = 0, num_parts: int = 1) -> list[Effect]:
+        """Part `part` of a prompt cut into `num_parts` runs of pages."""
+        return self.take(KVArrived(self.transfer(request, part, num_parts)))
 
-    def start(self, request: Request, *, deadline_s: float = 100.0, decode: WorkerId = OTHER) -> list[Effect]:
+    def start(self, request: Request, *, decode: WorkerId = OTHER, **fields: Any) -> list[Effect]:
         epoch = self.epochs.setdefault(request.request_id, len(self.epochs) + 1)
+        self.requests[request.request_id] = request
         pages = tuple(range(1, 1 + self.worker.config.pages_for(len(request.prompt))))
-        return self.says(StartPrefill(request.request_id, epoch, request, 0, decode, pages, deadline_s))
+        given = {"timeout_s": 100.0, "lease_s": 100.0, **fields}
+        return self.says(StartPrefill(request.request_id, epoch, request, 0, decode, pages, **given))
 
     def abort(self, name: str) -> list[Effect]:
         return self.says(Abort(name, self.epochs[name], "no longer wanted"))
@@ -127,20 +143,38 @@ class Bench:
     def made(self, kind: type) -> list[Any]:
         return [effect for effect in self.effects if isinstance(effect, kind)]
 
+    def joined(self, name: str) -> tuple[int, ...]:
+        """The prompt as its shipped parts hold it, page by page; every group of every page came once."""
+        held: dict[tuple[int, int], tuple[int, ...]] = {}
+        for parcel in self.shipped.get(name, []):
+            runs = self.machine.layer_groups
+            groups = [i for i, run in enumerate(runs) if parcel.transfer.layers in (None, run)]
+            for group, contents in zip(groups, parcel.contents, strict=True):
+                for page, content in zip(parcel.transfer.destination_pages, contents, strict=True):
+                    assert (group, page) not in held, f"page {page} of group {group} was shipped twice"
+                    held[group, page] = content
+        pages = sorted({page for _, page in held})
+        rows = [[token for page in pages for token in held[group, page]] for group in range(len(self.machine.groups))]
+        assert all(row == rows[0] for row in rows), rows
+        return tuple(rows[0][: len(self.requests[name].prompt)])
+
     @property
     def free_pages(self) -> int:
         return self.worker.pool.free_pages
 
-    def _transfer(self, request: Request) -> KVTransfer:
+    def transfer(self, request: Request, part: int = 0, num_parts: int = 1) -> KVTransfer:
         name = request.request_id
         epoch, tokens = self.epochs[name], len(request.prompt)
         reserved = [message for message in self.heard if isinstance(message, Reserved) and message.epoch == epoch]
         pages = reserved[0].pages[: self.worker.config.pages_for(tokens)] if reserved else ()
-        return KVTransfer(name, epoch, name, OTHER, self.worker.config.worker, pages, pages, tokens)
+        each = -(-len(pages) // num_parts)
+        run = slice(part * each, (part + 1) * each)
+        indices = tuple(range(len(pages)))[run]  # places in the prompt, which `_parcel` reads
+        return KVTransfer(name, epoch, name, OTHER, self.worker.config.worker, indices, pages[run], tokens, part)
 
     def _parcel(self, transfer: KVTransfer) -> ToyParcel:
         """The prompt's KV as a source would have packed it."""
         prompt, size = list(self.requests[transfer.request_id].prompt), self.worker.config.page_size
         padded = prompt + [NOTHING] * (-len(prompt) % size)
-        contents = tuple(tuple(padded[i : i + size]) for i in range(0, len(padded), size))
-        return ToyParcel(transfer, contents)
+        contents = tuple(tuple(padded[i * size : (i + 1) * size]) for i in transfer.source_pages)
+        return ToyParcel(transfer, (contents,) * len(self.machine.groups))

@@ -1,4 +1,4 @@
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 
@@ -32,16 +32,23 @@ def states_of(end: End) -> set[State]:
     return {state for row in rows for state in row}
 
 
-def test_the_source_computes_ships_and_releases_on_ack():
-    assert after(End.SOURCE, Signal.START, Signal.SHIP, Signal.ACK).state is State.RELEASED
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_the_source_ships_parts_while_it_computes_and_releases_them_on_ack(parts):
+    streamed = after(End.SOURCE, Signal.START, *[Signal.SHIP] * parts)
+    assert not streamed.can_take(Signal.ACK)
+    streamed.take(Signal.COMMIT)
+    streamed.take(Signal.ACK)
+    assert streamed.state is State.RELEASED
 
 
-@pytest.mark.parametrize("order", [(Signal.ARRIVE, Signal.COMMIT), (Signal.COMMIT, Signal.ARRIVE)])
-def test_a_bed_is_admitted_only_when_kv_and_commit_are_both_there(order):
-    half = after(End.DESTINATION, Signal.RESERVE, order[0])
-    assert half.state is not State.ADMITTED
-    half.take(order[1])
-    assert half.state is State.ADMITTED
+@pytest.mark.parametrize("order", set(permutations([Signal.ARRIVE, Signal.ARRIVE, Signal.COMMIT])))
+def test_a_bed_can_be_complete_only_after_its_commit(order):
+    bed = after(End.DESTINATION, Signal.RESERVE)
+    for signal in order:
+        assert bed.can_take(Signal.COMPLETE) == (bed.state is State.COMMITTED)
+        bed.take(signal)
+    bed.take(Signal.COMPLETE)
+    assert bed.state is State.ADMITTED
 
 
 @pytest.mark.parametrize(("end", "state", "signal"), list(product(End, State, Signal)))
@@ -84,5 +91,5 @@ def test_a_timer_names_its_end_and_its_handoff_whatever_the_id_looks_like():
 
 def test_the_table_draws_itself_for_the_reader():
     drawn = mermaid(End.DESTINATION)
-    assert drawn.startswith("stateDiagram-v2") and "    committed --> admitted: arrive" in drawn.splitlines()
+    assert drawn.startswith("stateDiagram-v2") and "    committed --> admitted: complete" in drawn.splitlines()
     assert len(drawn.splitlines()) == 2 + sum(end is End.DESTINATION for end, _, _ in TABLE)

@@ -1,5 +1,7 @@
 """One worker, event by event."""
 
+from itertools import permutations
+
 import pytest
 
 from jdisagg.core.events import DropKV, InsertKV, KVArrived, RunDecode, RunPrefill, Send, ShipKV
@@ -17,7 +19,8 @@ from jdisagg.core.messages import (
     View,
 )
 from jdisagg.core.request import FinishReason
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.policy.page_pool import PageState
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import definition, request, stopping, worker
 
@@ -94,6 +97,27 @@ def test_the_kv_is_inserted_before_the_turn_that_reads_it():
     bench.commit(each)
     kinds = [type(effect) for effect in bench.arrive(each)]
     assert kinds.index(InsertKV) < kinds.index(RunDecode)
+
+
+@pytest.mark.parametrize("order", list(permutations([0, 1, 2, "commit"])))
+def test_parts_and_their_commit_come_in_any_order_and_all_are_needed(order):
+    bench, each = decoding(), request("a", 12)
+    bench.reserve(each)
+    for what in order:
+        assert not bench.made(RunDecode) and not bench.said(Ack)
+        _ = bench.commit(each, 3) if what == "commit" else bench.arrive(each, what, 3)
+    bench.read_all()
+    assert len(bench.said(Ack)) == 1 and tokens_of(bench, "a") == definition(each)[1:]
+
+
+def test_a_part_that_comes_twice_or_that_nobody_counted_is_dropped():
+    bench, each = decoding(), request("a", 12)
+    bench.reserve(each)
+    bench.arrive(each, 0, 3)
+    assert type(bench.arrive(each, 0, 3)[0]) is DropKV
+    bench.commit(each, 2)
+    assert type(bench.arrive(each, 2, 3)[0]) is DropKV
+    assert not bench.said(Ack) and not bench.made(RunDecode)
 
 
 def test_turns_are_dispatched_ahead_and_never_more_than_allowed():
@@ -196,7 +220,7 @@ def test_an_abort_of_nothing_is_acknowledged_too():
 def test_kv_of_another_epoch_is_dropped():
     bench, each = decoding(), request("a")
     bench.reserve(each)
-    stale = bench._transfer(each)
+    stale = bench.transfer(each)
     bench.abort("a")
     bench.reserve(each)
     effects = bench.take(KVArrived(stale))
@@ -212,7 +236,7 @@ def test_a_commit_without_a_bed_is_answered_with_an_abort():
 
 def test_a_lease_that_runs_out_frees_the_bed_and_tells_the_router():
     bench, each = decoding(), request("a")
-    bench.reserve(each, deadline_s=5.0)
+    bench.reserve(each, lease_s=5.0)
     bench.fire("destination/1/a")
     assert bench.free_pages == 64 and bench.said(Abort)[0].reason is FinishReason.TIMEOUT
 
@@ -292,6 +316,56 @@ def test_an_acknowledgement_that_never_comes_has_a_deadline():
     bench.read()
     bench.fire("source/1/a")
     assert bench.free_pages == 64 and bench.said(Abort)
+
+
+def shipped_with(bench: Bench) -> list[list[tuple[int, tuple[int, int] | None, int]]]:
+    """(part, layers, pages) of what each plan ships."""
+    return [[(part.part, part.layers, len(part.source_pages)) for part in run.ships] for run in bench.made(RunPrefill)]
+
+
+def test_in_chunk_mode_each_chunk_takes_the_pages_it_completed_along():
+    bench, each = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8, 10)), request("a", 23)
+    bench.start(each)
+    bench.read_all()
+    assert shipped_with(bench) == [[(0, None, 2)], [(1, None, 3)], [(2, None, 1)]]
+    assert [message.num_parts for message in bench.said(Commit)] == [3] and not bench.made(ShipKV)
+    assert bench.joined("a") == each.prompt
+
+
+def test_in_layer_mode_each_group_of_each_chunk_leaves_by_itself():
+    bench = prefilling(transfer=TransferMode.LAYER, prefill_buckets=(8,), layer_groups=((0, 1), (1, 3)))
+    each = request("a", 9)
+    bench.start(each)
+    bench.read_all()
+    assert shipped_with(bench) == [[(0, (0, 1), 2), (1, (1, 3), 2)], [(2, (0, 1), 1), (3, (1, 3), 1)]]
+    assert [message.num_parts for message in bench.said(Commit)] == [4] and bench.joined("a") == each.prompt
+
+
+def test_a_prompt_that_is_aborted_half_way_commits_nothing_of_what_has_left():
+    bench = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,), prefills_ahead=1)
+    bench.start(request("a", 20))
+    bench.read()
+    bench.abort("a")
+    bench.read_all()
+    assert bench.shipped["a"] and not bench.said(Commit) and bench.free_pages == 64 and bench.worker.idle
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_pages_on_their_way_are_booked_as_such(mode):
+    bench = prefilling(transfer=mode, prefill_buckets=(8,), prefills_ahead=1, layer_groups=((0, 1), (1, 2)))
+    bench.start(request("a", 20))
+    whole = mode is TransferMode.WHOLE
+    assert bench.worker.pool.count(PageState.IN_FLIGHT) == (0 if whole else 2)
+    bench.read_all()
+    assert bench.worker.pool.count(PageState.IN_FLIGHT) == 5
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_the_first_token_that_is_the_only_one_asked_for_ships_nothing_in_any_mode(mode):
+    bench = prefilling(transfer=mode, prefill_buckets=(8,))
+    bench.start(request("one", 20, max_tokens=1))
+    bench.read_all()
+    assert not bench.shipped and bench.said(Ended) and bench.free_pages == 64
 
 
 @pytest.mark.parametrize("each", [stopping("s", after=1), request("one", max_tokens=1)], ids=["stop", "one token"])

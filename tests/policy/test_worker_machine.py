@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from jdisagg.core.events import DropKV, InsertKV
-from jdisagg.core.messages import Drawn, Ended, Preempted
+from jdisagg.core.messages import Commit, Drawn, Ended, Preempted
 from jdisagg.core.request import Request, RequestId, SamplingParams
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, TransferMode
 from tests.policy.bench import Bench
 from tests.sim.cases import definition, worker
 
@@ -17,6 +17,11 @@ samplings = st.builds(
     max_tokens=st.integers(2, 9),
     stop_token_ids=st.lists(st.integers(0, 96), max_size=16, unique=True).map(tuple),
 )
+
+
+def parts_of(each: Request) -> int:
+    """Into how many parts the test cuts this prompt's KV."""
+    return 1 + len(each.prompt) % 3
 
 
 class SideMachine(RuleBasedStateMachine):
@@ -35,8 +40,12 @@ class SideMachine(RuleBasedStateMachine):
         microbatches=st.integers(1, 2),
         ahead=st.integers(1, 3),
         reserve=st.integers(1, 9),
+        mode=st.sampled_from(TransferMode),
+        groups=st.integers(1, 3),
     )
-    def begin(self, pages: int, slots: int, microbatches: int, ahead: int, reserve: int) -> None:
+    def begin(
+        self, pages: int, slots: int, microbatches: int, ahead: int, reserve: int, mode: TransferMode, groups: int
+    ) -> None:
         self.bench = Bench(
             worker(
                 "w",
@@ -51,6 +60,8 @@ class SideMachine(RuleBasedStateMachine):
                 prefill_buckets=(4,),
                 table_buckets=(4, 9),
                 max_chunk_seqs=2,
+                transfer=mode,
+                layer_groups=tuple((2 * n, 2 * n + 2) for n in range(groups)),
             )
         )
 
@@ -103,16 +114,21 @@ class BedsMachine(SideMachine):
     def commit(self, data: st.DataObject, both: bool) -> None:
         """Of the living and of the dead, once and again."""
         each = self.requests[data.draw(st.sampled_from(sorted(self.bench.epochs)))]
-        self.bench.commit(each)
+        self.bench.commit(each, parts_of(each))
         if both:
-            self.bench.arrive(each)
+            self.arrive_all(each)
+
+    def arrive_all(self, each: Request) -> None:
+        for part in range(parts_of(each)):
+            self.bench.arrive(each, part, parts_of(each))
 
     @precondition(lambda self: self.bench.epochs)
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         each = self.requests[data.draw(st.sampled_from(sorted(self.bench.epochs)))]
+        part = data.draw(st.integers(0, parts_of(each) - 1))
         waited = each.request_id in {owner.handoff for owner in self.bench.worker.beds.beds}
-        kinds = {type(effect) for effect in self.bench.arrive(each)}
+        kinds = {type(effect) for effect in self.bench.arrive(each, part, parts_of(each))}
         assert len(kinds & {InsertKV, DropKV}) == 1
         assert waited or DropKV in kinds
 
@@ -120,8 +136,8 @@ class BedsMachine(SideMachine):
         if not hasattr(self, "bench"):
             return
         for name in sorted(self.alive):
-            self.bench.commit(self.requests[name])
-            self.bench.arrive(self.requests[name])
+            self.bench.commit(self.requests[name], parts_of(self.requests[name]))
+            self.arrive_all(self.requests[name])
         self.check_all_back()
         ended = {message.request_id: message for message in self.bench.said(Ended)}
         preempted = {message.request_id: message for message in self.bench.said(Preempted)}
@@ -160,10 +176,10 @@ class PromptsMachine(SideMachine):
             for name in list(self.bench.shipped):
                 self.bench.ack(name)
         self.check_all_back()
-        for name, parcel in self.bench.shipped.items():
-            joined = [token for page in parcel.contents for token in page]
-            prompt = self.requests[name].prompt
-            assert tuple(joined[: len(prompt)]) == prompt
+        counted = {message.handoff: message.num_parts for message in self.bench.said(Commit)}
+        for name, num_parts in counted.items():
+            assert self.bench.joined(name) == self.requests[name].prompt
+            assert [parcel.transfer.part for parcel in self.bench.shipped[name]] == list(range(num_parts))
             assert self.tokens_of(name) == definition(self.requests[name])[:1]
 
 

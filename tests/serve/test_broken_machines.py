@@ -14,7 +14,7 @@ from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.machine import Machine
+from jdisagg.engine.machine import GroupDone, Machine
 from jdisagg.engine.toy import ToyMachine, toy_output
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
@@ -45,7 +45,7 @@ class Late:
     def read(self) -> Any:
         raise Broken("the result is lost")
 
-    wait = read
+    wait = wait_packed = read
 
 
 class Breakable:
@@ -63,9 +63,9 @@ class Breakable:
         if self._breaks(part):
             raise Broken(f"{part} is broken")
 
-    def run_prefill(self, plan: PrefillPlan) -> Any:
+    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> Any:
         self._try("prefill")
-        pending = self.machine.run_prefill(plan)
+        pending = self.machine.run_prefill(plan, group_done)
         return Late() if self._breaks("prefill read") else pending
 
     def run_decode(self, plan: DecodePlan) -> Any:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.faults import Faults
 from jdisagg.sim.world import World
 from tests.sim.cases import NATURAL, check_ended, definition, reasons, worker
@@ -36,6 +36,8 @@ def clusters(draw: st.DrawFn) -> list[WorkerConfig]:
         "beds_ahead": draw(st.integers(0, 2)),
         "reserve_tokens": draw(st.sampled_from([1, 3, 100])),
         "decode_turns_per_prefill": draw(st.integers(0, 2)),
+        "transfer": draw(st.sampled_from(TransferMode)),
+        "layer_groups": tuple((2 * n, 2 * n + 2) for n in range(draw(st.integers(1, 3)))),
     }
     counts = draw(st.sampled_from([{Role.COLOCATED: 1}, {Role.COLOCATED: 2}, {Role.PREFILL: 1, Role.DECODE: 2}]))
     return [worker(f"{role}-{index}", role, **sizes) for role, count in counts.items() for index in range(count)]
