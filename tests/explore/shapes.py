@@ -1,0 +1,133 @@
+"""What two states have in common: any value as a form, with the epochs, plan ids and times cut out of it.
+
+Epochs and plan ids are only ever compared with each other, and deadlines with the present, so states whose forms are
+equal, whose epochs stand in one order and whose deadlines are equally far away have one future. The walk takes every
+attribute of every object, private ones too: what it leaves out is listed here, and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from jdisagg.core.ledger import Ledger
+from jdisagg.core.request import Request, Sampled, SamplingParams
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.planning import Order
+from jdisagg.policy.router import Router
+
+CONSTANTS = (bool, Request, SamplingParams, Sampled, Order, RouterConfig, WorkerConfig, Enum)
+LEFT_OUT = frozenset(
+    {
+        "detail",  # words for people
+        "ledger",  # instants for people
+        "at_s",  # of a Mark: goes into a ledger
+        "wire_s",  # for a ledger
+        "_finish_gap_s",  # how long a rejected client is told to wait
+        "_last_finish_s",
+        "_counts",  # a sum of what `_owners` says
+        "new_plan_id",  # a view of the counter
+    }
+)
+TIMES = frozenset({"deadline_s", "first_deadline_s", "armed_s"})
+SATURATING = {"_turns_since_prefill": 1}  # only ever compared with at most this
+
+
+class Shape(NamedTuple):
+    form: Any  # hashable; epochs, plan ids, times and counters are holes in it
+    epochs: tuple[int, ...]
+    plans: tuple[int, ...]
+    times: tuple[float, ...]
+    counters: tuple[int, ...]  # the next fresh ids: what they are makes no difference
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """The attributes that count."""
+    names = _NAMES.get(type(value))
+    if names is None:
+        every = [each.name for each in fields(value)] if is_dataclass(value) else list(vars(value))
+        names = _NAMES[type(value)] = tuple(name for name in every if name not in LEFT_OUT)
+    return names
+
+
+def shape_of(value: Any) -> Shape:
+    return _Walk().shape(value)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.plans: list[int] = []
+        self.times: list[float] = []
+        self.counters: list[int] = []
+        self._seen: dict[int, int] = {}  # objects that change, by id: their number, so that sharing is seen
+        self._least_served = 0
+
+    def shape(self, value: Any) -> Shape:
+        form = self.walk(value, "")
+        return Shape(form, tuple(self.epochs), tuple(self.plans), tuple(self.times), tuple(self.counters))
+
+    def walk(self, value: Any, name: str) -> Any:
+        if value is None or isinstance(value, CONSTANTS):
+            return value
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, int | float):
+            return self._number(value, name)
+        if isinstance(value, Owner):
+            self.epochs.append(value.epoch)
+            return ("owner", value.handoff)
+        if isinstance(value, tuple | list | set | frozenset):
+            each = sorted(value) if isinstance(value, set | frozenset) else value
+            return (type(value).__name__, *[self.walk(one, name) for one in each])
+        if isinstance(value, dict):
+            return self._dict(value, name)
+        return self._object(value)
+
+    def _text(self, value: str) -> Any:
+        """Keys of timers name epochs: source/3/r1."""
+        if "/" not in value:
+            return value
+        pieces = value.split("/")
+        self.epochs += [int(piece) for piece in pieces if piece.isdigit()]
+        return tuple("#" if piece.isdigit() else piece for piece in pieces)
+
+    def _number(self, value: float, name: str) -> Any:
+        if name == "epoch":
+            self.epochs.append(int(value))
+            return "#"
+        if name == "plan_id":
+            self.plans.append(int(value))
+            return "#"
+        if name in TIMES:
+            self.times.append(value)
+            return "@"
+        if name == "served":
+            return value - self._least_served
+        return min(value, SATURATING[name]) if name in SATURATING else value
+
+    def _dict(self, value: dict[Any, Any], name: str) -> Any:
+        of_plans = name in ("plans", "turns")
+        keys = sorted(value) if value and all(isinstance(key, int) for key in value) else value
+        return ("dict", *[(self.walk(key, "plan_id" if of_plans else ""), self.walk(value[key], name)) for key in keys])
+
+    def _object(self, value: Any) -> Any:
+        if isinstance(value, itertools.count):
+            self.counters.append(int(repr(value)[6:-1]))  # count(7)
+            return "count"
+        if isinstance(value, Ledger | Outbox):
+            return type(value).__name__
+        if id(value) in self._seen:
+            return ("again", self._seen[id(value)])
+        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, Router):
+            self._least_served = min((peer.served for peer in value.peers.values()), default=0)
+        return (type(value).__name__, *[self.walk(getattr(value, name), name) for name in names_of(value)])

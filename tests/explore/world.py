@@ -1,0 +1,518 @@
+"""A whole cluster as one value: actors, mail under way, timers, devices, clients, and what may still go wrong.
+
+`actions` lists all that may happen next and `follow` says what comes of one of them, or raises Violation. Time passes
+only when a timer fires: the present becomes its deadline. Whatever may happen, may happen in any order; what real
+clusters do seldom is counted against the scene's budget.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from typing import Any, NamedTuple
+
+from jdisagg.core import events as ev
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import FinishReason, RequestId
+from tests.explore.actors import Alter, Cast, Gave, Part, Took, new_router, new_worker
+from tests.explore.device import Content, Device, Machine, Violation, fresh_device, need
+from tests.explore.scenes import Budget, Scene
+from tests.explore.shapes import shape_of
+
+GONE = -1
+UNSENT, RUNNING, CUT, REJECTED = "unsent", "running", "cut", "rejected"
+SCHEDULE = "mail", "kv", "prefill", "decode", "news"  # kinds of queues; the first two go over a network
+
+
+class Client(NamedTuple):
+    """`status`: UNSENT, RUNNING, CUT, REJECTED or a FinishReason. `told`: tokens it has been given."""
+
+    status: str = UNSENT
+    told: int = 0
+
+
+class Timer(NamedTuple):
+    actor: int
+    key: str
+    at_s: float
+
+
+class State(NamedTuple):
+    now_s: float
+    actors: tuple[int, ...]  # numbers in the cast, the router's first; GONE
+    queues: tuple[tuple[int, ...], ...]  # items under way, the next to arrive first
+    strays: tuple[int, ...]  # items that were overtaken, or are copies
+    timers: tuple[Timer, ...]
+    devices: tuple[int, ...]
+    clients: tuple[Client, ...]
+    budget: Budget
+    life: int = 0  # times the router was started again
+
+
+class Item(NamedTuple):
+    """An event on its way to an actor."""
+
+    to: int
+    event: ev.Event
+    parcel: tuple[Content, ...] = ()  # what KVArrived brings
+
+
+class Action(NamedTuple):
+    kind: str
+    which: int = 0  # a queue, a stray, a timer, an actor, or a client
+    at: int = 0  # place in the queue
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    queue: tuple[str, int, int]
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    """What an actor made of an event."""
+
+    after: int
+    effects: tuple[Any, ...]
+    moves: tuple[Any, ...]  # the effects as the world carries them out
+
+
+STRAYS = -1
+NOBODY = Part(-1, (), (), ())
+
+
+class World:
+    """Of one scene: nothing in it changes but what it remembers."""
+
+    def __init__(self, scene: Scene, alter: Alter | None = None) -> None:
+        self.scene = scene
+        self.cast = Cast(alter)
+        self.names = ("router", *[each.worker for each in scene.workers])
+        requests = {each.request_id: each for each in scene.requests}
+        self.ids = list(requests)
+        self.machines = {
+            number: Machine(config, requests, scene.outputs) for number, config in enumerate(scene.workers, 1)
+        }
+        self.queue_names = [*self._pairs("mail", range(len(self.names))), *self._pairs("kv", self.machines)]
+        self.num_network = len(self.queue_names)
+        self.queue_names += [(kind, number, number) for kind in ("prefill", "decode") for number in self.machines]
+        self.queue_names.append(("news", 0, 0))
+        self.queue_at = {name: at for at, name in enumerate(self.queue_names)}
+        self.items: list[Item] = []
+        self.item_parts: list[Part] = []
+        self.devices: list[Device] = []
+        self.device_parts: list[Part] = []
+        self._item_ids: dict[Item, int] = {}
+        self._device_ids: dict[Device, int] = {}
+        self._timer_parts: dict[tuple[int, str], Part] = {}
+        self._timer_items: dict[tuple[int, str], int] = {}
+        self._queue_parts: dict[tuple[int, tuple[int, ...]], Part] = {}
+        self._timers_parts: dict[tuple[Timer, ...], Part] = {}
+        self._outsides: dict[tuple[tuple[Client, ...], Budget], int] = {}
+        self._reactions: dict[tuple[int, int, float], Reaction] = {}
+        self._machine_steps: dict[tuple[int, int, Any], tuple[int, tuple[Post, ...]]] = {}
+
+    def _pairs(self, kind: str, numbers: Any) -> list[tuple[str, int, int]]:
+        return [(kind, a, b) for a in numbers for b in numbers if a != b]
+
+    # ------------------------------------------------------------ numbers for things
+
+    def _part(self, value: Any, owner: int = 0) -> Part:
+        return self.cast.part(shape_of(value), owner)
+
+    def item(self, to: int, event: ev.Event, parcel: tuple[Content, ...] = ()) -> int:
+        item = Item(to, event, parcel)
+        number = self._item_ids.get(item)
+        if number is None:
+            number = self._item_ids[item] = len(self.items)
+            self.items.append(item)
+            self.item_parts.append(self._part((to, event, parcel), to))
+        return number
+
+    def device(self, device: Device) -> int:
+        number = self._device_ids.get(device)
+        if number is None:
+            number = self._device_ids[device] = len(self.devices)
+            self.devices.append(device)
+            self.device_parts.append(self._part(device))
+        return number
+
+    def timer_item(self, timer: Timer) -> int:
+        item = self._timer_items.get(timer[:2])
+        if item is None:
+            item = self._timer_items[timer[:2]] = self.item(timer.actor, ev.TimerFired(timer.key))
+        return item
+
+    def _timer_part(self, timer: Timer) -> Part:
+        part = self._timer_parts.get(timer[:2])
+        if part is None:
+            part = self._timer_parts[timer[:2]] = self._part((timer.actor, timer.key))
+        return part
+
+    # ------------------------------------------------------------ the beginning
+
+    def start(self) -> State:
+        fresh = [self.fresh_actor(number, 0) for number in range(len(self.names))]
+        devices = [self.device(fresh_device(each)) for each in self.scene.workers]
+        queues = ((),) * len(self.queue_names)
+        clients = (Client(),) * len(self.ids)
+        return State(0.0, tuple(fresh), queues, (), (), tuple(devices), clients, self.scene.budget)
+
+    def fresh_actor(self, number: int, life: int) -> int:
+        if number == 0:
+            return self.cast.add(0, new_router(self.scene.router, self.scene.workers, life))
+        return self.cast.add(number, new_worker(self.scene.workers[number - 1]))
+
+    # ------------------------------------------------------------ what two states have in common
+
+    def key(self, state: State) -> bytes:
+        """Equal for states of one future; 16 bytes of BLAKE2b over a state's forms, epochs, plans and times."""
+        parts = [self.cast.parts[actor] if actor != GONE else NOBODY for actor in state.actors]
+        parts += [self.device_parts[device] for device in state.devices]
+        parts += [self._queue_part(at, queue) for at, queue in enumerate(state.queues) if queue]
+        parts += [self._queue_part(STRAYS, state.strays), self._timers_part(state.timers)]
+        forms, epochs, plans, times = [self._outside(state)], [0], [], []
+        for part in parts:
+            forms.append(part.form)
+            epochs += part.epochs
+            plans += part.plans
+            times += part.times
+        rank = {epoch: place for place, epoch in enumerate(sorted(set(epochs)))}
+        order = {plan: place for place, plan in enumerate(sorted(set(plans)))}
+        forms += [rank[epoch] for epoch in epochs]
+        forms += [order[plan] for plan in plans]
+        now_s = state.now_s
+        left = [at_s - now_s if at_s > now_s else 0.0 for at_s in times]
+        return blake2b(array("q", forms).tobytes() + array("d", left).tobytes(), digest_size=16).digest()
+
+    def _outside(self, state: State) -> int:
+        outside = self._outsides.get((state.clients, state.budget))
+        if outside is None:
+            outside = self._outsides[state.clients, state.budget] = self.cast.form((state.clients, state.budget))
+        return outside
+
+    def _queue_part(self, at: int, queue: tuple[int, ...]) -> Part:
+        part = self._queue_parts.get((at, queue))
+        if part is None:
+            parts = [self.item_parts[item] for item in queue]
+            if at == STRAYS or (self.scene.any_order and at < self.num_network):
+                parts.sort()
+            part = self._queue_parts[at, queue] = self._joined(("queue", at), parts)
+        return part
+
+    def _timers_part(self, timers: tuple[Timer, ...]) -> Part:
+        part = self._timers_parts.get(timers)
+        if part is None:
+            parts = sorted(self._timer_part(timer)._replace(times=(timer.at_s,)) for timer in timers)
+            part = self._timers_parts[timers] = self._joined(("timers",), parts)
+        return part
+
+    def _joined(self, name: tuple[Any, ...], parts: list[Part]) -> Part:
+        form = self.cast.form((*name, *[part.form for part in parts]))
+        epochs = tuple(chain.from_iterable(part.epochs for part in parts))
+        plans = tuple(chain.from_iterable(part.plans for part in parts))
+        return Part(form, epochs, plans, tuple(chain.from_iterable(part.times for part in parts)))
+
+    # ------------------------------------------------------------ what may happen
+
+    def quiet(self, state: State) -> bool:
+        """Nothing is under way (what was overtaken does not count) and no client is still to come."""
+        return not any(state.queues) and all(client.status != UNSENT for client in state.clients)
+
+    def actions(self, state: State) -> Iterator[Action]:
+        yield from self.natural_actions(state)
+        yield from self.faults(state)
+
+    def natural_actions(self, state: State) -> Iterator[Action]:
+        """What happens of itself."""
+        for number, client in enumerate(state.clients):
+            if client.status == UNSENT:
+                yield Action("submit", number)
+        for at, queue in enumerate(state.queues):
+            places = len(queue) if self.scene.any_order and at < self.num_network else min(1, len(queue))
+            for place in range(places):
+                if queue[place] not in queue[:place]:
+                    yield Action("deliver", at, place)
+        for place, item in enumerate(state.strays):
+            if item not in state.strays[:place]:
+                yield Action("stray", place)
+        if self.quiet(state) and state.timers:
+            due_s = max(state.now_s, min(timer.at_s for timer in state.timers))
+            for place, timer in enumerate(state.timers):
+                if timer.at_s <= due_s:
+                    yield Action("timer", place)
+
+    def faults(self, state: State) -> Iterator[Action]:
+        """What goes wrong, or comes at an odd time, as far as the budget allows."""
+        left = state.budget
+        for at in range(self.num_network):
+            if state.queues[at]:
+                kinds = [("loss", left.loss), ("dup", left.dup), ("late", left.late and len(state.queues[at]) > 0)]
+                yield from (Action(kind, at) for kind, some in kinds if some)
+        if left.early:
+            timely = {action.which for action in self.natural_actions(state) if action.kind == "timer"}
+            yield from (Action("early", place) for place in range(len(state.timers)) if place not in timely)
+        for number in self.machines:
+            if state.actors[number] != GONE:
+                kinds = [("restart", left.restart), ("lose", left.lose)]
+                yield from (Action(kind, number) for kind, some in kinds if some)
+        if left.reboot:
+            yield Action("reboot")
+        for number, client in enumerate(state.clients):
+            if left.cancel and client.status == RUNNING:
+                yield Action("cancel", number)
+            if left.again and client.status == CUT:
+                yield Action("again", number)
+
+    def natural(self, action: Action) -> bool:
+        return action.kind in ("submit", "deliver", "stray", "timer")
+
+    # ------------------------------------------------------------ what comes of it
+
+    def follow(self, state: State, action: Action) -> State:
+        """The next state. Raises Violation where a law is broken on the way."""
+        return _Draft(self, state).take(action)
+
+    def react(self, actor: int, item: int, now_s: float) -> Reaction:
+        known = self._reactions.get((actor, item, now_s))
+        if known is None:
+            number, event, parcel = self.items[item]
+            after, effects = self.cast.step(number, actor, event, now_s)
+            moves = tuple(self._moves(number, effects, parcel))
+            self._check_answered(event, effects)
+            known = self._reactions[actor, item, now_s] = Reaction(after, tuple(effects), moves)
+        return known
+
+    def _check_answered(self, event: ev.Event, effects: list[Any]) -> None:
+        if isinstance(event, ev.KVArrived):
+            answers = [each for each in effects if isinstance(each, ev.InsertKV | ev.DropKV)]
+            need([each.transfer for each in answers] == [event.transfer], f"KV that arrived is answered by {answers}")
+
+    def _moves(self, number: int, effects: list[Any], parcel: tuple[Content, ...]) -> Iterator[Any]:
+        for effect in effects:
+            match effect:
+                case ev.Send(to, message):
+                    to_number = self.names.index(to)
+                    item = self.item(to_number, ev.Received(self.names[number], message))  # type: ignore[arg-type]
+                    yield Post(("mail", number, to_number), item)
+                case ev.InsertKV(transfer):
+                    yield ("insert", transfer, parcel)
+                case ev.RunPrefill(plan):
+                    yield ("prefill", plan)
+                    yield from (("ship", transfer) for transfer in getattr(effect, "ships", ()))
+                case ev.RunDecode(plan):
+                    yield ("decode", plan)
+                case ev.ShipKV(transfer):
+                    yield ("ship", transfer)
+                case Took(owner, pages):
+                    yield ("take", owner, pages)
+                case Gave(owner, pages):
+                    yield ("give_back", owner, pages)
+                case ev.SetTimer() | ev.EmitTokens() | ev.Finish() | ev.Reject():
+                    yield effect
+                case ev.DropKV():
+                    continue
+                case _:
+                    raise AssertionError(f"what is {effect!r}?")
+
+    def machine_step(self, number: int, device: int, move: tuple[Any, ...]) -> tuple[int, tuple[Post, ...]]:
+        known = self._machine_steps.get((number, device, move))
+        if known is None:
+            after, posts = self._machine_step(number, self.devices[device], move)
+            known = self._machine_steps[number, device, move] = (self.device(after), tuple(posts))
+        return known
+
+    def _machine_step(self, number: int, device: Device, move: tuple[Any, ...]) -> tuple[Device, list[Post]]:
+        machine, (kind, *rest) = self.machines[number], move
+        if kind in ("prefill", "decode"):
+            device, result = getattr(machine, kind)(device, *rest)
+            return device, [Post((kind, number, number), self.item(number, result))]
+        if kind == "ship":
+            transfer: KVTransfer = rest[0]
+            to = self.names.index(transfer.destination)
+            arrival = self.item(to, ev.KVArrived(transfer), machine.pack(device, transfer))
+            return device, [Post(("kv", number, to), arrival)]
+        return getattr(machine, kind)(device, *rest), []
+
+
+class _Draft:
+    """A state on its way to the next."""
+
+    def __init__(self, world: World, state: State) -> None:
+        self.world, self.before = world, state
+        self.now_s, self.life = state.now_s, state.life
+        self.actors, self.queues, self.strays = list(state.actors), list(state.queues), list(state.strays)
+        self.timers, self.devices, self.clients = list(state.timers), list(state.devices), list(state.clients)
+        self.budget = state.budget
+
+    def take(self, action: Action) -> State:
+        if not self.world.natural(action):
+            left = getattr(self.budget, action.kind)
+            self.budget = self.budget._replace(**{action.kind: left - 1})
+        getattr(self, f"_{action.kind}")(action)
+        return State(
+            self.now_s,
+            tuple(self.actors),
+            tuple(self.queues),
+            tuple(sorted(self.strays)),
+            tuple(self.timers),
+            tuple(self.devices),
+            tuple(self.clients),
+            self.budget,
+            self.life,
+        )
+
+    # ------------------------------------------------------------ actions
+
+    def _submit(self, action: Action) -> None:
+        request = self.world.scene.requests[action.which]
+        self.clients[action.which] = Client(RUNNING)
+        self._deliver_item(self.world.item(0, ev.Submit(request)))
+
+    def _again(self, action: Action) -> None:
+        self._submit(action)
+
+    def _cancel(self, action: Action) -> None:
+        self._deliver_item(self.world.item(0, ev.Cancel(self.world.ids[action.which])))
+
+    def _deliver(self, action: Action) -> None:
+        self._deliver_item(self._pop(action))
+
+    def _pop(self, action: Action) -> int:
+        queue = self.queues[action.which]
+        self.queues[action.which] = queue[: action.at] + queue[action.at + 1 :]
+        return queue[action.at]
+
+    def _stray(self, action: Action) -> None:
+        self._deliver_item(self.strays.pop(action.which))
+
+    def _loss(self, action: Action) -> None:
+        self._pop(action)
+
+    def _late(self, action: Action) -> None:
+        self.strays.append(self._pop(action))
+
+    def _dup(self, action: Action) -> None:
+        item = self._pop(action)
+        self.strays.append(item)
+        self._deliver_item(item)
+
+    def _timer(self, action: Action) -> None:
+        timer = self.timers.pop(action.which)
+        self.now_s = max(self.now_s, timer.at_s)
+        self._deliver_item(self.world.timer_item(timer))
+
+    def _early(self, action: Action) -> None:
+        self._timer(action)
+
+    def _restart(self, action: Action) -> None:
+        self._clear(action.which)
+        self.actors[action.which] = self.world.fresh_actor(action.which, 0)
+
+    def _lose(self, action: Action) -> None:
+        number = action.which
+        self._clear(number)
+        self.actors[number] = GONE
+        self.queues = [
+            () if name[2] == number else queue for name, queue in zip(self.world.queue_names, self.queues, strict=True)
+        ]
+        self.strays = [item for item in self.strays if self.world.items[item].to != number]
+        lost = ev.WorkerLost(self.world.scene.workers[number - 1].worker)
+        self._post(Post(("news", 0, 0), self.world.item(0, lost)))
+
+    def _clear(self, number: int) -> None:
+        """What a worker's process and its devices held is gone, and what they were doing."""
+        self.timers = [timer for timer in self.timers if timer.actor != number]
+        for kind in ("prefill", "decode"):
+            self.queues[self.world.queue_at[kind, number, number]] = ()
+        self.devices[number - 1] = self.world.device(fresh_device(self.world.scene.workers[number - 1]))
+
+    def _reboot(self, action: Action) -> None:
+        self.life += 1
+        self.actors[0] = self.world.fresh_actor(0, self.life)
+        self.timers = [timer for timer in self.timers if timer.actor != 0]
+        self.clients = [each._replace(status=CUT) if each.status == RUNNING else each for each in self.clients]
+
+    # ------------------------------------------------------------ events and their effects
+
+    def _deliver_item(self, item: int) -> None:
+        number = self.world.items[item].to
+        if self.actors[number] == GONE:
+            return
+        reaction = self.world.react(self.actors[number], item, self.now_s)
+        changed = reaction.after != self.actors[number]
+        self.actors[number] = reaction.after
+        for move in reaction.moves:
+            self._act(number, move)
+        if changed:
+            self._forget_idle_timers(number)
+
+    def _act(self, number: int, move: Any) -> None:
+        match move:
+            case Post():
+                self._post(move)
+            case tuple():
+                self.devices[number - 1], posts = self.world.machine_step(number, self.devices[number - 1], move)
+                for post in posts:
+                    self._post(post)
+            case ev.SetTimer(at_s, key):
+                self.timers = [timer for timer in self.timers if timer[:2] != (number, key)]
+                self.timers.append(Timer(number, key, at_s))
+            case ev.EmitTokens(request_id, sampled):
+                self._emit(request_id, tuple(each.token for each in sampled))
+            case ev.Finish(request_id, reason):
+                self._finish(request_id, reason)
+            case ev.Reject(request_id):
+                self._end(request_id, REJECTED)
+
+    def _post(self, post: Post) -> None:
+        at = self.world.queue_at[post.queue]
+        if self.actors[post.queue[2]] != GONE:
+            self.queues[at] = (*self.queues[at], post.item)
+
+    def _forget_idle_timers(self, number: int) -> None:
+        """Timers of what is over do nothing when they fire; without them, states that are alike are equal."""
+        self.timers = [timer for timer in self.timers if timer.actor != number or self._matters(timer)]
+
+    def _matters(self, timer: Timer) -> bool:
+        actor, item = self.actors[timer.actor], self.world.timer_item(timer)
+        try:
+            reaction = self.world.react(actor, item, max(self.now_s, timer.at_s))
+        except Violation:
+            return True
+        return reaction.after != actor or bool(reaction.moves)
+
+    # ------------------------------------------------------------ clients
+
+    def _emit(self, request_id: RequestId, tokens: tuple[int, ...]) -> None:
+        place = self.world.ids.index(request_id)
+        client = self.clients[place]
+        expected = self.world.scene.outputs[request_id][client.told : client.told + len(tokens)]
+        need(client.status == RUNNING, f"{request_id} is told tokens {list(tokens)}, and it is {client.status}")
+        need(tokens == expected, f"{request_id} is told tokens {list(tokens)}, not {list(expected)}")
+        self.clients[place] = client._replace(told=client.told + len(tokens))
+
+    def _finish(self, request_id: RequestId, reason: FinishReason) -> None:
+        place = self.world.ids.index(request_id)
+        told, sampling = self.clients[place].told, self.world.scene.requests[place].sampling
+        if reason is FinishReason.LENGTH:
+            need(
+                told == sampling.max_tokens, f"{request_id} ends as length with {told} of {sampling.max_tokens} tokens"
+            )
+        elif reason is FinishReason.STOP:
+            last = self.world.scene.outputs[request_id][told - 1]
+            need(told > 0 and last in sampling.stop_token_ids, f"{request_id} ends as stop after token {last}")
+        elif reason is FinishReason.ABORT:
+            need(self.budget.cancel < self.world.scene.budget.cancel, f"{request_id} ends as abort; nobody cancelled")
+        self._end(request_id, str(reason))
+
+    def _end(self, request_id: RequestId, status: str) -> None:
+        place = self.world.ids.index(request_id)
+        need(
+            self.clients[place].status == RUNNING, f"{request_id} ends as {status}: it was {self.clients[place].status}"
+        )
+        self.clients[place] = self.clients[place]._replace(status=status)
