@@ -21,7 +21,7 @@ PageHash = int
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, salt: str = "") -> tuple[PageHash, ...]:
-    """One 64-bit name a full page of `tokens`, each with all pages before it; `salt` keeps tenants or adapters apart."""
+    """One 64-bit name a full page, each with all pages before it in it; `salt` keeps tenants or adapters apart."""
     chain = blake2b(salt.encode(), digest_size=8).digest()
     names = []
     for start in range(0, len(tokens) - page_size + 1, page_size):

@@ -1,0 +1,96 @@
+"""A workload as columns: arrival times, lengths, and the names of prefix blocks where they are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jdisagg.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """N requests in order of arrival."""
+
+    arrival_s: np.ndarray  # f64[N], from the trace's start, never falling
+    input_tokens: np.ndarray  # i64[N], at least 1
+    output_tokens: np.ndarray  # i64[N], at least 1
+    block_hashes: tuple[tuple[int, ...], ...] = ()  # N paths, or none at all; equal prefixes are equal KV
+    block_tokens: int = 0  # tokens of a block; a request's last block may be partial
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.arrival_s), len(self.input_tokens), len(self.output_tokens)}
+        sizes |= {len(self.block_hashes)} if self.block_hashes else set()
+        if len(sizes) != 1:
+            raise ConfigError(f"a trace's columns have {sorted(sizes)} rows")
+        if len(self) and (np.diff(self.arrival_s) < 0).any():
+            raise ConfigError("a trace's requests must be in order of arrival")
+        if len(self) and min(self.input_tokens.min(), self.output_tokens.min()) < 1:
+            raise ConfigError("every request needs at least 1 input and 1 output token")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests a second over the span."""
+        return len(self) / self.span_s if self.span_s else 0.0
+
+    def rows(self, keep: np.ndarray) -> Trace:
+        """The requests that a mask or index array names, arrivals as they were."""
+        index = np.arange(len(self))[keep]
+        hashes = tuple(self.block_hashes[i] for i in index) if self.block_hashes else ()
+        return replace(
+            self,
+            arrival_s=self.arrival_s[index],
+            input_tokens=self.input_tokens[index],
+            output_tokens=self.output_tokens[index],
+            block_hashes=hashes,
+        )
+
+    def window(self, start_s: float, stop_s: float) -> Trace:
+        """Requests that arrive in [start_s, stop_s), times counted from start_s."""
+        part = self.rows((self.arrival_s >= start_s) & (self.arrival_s < stop_s))
+        return replace(part, arrival_s=part.arrival_s - start_s)
+
+    def at_rate(self, rate_rps: float) -> Trace:
+        """The same requests with their gaps stretched or shrunk alike, so that bursts stay bursts."""
+        if rate_rps <= 0 or not self.rate_rps:
+            raise ConfigError(f"cannot bring a trace of {self.rate_rps:g} requests/s to {rate_rps:g}")
+        return replace(self, arrival_s=self.arrival_s * (self.rate_rps / rate_rps))
+
+    def scaled_lengths(self, inputs: float = 1.0, outputs: float = 1.0) -> Trace:
+        """Lengths multiplied and rounded, never under 1. Block names no longer fit and are dropped."""
+        if inputs == outputs == 1.0:
+            return self
+        scaled = [
+            np.maximum(1, np.rint(column * factor)).astype(np.int64)
+            for column, factor in ((self.input_tokens, inputs), (self.output_tokens, outputs))
+        ]
+        return Trace(self.arrival_s, *scaled)
+
+    def split(self, parts: int, seed: int = 0) -> tuple[Trace, ...]:
+        """Each request to one of `parts` traces, drawn alike: a Poisson trace stays Poisson."""
+        owner = np.random.default_rng(seed).integers(parts, size=len(self))
+        return tuple(self.rows(owner == part) for part in range(parts))
+
+    def sample(self, count: int, seed: int = 0) -> Trace:
+        """`count` rows drawn with replacement, lengths of a row kept together; arrivals are those of the first rows."""
+        if not len(self):
+            raise ConfigError("an empty trace has no rows to draw")
+        index = np.random.default_rng(seed).integers(len(self), size=count)
+        times = np.resize(self.arrival_s, count) if count <= len(self) else np.zeros(count)
+        hashes = tuple(self.block_hashes[i] for i in index) if self.block_hashes else ()
+        return replace(
+            self,
+            arrival_s=times,
+            input_tokens=self.input_tokens[index],
+            output_tokens=self.output_tokens[index],
+            block_hashes=hashes,
+        )
