@@ -10,6 +10,14 @@ JdisaggError
 │   └── WrongShape           a tensor is there with another shape
 ├── RequestError             the client's request cannot be served as written (HTTP 400)
 │   └── TooLong              prompt + max_tokens over the model's limit
+├── TransportError           KV did not cross between two processes
+│   ├── PeerDead             the other process closed the connection, or cannot be reached
+│   ├── TransferTimeout      the deadline passed first
+│   ├── TransferCancelled    either end called it off
+│   ├── TransferRefused      an end says no: unknown, pulled before, expired, another transport
+│   │   └── TransferFull     it would go over an end's limit of bytes
+│   ├── BadTicket            a ticket or message that is malformed or not signed by our secret
+│   └── PeerMismatch         a peer of another secret, model, KV layout, dtype or version
 ├── JournalError             a record that cannot be read or replayed
 └── IllegalTransition        a phase or handoff event that the table does not have
 """
@@ -57,6 +65,38 @@ class RequestError(JdisaggError):
 
 class TooLong(RequestError):
     """Prompt plus requested output is longer than the model, or any pool, can hold."""
+
+
+class TransportError(JdisaggError):
+    """KV did not cross between two processes; the source still has it, or has let it go, as the ticket's state says."""
+
+
+class PeerDead(TransportError):
+    """The other process closed the connection in the middle, or cannot be reached at all."""
+
+
+class TransferTimeout(TransportError):
+    """The deadline passed before the transfer was over."""
+
+
+class TransferCancelled(TransportError):
+    """Either end called the transfer off."""
+
+
+class TransferRefused(TransportError):
+    """An end says no: it knows no such offer, or the offer was pulled before, has ended, or is another transport's."""
+
+
+class TransferFull(TransferRefused):
+    """The bytes would go over a limit; nothing was sent, and the offer stands."""
+
+
+class BadTicket(TransportError):
+    """A ticket or message that is malformed, over the size limits, or not signed by our secret."""
+
+
+class PeerMismatch(TransportError):
+    """A peer that does not share our secret, or runs another model, KV layout, dtype or version."""
 
 
 class JournalError(JdisaggError):

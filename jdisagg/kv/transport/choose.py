@@ -1,0 +1,116 @@
+"""Which transport two processes use, a pure function of what each says of itself, and opening one by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jdisagg
+from jdisagg.core.errors import ConfigError, PeerMismatch, TransferRefused
+from jdisagg.kv.transport.inproc import Inproc
+from jdisagg.kv.transport.protocol import Transport
+from jdisagg.kv.transport.tcp import tcp
+from jdisagg.kv.transport.terms import Terms
+
+PROCESS = secrets.token_hex(8)  # of this process, for as long as it lives
+NAMES = ("inproc", "tcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a process says of itself to whoever might share KV with it; JSON-safe by `asdict`."""
+
+    host: str  # equal where memory can be shared and local sockets reached
+    process: str
+    platform: str  # of its devices: cpu, cuda, tpu
+    version: str
+    jax_version: str
+    transports: tuple[str, ...]  # that it can open
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_capability(record: dict[str, Any]) -> Capability:
+    """Of a peer's JSON. Raises PeerMismatch where it is none."""
+    try:
+        texts = {name: str(record[name]) for name in ("host", "process", "platform", "version", "jax_version")}
+        return Capability(**texts, transports=tuple(str(each) for each in record["transports"]))
+    except (KeyError, TypeError) as error:
+        raise PeerMismatch(f"a peer's capability has no {error}: {str(record)[:80]}") from error
+
+
+def capability(platform: str) -> Capability:
+    """Of this process."""
+    return Capability(host_id(), PROCESS, platform, jdisagg.__version__, jax.__version__, available())
+
+
+def host_id() -> str:
+    """The running kernel and, in a container, its network: abstract sockets are of one network namespace."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if not boot.exists() or not network.is_symlink():
+        return PROCESS
+    return f"{boot.read_text().strip()} {network.readlink()} {os.getuid()}"
+
+
+def available() -> tuple[str, ...]:
+    """Transports that this process can open."""
+    there = {
+        "shm": sys.platform == "linux",
+        "nixl": importlib.util.find_spec("nixl_cu12") is not None,
+        "jax_transfer": sys.platform == "linux",
+    }
+    return tuple(name for name in NAMES if there.get(name, True))
+
+
+def fits(name: str, mine: Capability, theirs: Capability) -> bool:
+    """Whether both ends can use it with each other."""
+    if mine.version != theirs.version or name not in mine.transports or name not in theirs.transports:
+        return False
+    accelerated = mine.platform == theirs.platform != "cpu"
+    rules = {
+        "inproc": mine.process == theirs.process,
+        "shm": mine.host == theirs.host,
+        "jax_transfer": accelerated and mine.jax_version == theirs.jax_version,
+    }
+    return rules.get(name, True)
+
+
+def choose(mine: Capability, theirs: Capability, wanted: str = "auto") -> str:
+    """The fastest transport that both ends share: inproc, shm, jax_transfer between accelerators, else tcp.
+
+    `wanted` names one instead; nixl is only used so. Raises PeerMismatch with both versions, or TransferRefused with
+    both lists.
+    """
+    if mine.version != theirs.version:
+        raise PeerMismatch(f"the peer runs jdisagg {theirs.version!r}, we run {mine.version!r}")
+    order = ("inproc", "shm", "jax_transfer", "tcp") if wanted == "auto" else (wanted,)
+    # one that was asked for need not be the fastest: jax_transfer runs between CPUs as well
+    able = [name for name in order if fits(name, mine, theirs) or (name == wanted and _shared(name, mine, theirs))]
+    if not able:
+        raise TransferRefused(f"no transport {wanted!r} for us {mine} and the peer {theirs}")
+    return able[0]
+
+
+def _shared(name: str, mine: Capability, theirs: Capability) -> bool:
+    anywhere = name in ("jax_transfer", "nixl", "tcp")
+    return anywhere and name in mine.transports and name in theirs.transports
+
+
+def open_transport(name: str, terms: Terms) -> Transport:
+    """A new transport of that name. Raises ConfigError where there is none."""
+    makers: dict[str, Callable[[Terms], Transport]] = {"inproc": Inproc, "tcp": tcp}
+    if name not in NAMES:
+        raise ConfigError(f"{name!r} is no transport; there are {', '.join(NAMES)}")
+    if name not in available():
+        raise ConfigError(f"transport {name!r} is not to be had here: there are {', '.join(available())}")
+    return makers[name](terms)

@@ -1,0 +1,287 @@
+"""The courier: what all transports between processes share. How the bytes themselves move is a `Cargo`.
+
+The source answers at its desk: PULL is answered once the arrays are computed, then the cargo is sent over the same
+connection; ACK, CANCEL and ASK are one round trip. A pull that breaks off in the middle ends its offer, since a closed
+connection tells the source at once, and the destination then asks what became of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jax import Array
+
+from jdisagg.core.errors import (
+    BadTicket,
+    PeerDead,
+    TransferCancelled,
+    TransferFull,
+    TransferRefused,
+    TransferTimeout,
+    TransportError,
+)
+from jdisagg.kv.transport.desk import Desk
+from jdisagg.kv.transport.lines import Lines
+from jdisagg.kv.transport.offers import Ended, Offer, OfferTable
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.protocol import Held
+from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, verify
+from jdisagg.kv.transport.wire import Wire
+
+REFUSALS = {each.__name__: each for each in (TransferRefused, TransferFull, TransferTimeout, TransferCancelled)}
+
+
+class Cargo(Protocol):
+    """How the bytes of a granted offer move. Any thread may call; what blocks is under a patience."""
+
+    name: str
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """Where the desk stands, and its address."""
+        ...
+
+    def stow(self, offer: Offer) -> None:
+        """Source, at the offer: prepares without waiting. May raise TransferFull."""
+        ...
+
+    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
+        """Source: waits until the offer can be sent; what the destination must know to receive it."""
+        ...
+
+    def send(self, offer: Offer, wire: Wire) -> None:
+        """Source, after the grant."""
+        ...
+
+    def prepare(self, ticket: Ticket) -> Any:
+        """Destination, before it asks: whatever `receive` needs room for. May raise TransferFull."""
+        ...
+
+    def receive(
+        self, ticket: Ticket, room: Any, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+    ) -> list[Array]:
+        """Destination: the arrays, in place."""
+        ...
+
+    def abandon(self, room: Any) -> None:
+        """Destination: `receive` will not be called, or failed."""
+        ...
+
+    def may_ack(self, ticket: Ticket) -> bool:
+        """Destination: whether the source may have its memory back now."""
+        ...
+
+    def let_go(self, offer: Offer, how: Ended) -> None:
+        """Source, once at the offer's end."""
+        ...
+
+    @property
+    def pull_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Courier:
+    """A `Transport` between processes that carries one kind of cargo."""
+
+    def __init__(self, terms: Terms, cargo: Cargo) -> None:
+        self.terms, self.cargo, self.name = terms, cargo, cargo.name
+        self._offers = OfferTable(terms.offer_limit_bytes, terms.clock, cargo.let_go)
+        self._lines = Lines(terms)
+        self._lock = threading.Lock()
+        self._pulls: dict[int, tuple[Patience, list[Wire]]] = {}
+        self._late_acks: dict[int, Ticket] = {}
+        listener, self.address = cargo.listen()
+        self._desk = Desk(listener, terms, self._serve, self._tick)
+
+    def offer(self, parcel: Parcel, arrays: Sequence[Array], deadline_s: float) -> Ticket:
+        ticket = issue(self.name, self.address, parcel, arrays, self.terms.secret)
+        offer = self._offers.add(ticket, list(arrays), deadline_s)
+        try:
+            self.cargo.stow(offer)
+        except BaseException:
+            self._offers.end(ticket.id, Ended.CANCELLED)
+            raise
+        return ticket
+
+    def pull(self, ticket: Ticket, devices: Sequence[Any], deadline_s: float) -> list[Array]:
+        verify(ticket, self.terms.secret)
+        if ticket.transport != self.name:
+            raise TransferRefused(f"ticket {ticket.id} is for transport {ticket.transport!r}, this is {self.name!r}")
+        assert len(devices) == len(ticket.arrays), (len(devices), len(ticket.arrays))
+        patience = Patience(f"pull {ticket.id} of {ticket.parcel.handoff!r}", deadline_s, self.terms.clock)
+        patience.left_s()
+        self._flush_acks()
+        with self._lock:
+            if ticket.id in self._pulls:
+                raise TransferRefused(f"ticket {ticket.id} is being pulled already")
+            self._pulls[ticket.id] = patience, []
+        try:
+            return self._pull(ticket, devices, patience)
+        finally:
+            with self._lock:
+                del self._pulls[ticket.id]
+
+    def _pull(self, ticket: Ticket, devices: Sequence[Any], patience: Patience) -> list[Array]:
+        room = self.cargo.prepare(ticket)
+        try:
+            request = {"do": "pull", "id": ticket.id, "tag": ticket.tag}
+            wire, grant = self._lines.ask(ticket.address, request, patience)
+            with self._closed_on_failure(ticket, wire):
+                raise_refusal(grant)
+                lands_s = self.terms.link.send(self.terms.clock(), ticket.nbytes) if self.terms.link else 0.0
+                arrays = self.cargo.receive(ticket, room, grant, wire, devices, patience)
+                patience.wait_until(lands_s)
+        except PeerDead as error:
+            self.cargo.abandon(room)
+            raise self._autopsy(ticket, patience, error) from error
+        except BaseException:
+            self.cargo.abandon(room)
+            raise
+        self._lines.give_back(ticket.address, wire)
+        return arrays
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self, ticket: Ticket, wire: Wire):
+        """The wire can be cut by `cancel`; a refusal leaves it whole, anything else ends it and so tells the source."""
+        self._pulls[ticket.id][1].append(wire)
+        try:
+            yield
+        except TransferRefused:
+            self._lines.give_back(ticket.address, wire)
+            raise
+        except BaseException:
+            wire.close()
+            raise
+
+    def _autopsy(self, ticket: Ticket, patience: Patience, error: PeerDead) -> TransportError:
+        """Why the source hung up: it tells, if it lives."""
+        deadline_s = min(patience.deadline_s, self.terms.clock() + self.terms.control_timeout_s)
+        try:
+            reply = self._control("ask", ticket, deadline_s)
+        except TransportError:
+            return error
+        kinds = {Ended.CANCELLED: TransferCancelled, Ended.EXPIRED: TransferTimeout}
+        end = str(reply.get("ended", ""))
+        return kinds[Ended(end)](f"{patience.what}: the source ended it: {end}") if end in kinds else error
+
+    def ack(self, ticket: Ticket) -> bool:
+        if ticket.address == self.address:
+            self._offers.end(ticket.id, Ended.ACKED)
+            return True
+        if self.cargo.may_ack(ticket):
+            return self._tell("ack", ticket)
+        with self._lock:
+            self._late_acks[ticket.id] = ticket
+        return True
+
+    def cancel(self, ticket: Ticket) -> bool:
+        with self._lock:
+            patience, wires = self._pulls.get(ticket.id, (None, []))
+            self._late_acks.pop(ticket.id, None)
+        if patience is not None:
+            patience.call_off("cancelled here")
+            for wire in wires:
+                wire.cut()
+        if ticket.address == self.address:
+            self._offers.end(ticket.id, Ended.CANCELLED)
+            return True
+        return self._tell("cancel", ticket)
+
+    def expire(self, now_s: float) -> list[Ticket]:
+        self._lines.sweep(now_s)
+        self._flush_acks()
+        return self._offers.expire(now_s)
+
+    def held(self) -> Held:
+        connections = self._desk.connections + self._lines.connections
+        return Held(len(self._offers), self._offers.held_bytes, self.cargo.pull_bytes, connections)
+
+    def close(self) -> None:
+        with self._lock:
+            pulls = list(self._pulls.values())
+        for patience, wires in pulls:
+            patience.call_off("the transport is closing")
+            for wire in wires:
+                wire.cut()
+        self._offers.end_all()
+        self._desk.close()
+        self._lines.close()
+        self.cargo.close()
+
+    def _tick(self) -> None:
+        self.expire(self.terms.clock())
+
+    def _flush_acks(self) -> None:
+        with self._lock:
+            ready = [ticket for ticket in self._late_acks.values() if self.cargo.may_ack(ticket)]
+            for ticket in ready:
+                del self._late_acks[ticket.id]
+        for ticket in ready:
+            self._tell("ack", ticket)
+
+    def _tell(self, what: str, ticket: Ticket) -> bool:
+        try:
+            self._control(what, ticket, self.terms.clock() + self.terms.control_timeout_s)
+        except TransportError:
+            return False  # the source's own deadline ends the offer
+        return True
+
+    def _control(self, what: str, ticket: Ticket, deadline_s: float) -> dict[str, Any]:
+        verify(ticket, self.terms.secret)
+        patience = Patience(f"{what} {ticket.id}", deadline_s, self.terms.clock)
+        request = {"do": what, "id": ticket.id, "tag": ticket.tag}
+        wire, reply = self._lines.ask(ticket.address, request, patience)
+        self._lines.give_back(ticket.address, wire)
+        return reply
+
+    def _serve(self, wire: Wire, record: dict[str, Any]) -> None:
+        """One request at the desk, in its connection's thread."""
+        what, number, tag = record.get("do"), record.get("id"), record.get("tag")
+        if not isinstance(number, int) or not isinstance(tag, str):
+            raise BadTicket(f"{wire.peer} asks {str(record)[:80]}, which names no ticket")
+        reply = Patience(f"answer to {wire.peer}", self.terms.clock() + self.terms.control_timeout_s, self.terms.clock)
+        ended = self._offers.ended(number)
+        if ended is None and not hmac.compare_digest(tag.encode(), self._offers.tag_of(number).encode()):
+            wire.send_record(refusal(TransferRefused(f"offer {number} is unknown here")), reply)
+        elif what == "pull":
+            self._serve_pull(wire, number, reply)
+        elif what in ("ack", "cancel"):
+            self._offers.end(number, Ended.ACKED if what == "ack" else Ended.CANCELLED)
+            wire.send_record({}, reply)
+        elif what == "ask":
+            wire.send_record({"ended": ended or ""}, reply)
+        else:
+            raise BadTicket(f"{wire.peer} asks for {str(what)[:40]!r}, which is none of pull, ack, cancel, ask")
+
+    def _serve_pull(self, wire: Wire, number: int, reply: Patience) -> None:
+        try:
+            offer = self._offers.grant(number)
+        except TransferRefused as error:
+            wire.send_record(refusal(error), reply)
+            return
+        try:
+            wire.send_record(self.cargo.grant(offer, wire), offer.patience)
+            self.cargo.send(offer, wire)
+        except BaseException as error:
+            self._offers.end(number, Ended.BROKEN)
+            if isinstance(error, TransferRefused):  # the arrays are lost; nothing of the cargo has been sent
+                wire.send_record(refusal(error), reply)
+                return
+            raise
+
+
+def refusal(error: TransportError) -> dict[str, Any]:
+    return {"refused": type(error).__name__, "detail": str(error)}
+
+
+def raise_refusal(reply: dict[str, Any]) -> None:
+    """Raises what the source's answer says, in its words."""
+    if "refused" in reply:
+        kind = REFUSALS.get(str(reply["refused"]), TransferRefused)
+        raise kind(f"the source refuses: {str(reply.get('detail'))[:400]}")

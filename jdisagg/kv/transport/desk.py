@@ -1,0 +1,128 @@
+"""The source's desk: a listening socket, one thread that accepts, and one thread per connection that serves it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jdisagg.core.errors import ConfigError, TransportError
+from jdisagg.kv.transport.hello import answer
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.wire import Wire, tune
+
+TICK_S = 0.5
+BACKLOG = 128
+Serve = Callable[[Wire, dict[str, Any]], None]
+
+
+def listen_tcp(terms: Terms) -> tuple[socket.socket, str]:
+    """The listening socket and the address that tickets name. Raises ConfigError where it cannot be had."""
+    host, port = split_address(terms.listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {terms.listen}: {error}") from error
+    listener.listen(BACKLOG)
+    named = terms.advertise or host
+    return listener, f"[{named}]:{port_of(listener)}" if ":" in named else f"{named}:{port_of(listener)}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT or [IPv6]:PORT. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"an address is written HOST:PORT, not {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def port_of(listener: socket.socket) -> int:
+    return listener.getsockname()[1]
+
+
+class Desk:
+    """`serve(wire, record)` answers one request; `tick` is called about twice a second."""
+
+    def __init__(self, listener: socket.socket, terms: Terms, serve: Serve, tick: Callable[[], None]) -> None:
+        self._listener, self._terms, self._serve, self._tick = listener, terms, serve, tick
+        self._lock = threading.Lock()
+        self._wires: dict[threading.Thread, Wire] = {}
+        self._closed = False
+        self._acceptor = threading.Thread(target=self._accept, name="kv-desk", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._wires)
+
+    def close(self) -> None:
+        """Hangs up on everybody and waits for the threads."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+        self._acceptor.join()
+        self._listener.close()
+        with self._lock:
+            wires = dict(self._wires)
+        for wire in wires.values():
+            wire.cut()
+        for thread in wires:
+            thread.join()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(TICK_S)
+        ticked_s = self._terms.clock()
+        while not self._closed:
+            with contextlib.suppress(OSError):  # the slice ran out, the peer left again, or we are closing
+                self._admit(self._listener.accept()[0])
+            if self._terms.clock() >= ticked_s + TICK_S:
+                ticked_s = self._terms.clock()
+                self._tick()
+
+    def _admit(self, sock: socket.socket) -> None:
+        tune(sock)
+        wire = Wire(sock, f"the peer at {_name_of(sock)}")
+        thread = threading.Thread(target=self._attend, args=(wire,), name="kv-sender", daemon=True)
+        with self._lock:
+            if len(self._wires) >= self._terms.max_connections:
+                wire.close()
+                return
+            self._wires[thread] = wire
+        thread.start()
+
+    def _attend(self, wire: Wire) -> None:
+        try:
+            hello = Patience("handshake", self._terms.clock() + self._terms.control_timeout_s, self._terms.clock)
+            self._secure(wire, hello)
+            answer(wire, self._terms, hello)
+            while not self._closed:
+                self._serve(wire, wire.receive_record(None))
+        except TransportError:
+            wire.cut()  # the peer sees it, and the ticket's own error has been told where there was a ticket
+        finally:
+            wire.close()
+            with self._lock:
+                del self._wires[threading.current_thread()]
+
+    def _secure(self, wire: Wire, patience: Patience) -> None:
+        if self._terms.tls_server is not None and wire.socket.family != socket.AF_UNIX:
+            wire.socket.settimeout(patience.left_s())
+            try:
+                wire.socket = self._terms.tls_server.wrap_socket(wire.socket, server_side=True)
+            except (ssl.SSLError, OSError) as error:
+                raise TransportError(f"no TLS with {wire.peer}: {error}") from error
+
+
+def _name_of(sock: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        return str(sock.getpeername())
+    return "an address that is gone"

@@ -1,0 +1,84 @@
+"""The handshake: both ends prove that they know the secret, then show what they run.
+
+Challenge and response by HMAC-SHA256 over two fresh nonces, the role and the identity, so that nothing of it can be
+replayed or reflected. An end of another identity learns ours only after it has proved that it is of the cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import asdict, fields
+from typing import Any
+
+from jdisagg.core.errors import BadTicket, PeerMismatch
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.terms import Identity, Terms
+from jdisagg.kv.transport.wire import Wire
+
+PROTOCOL = 1
+NONCE_BYTES = 32
+
+
+def answer(wire: Wire, terms: Terms, patience: Patience) -> None:
+    """The source's part. Raises PeerMismatch after telling the peer."""
+    nonce = secrets.token_hex(NONCE_BYTES)
+    wire.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, patience)
+    theirs = wire.receive_record(patience)
+    if not _proves(theirs, "pulls", nonce + _nonce(theirs), terms.secret):
+        wire.send_record({"refused": "secret"}, patience)
+        raise PeerMismatch(f"{wire.peer} does not share our secret")
+    wire.send_record(_proof("offers", nonce + _nonce(theirs), terms), patience)
+    compare(terms.identity, theirs["identity"], wire.peer)
+
+
+def greet(wire: Wire, terms: Terms, patience: Patience) -> None:
+    """The destination's part. Raises PeerMismatch."""
+    theirs = wire.receive_record(patience)
+    if theirs.get("jdisagg") != PROTOCOL:
+        raise PeerMismatch(f"{wire.peer} speaks protocol {str(theirs.get('jdisagg'))[:20]}, we speak {PROTOCOL}")
+    nonce = secrets.token_hex(NONCE_BYTES)
+    both = _nonce(theirs) + nonce
+    wire.send_record({"nonce": nonce} | _proof("pulls", both, terms), patience)
+    reply = wire.receive_record(patience)
+    if not _proves(reply, "offers", both, terms.secret):
+        raise PeerMismatch(f"{wire.peer} does not share our secret")
+    compare(terms.identity, reply["identity"], wire.peer)
+
+
+def compare(ours: Identity, record: Any, peer: str) -> None:
+    """Raises PeerMismatch with both fingerprints and the fields that differ."""
+    try:
+        theirs = Identity(**{each.name: str(record[each.name]) for each in fields(Identity)})
+    except (KeyError, TypeError) as error:
+        raise PeerMismatch(f"{peer} shows no identity that we can read: {str(record)[:80]}") from error
+    mine, other = asdict(ours), asdict(theirs)
+    differing = [f"{name} {other[name]!r} there, {mine[name]!r} here" for name in mine if mine[name] != other[name]]
+    if differing:
+        prints = f"fingerprint {theirs.fingerprint} there, {ours.fingerprint} here"
+        raise PeerMismatch(f"{peer} is not of our kind ({prints}): {'; '.join(differing)}")
+
+
+def _nonce(record: dict[str, Any]) -> str:
+    nonce = record.get("nonce")
+    if not isinstance(nonce, str) or len(nonce) != 2 * NONCE_BYTES:
+        raise BadTicket(f"a handshake needs a nonce of {2 * NONCE_BYTES} hex digits, got {str(nonce)[:20]!r}")
+    return nonce
+
+
+def _proof(role: str, nonces: str, terms: Terms) -> dict[str, Any]:
+    identity = asdict(terms.identity)
+    return {"identity": identity, "mac": _mac(role, nonces, identity, terms.secret)}
+
+
+def _proves(record: dict[str, Any], role: str, nonces: str, secret: bytes) -> bool:
+    mac = record.get("mac")
+    wanted = _mac(role, nonces, record.get("identity"), secret)
+    return isinstance(mac, str) and hmac.compare_digest(mac.encode(), wanted.encode())
+
+
+def _mac(role: str, nonces: str, identity: Any, secret: bytes) -> str:
+    text = json.dumps(["jdisagg", PROTOCOL, role, nonces, identity], sort_keys=True)
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,82 @@
+"""Within one process: every array goes to its device by `device_put`, asynchronously; nothing is copied to the host."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+from jdisagg.core.errors import TransferRefused
+from jdisagg.kv.transport.offers import Ended, Offer, OfferTable
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.protocol import Held
+from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, verify
+
+
+class Inproc:
+    """Both ends are this object. `pull` returns before the arrays have landed, and before they are computed."""
+
+    name = "inproc"
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.address = f"inproc:{secrets.token_hex(8)}"
+        self._offers = OfferTable(terms.offer_limit_bytes, terms.clock, _nothing_else_to_free)
+
+    def offer(self, parcel: Parcel, arrays: Sequence[Array], deadline_s: float) -> Ticket:
+        ticket = issue(self.name, self.address, parcel, arrays, self.terms.secret)
+        self._offers.add(ticket, list(arrays), deadline_s)
+        return ticket
+
+    def pull(self, ticket: Ticket, devices: Sequence[Any], deadline_s: float) -> list[Array]:
+        verify(ticket, self.terms.secret)
+        if ticket.address != self.address:
+            raise TransferRefused(f"ticket {ticket.id} is for {ticket.address!r} and not for {self.address!r}")
+        assert len(devices) == len(ticket.arrays), (len(devices), len(ticket.arrays))
+        self._offers.expire(self.terms.clock())
+        patience = Patience(f"pull {ticket.id}", deadline_s, self.terms.clock)
+        patience.left_s()
+        offer = self._offers.grant(ticket.id)
+        sources = list(offer.arrays)
+        try:
+            landed = jax.device_put(sources, list(devices))
+        except RuntimeError as error:
+            self._offers.end(ticket.id, Ended.BROKEN)
+            raise TransferRefused(f"pull {ticket.id}: an offered array is lost ({error})") from error
+        if self.terms.link is not None:
+            self._crawl(offer, sources, patience)
+        return landed
+
+    def _crawl(self, offer: Offer, sources: list[Array], patience: Patience) -> None:
+        """Takes as long as the emulated link would, from the moment the arrays are computed."""
+        assert self.terms.link is not None
+        offer.on_end = lambda: patience.call_off("the ticket ended")
+        if offer.patience.is_off:  # it ended before it could tell
+            offer.on_end()
+        patience.wait_computed(sources)
+        patience.wait_until(self.terms.link.send(self.terms.clock(), offer.ticket.nbytes))
+
+    def ack(self, ticket: Ticket) -> bool:
+        self._offers.end(ticket.id, Ended.ACKED)
+        return True
+
+    def cancel(self, ticket: Ticket) -> bool:
+        self._offers.end(ticket.id, Ended.CANCELLED)
+        return True
+
+    def expire(self, now_s: float) -> list[Ticket]:
+        return self._offers.expire(now_s)
+
+    def held(self) -> Held:
+        return Held(len(self._offers), self._offers.held_bytes, 0, 0)
+
+    def close(self) -> None:
+        self._offers.end_all()
+
+
+def _nothing_else_to_free(_offer: Offer, _how: Ended) -> None:
+    """The table drops the arrays itself."""

@@ -1,0 +1,92 @@
+"""Over TCP: the bytes follow the grant on the same connection, straight into buffers that jax adopts.
+
+Measured best of the portable ways: blocking sends of views of the source's own memory, `recv_into` aligned buffers,
+no copy on a CPU source or destination. The source reads its arrays in the connection's thread, after waiting there for
+them to be computed, so neither end's driver thread touches a byte.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jdisagg.kv.transport.courier import Courier
+from jdisagg.kv.transport.desk import listen_tcp
+from jdisagg.kv.transport.memory import Buffers, Loan
+from jdisagg.kv.transport.offers import Ended, Offer
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.ticket import Ticket
+from jdisagg.kv.transport.wire import Wire
+
+
+def tcp(terms: Terms) -> Courier:
+    """The default between hosts."""
+    return Courier(terms, TcpCargo(terms))
+
+
+class TcpCargo:
+    name = "tcp"
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._buffers = Buffers(terms.pull_limit_bytes)
+
+    def listen(self) -> tuple[socket.socket, str]:
+        return listen_tcp(self._terms)
+
+    def stow(self, offer: Offer) -> None:
+        """Accelerators begin to copy to the host as soon as they have computed; on a CPU there is nothing to do."""
+        start_host_copies(offer.arrays)
+
+    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
+        offer.patience.wait_computed(list(offer.arrays), wire.must_be_quiet)
+        return {}
+
+    def send(self, offer: Offer, wire: Wire) -> None:
+        for array in list(offer.arrays):
+            wire.send(host_bytes(array), offer.patience)
+
+    def prepare(self, ticket: Ticket) -> Loan:
+        return self._buffers.take(ticket.arrays)
+
+    def receive(
+        self, ticket: Ticket, room: Loan, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+    ) -> list[Array]:
+        for view in room.views:
+            wire.receive_into(view.reshape(-1).view(np.uint8).data, p)
+        arrays = [jax.device_put(view, device) for view, device in zip(room.views, devices, strict=True)]
+        room.views.clear()  # jax's own references keep the buffer lent
+        return arrays
+
+    def abandon(self, room: Loan) -> None:
+        self._buffers.give_back(room)
+
+    def may_ack(self, ticket: Ticket) -> bool:
+        return True
+
+    def let_go(self, offer: Offer, how: Ended) -> None:
+        """The table drops the arrays."""
+
+    @property
+    def pull_bytes(self) -> int:
+        return self._buffers.held_bytes
+
+    def close(self) -> None:
+        self._buffers.close()
+
+
+def start_host_copies(arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if next(iter(array.devices())).platform != "cpu":
+            array.copy_to_host_async()
+
+
+def host_bytes(array: Array) -> memoryview:
+    """The bytes of a computed array; on the CPU its own memory."""
+    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data

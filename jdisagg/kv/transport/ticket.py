@@ -1,0 +1,142 @@
+"""Tickets: what the source hands to the destination, by way of the control plane, for one parcel of KV.
+
+A ticket is JSON (never pickle), names no memory, is good for one pull, and carries an HMAC-SHA256 of all its fields,
+so that a destination connects nowhere and allocates nothing on the word of a stranger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jax import Array
+
+from jdisagg.core.errors import BadTicket
+
+ID_BITS = 53  # the most that every JSON reader keeps exactly
+MAX_ARRAYS = 4096
+MAX_RANK = 8
+MAX_TEXT = 256
+# what jax takes over from numpy bit by bit; the 64-bit types are not among them, jax would narrow them
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name) for name in ("float32", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
+} | {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of one device, C-contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is in a transfer: `part` of the handoff (chunk, layer group or attempt: the sender's numbering)."""
+
+    handoff: str
+    epoch: int
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One offer, as its destination learns of it; shard i of the source is array i of the destination."""
+
+    transport: str
+    address: str  # where the source answers
+    id: int  # random, ID_BITS bits
+    parcel: Parcel
+    arrays: tuple[ArraySpec, ...]
+    tag: str = ""  # hex HMAC-SHA256 of everything above
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def to_json(self) -> dict[str, Any]:
+        """A record that `json.dumps` takes and `read_ticket` reads."""
+        return asdict(self)
+
+
+def issue(transport: str, address: str, parcel: Parcel, arrays: Sequence[Array], secret: bytes) -> Ticket:
+    """A signed ticket with a fresh id. Raises BadTicket naming what no ticket can carry."""
+    specs = tuple(spec_of(array) for array in arrays)
+    ticket = Ticket(transport, address, secrets.randbits(ID_BITS), parcel, specs)
+    return replace(check(ticket), tag=tag_of(ticket, secret))
+
+
+def spec_of(array: Array) -> ArraySpec:
+    """Of an array that lies on one device, computed or not."""
+    if len(array.devices()) != 1:
+        raise BadTicket(f"an array on {len(array.devices())} devices was offered; offer its shards, each on 1 device")
+    return ArraySpec(tuple(array.shape), array.dtype.name, array.nbytes)
+
+
+def tag_of(ticket: Ticket, secret: bytes) -> str:
+    fields = asdict(ticket) | {"tag": ""}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def verify(ticket: Ticket, secret: bytes) -> None:
+    """Raises BadTicket unless `secret` signed exactly this."""
+    if not hmac.compare_digest(tag_of(ticket, secret).encode(), ticket.tag.encode()):
+        raise BadTicket(f"ticket {ticket.id} to {ticket.address!r} is not signed by our secret")
+
+
+def read_ticket(record: Any) -> Ticket:
+    """The ticket of a JSON record; it is not verified yet. Raises BadTicket naming the field."""
+    try:
+        arrays = tuple(
+            ArraySpec(tuple(_number(n, 1 << 40) for n in each["shape"]), _text(each["dtype"]), _number(each["nbytes"]))
+            for each in record["arrays"]
+        )
+        parcel = record["parcel"]
+        return check(
+            Ticket(
+                _text(record["transport"]),
+                _text(record["address"]),
+                _number(record["id"], 1 << ID_BITS),
+                Parcel(_text(parcel["handoff"]), _number(parcel["epoch"]), _number(parcel["part"])),
+                arrays,
+                _text(record["tag"]),
+            )
+        )
+    except (KeyError, TypeError) as error:
+        raise BadTicket(f"a ticket must be a record with every field of Ticket: {error!r}") from error
+
+
+def check(ticket: Ticket) -> Ticket:
+    """The ticket. Raises BadTicket where a size is not what its shape and dtype say, or over the limits."""
+    if not 0 < len(ticket.arrays) <= MAX_ARRAYS:
+        raise BadTicket(f"a ticket carries 1 to {MAX_ARRAYS} arrays, not {len(ticket.arrays)}")
+    for array in ticket.arrays:
+        if array.dtype not in DTYPES or len(array.shape) > MAX_RANK:
+            raise BadTicket(f"{array.dtype}{list(array.shape)} cannot travel: dtypes are {', '.join(DTYPES)}")
+        wanted = math.prod(array.shape) * DTYPES[array.dtype].itemsize
+        if array.nbytes != wanted or not wanted:
+            raise BadTicket(f"{array.dtype}{list(array.shape)} is {wanted} bytes and not {array.nbytes}, and never 0")
+    return ticket
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise BadTicket(f"a text of at most {MAX_TEXT} characters was expected, got {str(value)[:40]!r}")
+    return value
+
+
+def _number(value: Any, below: int = 1 << 63) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise BadTicket(f"a whole number from 0 to {below - 1} was expected, got {str(value)[:40]!r}")
+    return value

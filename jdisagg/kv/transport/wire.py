@@ -1,0 +1,110 @@
+"""A wire: one connected socket, read and written by one thread at a time, every wait of it under a `Patience`.
+
+Two kinds of things cross it: records (four bytes of length, then JSON of at most 1 MiB, checked before a byte of it is
+allocated) and raw bytes whose number both ends know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import select
+import socket
+from typing import Any
+
+from jdisagg.core.errors import BadTicket, PeerDead
+from jdisagg.kv.transport.patience import Patience
+
+MAX_RECORD_BYTES = 1 << 20
+SEND_BYTES = 1 << 20  # in one call: short enough to look at the patience between two
+
+
+class Wire:
+    """`peer` says in errors who is at the other end."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.socket, self.peer = sock, peer
+
+    def send(self, data: memoryview, patience: Patience) -> None:
+        """All of it. Raises PeerDead, or what `patience` raises."""
+        done = 0
+        while done < len(data):
+            try:
+                self.socket.settimeout(patience.slice_s())
+                done += self.socket.send(data[done : done + SEND_BYTES])
+            except OSError as error:
+                self._judge(error, patience, f"{done} of {len(data)} bytes sent")
+
+    def receive_into(self, data: memoryview, patience: Patience | None) -> None:
+        """Fills `data`. Without patience it waits until the wire is cut."""
+        done = 0
+        while done < len(data):
+            try:
+                self.socket.settimeout(patience.slice_s() if patience else None)
+                count = self.socket.recv_into(data[done:])
+            except OSError as error:
+                self._judge(error, patience, f"{done} of {len(data)} bytes received")
+                continue
+            if not count:
+                self._judge(ConnectionResetError("closed"), patience, f"{done} of {len(data)} bytes received")
+            done += count
+
+    def _judge(self, error: OSError, patience: Patience | None, so_far: str) -> None:
+        """Returns where it was only a slice of the wait that ran out."""
+        if patience is not None:
+            patience.left_s()
+        if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+            what = f"{patience.what}: " if patience else ""
+            raise PeerDead(f"{what}{self.peer} is gone ({error}), {so_far}") from error
+
+    def send_record(self, record: dict[str, Any], patience: Patience) -> None:
+        text = json.dumps(record, separators=(",", ":")).encode()
+        if len(text) > MAX_RECORD_BYTES:
+            raise BadTicket(f"a record of {len(text)} bytes is over the limit of {MAX_RECORD_BYTES}")
+        self.send(memoryview(len(text).to_bytes(4, "big") + text), patience)
+
+    def receive_record(self, patience: Patience | None) -> dict[str, Any]:
+        """Raises BadTicket where it is no record, or too long a one."""
+        head = bytearray(4)
+        self.receive_into(memoryview(head), patience)
+        length = int.from_bytes(head, "big")
+        if length > MAX_RECORD_BYTES:
+            raise BadTicket(f"{self.peer} announces a record of {length} bytes, the limit is {MAX_RECORD_BYTES}")
+        text = bytearray(length)
+        self.receive_into(memoryview(text), patience)
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadTicket(f"{self.peer} sent {bytes(text[:40])!r}, which is no JSON") from error
+        if not isinstance(record, dict):
+            raise BadTicket(f"{self.peer} sent {bytes(text[:40])!r}, which is no record")
+        return record
+
+    def must_be_quiet(self) -> None:
+        """Raises PeerDead where the peer has hung up, or speaks out of turn."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        if poll.poll(0):
+            raise PeerDead(f"{self.peer} hung up before it was answered")
+
+    def cut(self) -> None:
+        """From any thread: whoever waits on the wire wakes with PeerDead."""
+        with contextlib.suppress(OSError):  # never connected, or closed meanwhile
+            socket.socket.shutdown(
+                self.socket, socket.SHUT_RDWR
+            )  # not TLS's own, which forgets its state under a reader
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def tune(sock: socket.socket) -> None:
+    """Small records leave at once, and a peer whose host is gone is noticed within half a minute."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
