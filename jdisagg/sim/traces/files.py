@@ -51,8 +51,8 @@ def read_servegen_rates(path: Path | str, model: str) -> np.ndarray:
 
 
 def _trace(times: np.ndarray, inputs: list, outputs: list, hashes: tuple = (), block_tokens: int = 0) -> Trace:
-    lengths = [np.maximum(1, np.array(column, dtype=np.int64)) for column in (inputs, outputs)]
-    return Trace(times.astype(np.float64), *lengths, hashes, block_tokens)
+    input_tokens, output_tokens = (np.maximum(1, np.array(column, dtype=np.int64)) for column in (inputs, outputs))
+    return Trace(times.astype(np.float64), input_tokens, output_tokens, hashes, block_tokens)
 
 
 def _lines(path: Path | str) -> Iterator[str]:

@@ -69,11 +69,7 @@ class Trace:
         """Lengths multiplied and rounded, never under 1. Block names no longer fit and are dropped."""
         if inputs == outputs == 1.0:
             return self
-        scaled = [
-            np.maximum(1, np.rint(column * factor)).astype(np.int64)
-            for column, factor in ((self.input_tokens, inputs), (self.output_tokens, outputs))
-        ]
-        return Trace(self.arrival_s, *scaled)
+        return Trace(self.arrival_s, _scaled(self.input_tokens, inputs), _scaled(self.output_tokens, outputs))
 
     def split(self, parts: int, seed: int = 0) -> tuple[Trace, ...]:
         """Each request to one of `parts` traces, drawn alike: a Poisson trace stays Poisson."""
@@ -94,3 +90,7 @@ class Trace:
             output_tokens=self.output_tokens[index],
             block_hashes=hashes,
         )
+
+
+def _scaled(lengths: np.ndarray, factor: float) -> np.ndarray:
+    return np.maximum(1, np.rint(lengths * factor)).astype(np.int64)

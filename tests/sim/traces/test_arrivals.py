@@ -89,7 +89,7 @@ def test_a_draw_keeps_input_and_output_of_a_request_together(azure: Trace):
 )
 def test_columns_that_make_no_trace_are_refused(columns: tuple, message: str):
     with pytest.raises(ConfigError, match=message):
-        Trace(*map(np.array, columns))
+        Trace(np.array(columns[0]), np.array(columns[1]), np.array(columns[2]))
 
 
 def test_a_rate_that_cannot_be_is_refused(azure: Trace):
