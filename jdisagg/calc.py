@@ -1,0 +1,148 @@
+"""The calculator: how large a KV cache is, how long it takes over each link, and from which link on shipping it pays.
+
+    python -m jdisagg.calc --model=llama3-70b --tokens=131072 [--dtype=bfloat16] [--hardware=h100 --devices=8]
+
+Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
+since the answers of the three differ by factors. `--config=DIR` takes a Hugging Face config.json instead of a name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from jdisagg.core.errors import FlagError, JdisaggError
+from jdisagg.model.hf_config import read_config
+from jdisagg.sim.arithmetic import (
+    DTYPE_BYTES,
+    MODELS,
+    Attention,
+    least_disaggregation_bytes_per_s,
+    least_reuse_bytes_per_s,
+    model,
+    transfer_s,
+)
+from jdisagg.sim.hardware import HARDWARE, LINKS, Hardware, hardware
+
+
+def parse(argv: Sequence[str]) -> flags.FlagValues:
+    """Flags of this command alone. Raises `FlagError`."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("model", "llama3-70b", f"one of {', '.join(MODELS)}", flag_values=values)
+    flags.DEFINE_string("config", "", "folder of a Hugging Face config.json, instead of --model", flag_values=values)
+    flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
+    flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of the KV", flag_values=values)
+    flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "of the prefill mesh", flag_values=values)
+    flags.DEFINE_integer("devices", 8, "of the prefill mesh", lower_bound=1, flag_values=values)
+    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
+    try:
+        rest = values(list(argv))
+    except flags.Error as error:
+        raise FlagError(str(error).replace("\n", " ")) from error
+    if len(rest) > 1:
+        raise FlagError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+    return values
+
+
+def attention_of(folder: str) -> Attention:
+    """The numbers of a model folder."""
+    config = read_config(Path(folder))
+    kind = "MHA" if config.num_kv_heads == config.num_heads else "GQA"
+    per_layer = 2.0 * config.layer_params() / config.hidden_size**2
+    return Attention(
+        Path(folder).name, config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, kind,
+        linear_flops=per_layer, attention_flops=2.0 * 2.0 * config.q_size / config.hidden_size,
+    )  # fmt: skip
+
+
+def decimal(size_bytes: float) -> str:
+    """As 42.95 GB."""
+    return _scaled(size_bytes, 1000.0, ("B", "KB", "MB", "GB", "TB", "PB"))
+
+
+def binary(size_bytes: float) -> str:
+    """As 40.00 GiB."""
+    return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(size: float, step: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if size < step:
+            return f"{size:.4g} {unit}"
+        size /= step
+    return f"{size:.4g} {units[-1]}"
+
+
+def seconds(duration_s: float) -> str:
+    """As 12.3 ms."""
+    if duration_s >= 1:
+        return f"{duration_s:.3g} s"
+    return f"{duration_s * 1e3:.3g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.3g} us"
+
+
+def prefill_s(attention: Attention, tokens: int, chip: Hardware, devices: int) -> float:
+    """FLOPs over the share of the peak that large GEMMs and causal attention reach; half of all pairs are masked."""
+    linear = attention.num_layers * attention.linear_flops * tokens * attention.hidden_size**2
+    pairs = (attention.prefill_flops(tokens) - linear) / 2
+    return (linear / chip.gemm + pairs / chip.prefill_attention) / (chip.flops * devices)
+
+
+def links_table(attention: Attention, size_bytes: float, prefill: float) -> Table:
+    """Seconds over every link, and their share of the prefill that could hide them."""
+    table = Table(title=f"{attention.name}: {decimal(size_bytes)} of KV against {seconds(prefill)} of prefill")
+    for name in ("link, one way", "nominal", "time", "measured", "time", "of prefill"):
+        table.add_column(name, justify="left" if name == "link, one way" else "right")
+    for link in LINKS:
+        measured = link.measured_bytes_per_s
+        best = transfer_s(size_bytes, measured or link.bytes_per_s)
+        table.add_row(
+            link.name,
+            f"{decimal(link.bytes_per_s)}/s",
+            seconds(transfer_s(size_bytes, link.bytes_per_s)),
+            f"{decimal(measured)}/s" if measured else "-",
+            seconds(best) if measured else "-",
+            f"{best / prefill:.1%}",
+        )
+    return table
+
+
+def report(attention: Attention, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
+    """Everything there is to print."""
+    size, a_token = attention.kv_bytes(tokens, dtype), attention.kv_bytes(1, dtype)
+    prefill = prefill_s(attention, tokens, chip, devices)
+    pays = least_disaggregation_bytes_per_s(size, prefill)
+    reuse = least_reuse_bytes_per_s(attention, tokens, chip.flops * devices, dtype)
+    return [
+        f"{attention.name} ({attention.kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
+        f"{tokens} tokens: {decimal(size)} = {binary(size)}",
+        f"prefill on {devices} x {chip.name}: {seconds(prefill)} ({tokens / prefill:,.0f} tokens/s)",
+        links_table(attention, size, prefill),
+        f"a streamed handoff hides behind prefill from {decimal(pays)}/s ({pays * 8 / 1e9:,.1f} Gbit/s), one way",
+        f"fetching this KV beats computing it at peak FLOP/s from {decimal(reuse)}/s (Mooncake, eq. 2)",
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    try:
+        values = parse(argv)
+        if values.help:
+            print(__doc__)
+            return 0
+        attention = attention_of(values.config) if values.config else model(values.model)
+        chip = hardware(values.hardware)
+        for part in report(attention, values.tokens, values.dtype, chip, values.devices):
+            Console().print(part, highlight=False)
+    except JdisaggError as error:
+        print(f"jdisagg.calc: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,44 @@
+"""The calculator names both units, the direction and the attention kind, and refuses a wrong flag in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from jdisagg import calc
+from jdisagg.sim.arithmetic import model
+
+
+def test_a_long_prompts_kv_is_told_in_both_units(capsys: pytest.CaptureFixture[str]):
+    assert calc.main(["calc", "--model=llama3-70b", "--tokens=131072"]) == 0
+    printed = capsys.readouterr().out
+    assert "42.95 GB = 40 GiB" in printed and "(GQA)" in printed and "one way" in printed
+
+
+def test_a_folder_gives_the_numbers_of_its_name(capsys: pytest.CaptureFixture[str]):
+    folder = Path(__file__).parent / "fixtures" / "conformance" / "llama2"
+    assert calc.main(["calc", f"--config={folder}", "--tokens=64"]) == 0
+    assert "llama2 (" in capsys.readouterr().out
+
+
+def test_a_folders_flops_are_those_of_its_matrices():
+    folder = Path(__file__).parent.parent / "configs" / "llama3_70b"
+    if not folder.exists():
+        pytest.skip("configs/llama3_70b is not there")
+    from_folder, named = calc.attention_of(str(folder)), model("llama3-70b")
+    assert from_folder.kv_bytes(1) == named.kv_bytes(1)
+    assert from_folder.prefill_flops(8192) == pytest.approx(named.prefill_flops(8192), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--model=gpt-9", "no model 'gpt-9'"), ("--tokens=0", "tokens"), ("--dtype=int3", "int3"), ("8192", "not a flag")],
+)
+def test_a_wrong_flag_costs_one_line(flag: str, words: str, capsys: pytest.CaptureFixture[str]):
+    assert calc.main(["calc", flag]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(("duration_s", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-6, "4 us")])
+def test_a_duration_is_told_in_its_own_unit(duration_s: float, text: str):
+    assert calc.seconds(duration_s) == text
