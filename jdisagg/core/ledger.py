@@ -39,6 +39,7 @@ class Ledger:
     """Instants on the driver's clock as they happened; a repeated prefill simply appends."""
 
     marks: list[tuple[Mark, int]] = field(default_factory=list)
+    wire_ns: int = 0  # that parts of its KV were on their way, whatever else happened meanwhile
 
     def mark(self, mark: Mark, at_s: float) -> None:
         """Notes an instant. Clocks of several reporters may disagree a little: time never runs backwards here."""
@@ -53,6 +54,15 @@ class Ledger:
         for (mark, began), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
             parts[PART_BEGINNING_AT[mark]] += ended - began
         return parts
+
+    def transfer_ns(self) -> tuple[int, int]:
+        """(hidden, exposed) nanoseconds of the transfer.
+
+        Exposed is the ledger's part of that name: from the first token to the complete bed, waiting for nothing else.
+        Hidden is the time on the wire beyond that, while the prompt was still being computed.
+        """
+        exposed = self.parts_ns()["transfer"]
+        return max(0, self.wire_ns - exposed), exposed
 
     @property
     def total_ns(self) -> int:

@@ -43,6 +43,10 @@ class Parcel(Protocol):
         """Blocks until the bytes are on the destination's devices (not yet in its pages)."""
         ...
 
+    def intact(self) -> bool:
+        """Once it has landed: whether the digests of what landed are those of what was packed."""
+        ...
+
 
 class Machine(Protocol):
     config: WorkerConfig

@@ -8,8 +8,9 @@ Prefill and decode draw alike, as a model does: a sequence prefilled again goes 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.core.events import DecodeDone, PrefillDone
 from jdisagg.core.kv_layout import NULL_PAGE
@@ -75,10 +76,15 @@ class ToyDecode:
         return self.result
 
 
+def digest_of(contents: tuple[tuple[tuple[int, ...], ...], ...]) -> int:
+    return zlib.crc32(repr(contents).encode())
+
+
 @dataclass(frozen=True, slots=True)
 class ToyParcel:
     transfer: KVTransfer
     contents: tuple[tuple[tuple[int, ...], ...], ...]  # of each of its layer groups, the pages
+    digest: int  # of the contents when they were packed
 
     def wait_packed(self) -> None:
         return
@@ -86,6 +92,15 @@ class ToyParcel:
     def wait(self) -> None:
         """Toy bytes are there at once; a driver of virtual time prices their way."""
         return
+
+    def intact(self) -> bool:
+        return digest_of(self.contents) == self.digest
+
+    def flipped(self) -> ToyParcel:
+        """As it is after one bit of it changed on the way."""
+        (first, *tokens), *pages = self.contents[-1]
+        changed = ((first ^ 1, *tokens), *pages)
+        return replace(self, contents=(*self.contents[:-1], changed))
 
 
 class ToyMachine:
@@ -172,7 +187,8 @@ class ToyMachine:
     def ship(self, transfer: KVTransfer, destination: ToyMachine) -> ToyParcel:
         assert len(transfer.source_pages) == len(transfer.destination_pages)
         groups = self._groups_of(transfer)
-        return ToyParcel(transfer, tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups))
+        contents = tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups)
+        return ToyParcel(transfer, contents, digest_of(contents))
 
     def insert(self, parcel: ToyParcel) -> None:
         for group, contents in zip(self._groups_of(parcel.transfer), parcel.contents, strict=True):

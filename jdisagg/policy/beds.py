@@ -9,71 +9,41 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from jdisagg.core.events import DecodeDone, DropKV, InsertKV, KVArrived, RunDecode
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Reserve, Reserved
-from jdisagg.core.plans import Admission, DecodePlan, PageGrant
+from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Renew, Resend, Reserve, Reserved
+from jdisagg.core.plans import DecodePlan, PageGrant
 from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig, bucket
-from jdisagg.policy.handoff import End, Handoff, Signal, State
+from jdisagg.policy.bed import Bed, Turn, admission, admitted, end_of
+from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
-from jdisagg.policy.planning import Order, choose_victim, full_tokens, history_of, order_of, predicted_pages
+from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages
 from jdisagg.policy.slots import Slots
 
-
-@dataclass(slots=True, eq=False)
-class Bed:
-    """One sequence's place: from its reservation to its last token."""
-
-    handoff: Handoff
-    request: Request
-    order: Order
-    num_output: int  # tokens the client had before this attempt
-    pages: list[int]
-    lease_s: float
-    parts: set[int] = field(default_factory=set)  # that are inserted
-    num_parts: int | None = None  # that COMMIT counts
-    source: WorkerId | None = None  # that said COMMIT
-    num_tokens: int = 0  # tokens in the KV when it was committed
-    output: list[int] = field(default_factory=list)  # tokens of this attempt, as read
-    first: Sampled | None = None  # known from COMMIT on
-    dispatched: int = 0  # output tokens drawn or on their way
-    slot: int | None = None
-    on_device: bool = False  # its admission has been dispatched
-    stepped: bool = False  # a decoded token has been read
-
-    @property
-    def owner(self) -> Owner:
-        return self.handoff.owner
-
-    @property
-    def drained(self) -> bool:
-        """All its turns are dispatched: it only waits for tokens."""
-        return self.dispatched == self.request.sampling.max_tokens
-
-    def wants(self, part: int) -> bool:
-        """Whether this part is still to come; one that COMMIT does not count is none of this bed's."""
-        known = self.num_parts is None or part < self.num_parts
-        return known and part not in self.parts and self.handoff.can_take(Signal.ARRIVE)
+HeldPrefix = Callable[[Request], tuple[int, ...]]  # pages, in order, that hold the KV of the prompt's first tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A decode plan in flight, and whose its slots were when it was dispatched."""
-
-    microbatch: int
-    beds: dict[int, Bed]
-    retired: tuple[int, ...]
+def no_prefix(_: Request) -> tuple[int, ...]:
+    """Nothing is held of any prompt."""
+    return ()
 
 
 class Beds:
     """All beds of one worker."""
 
-    def __init__(self, config: WorkerConfig, pool: PagePool, out: Outbox, new_plan_id: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pool: PagePool,
+        out: Outbox,
+        new_plan_id: Callable[[], int],
+        held_prefix: HeldPrefix = no_prefix,
+    ) -> None:
         self.config, self.pool, self.out, self.new_plan_id = config, pool, out, new_plan_id
+        self.held_prefix = held_prefix
         self.slots: Slots[Bed] = Slots(config)
         self.beds: dict[Owner, Bed] = {}
         self.turns: dict[int, Turn] = {}
@@ -106,10 +76,11 @@ class Beds:
             detail = f"{self.free_slots} slots and {self.reservable_pages} pages are free"
             self.out.tell_router(Refused(*owner, detail))
         elif bed.handoff.state is State.RESERVED:
-            self.out.tell_router(Reserved(*owner, tuple(bed.pages)))
+            self.out.tell_router(Reserved(*owner, tuple(bed.pages), bed.cached_pages))
 
     def _make_bed(self, owner: Owner, message: Reserve, now_s: float) -> Bed | None:
-        need = predicted_pages(message.request, self.config)
+        cached = self.held_prefix(message.request)[: len(message.request.prompt) // self.config.page_size]
+        need = predicted_pages(message.request, self.config) - len(cached)
         if self.free_slots < 1 or need > self.reservable_pages:
             return None
         pages = self.pool.take(need, owner, PageState.IN_FLIGHT)
@@ -117,23 +88,49 @@ class Beds:
         handoff = Handoff(owner, End.DESTINATION, now_s + message.lease_s)
         handoff.take(Signal.RESERVE)
         self.out.arm(handoff)
-        order = order_of(message.request)
-        bed = Bed(handoff, message.request, order, message.num_output, list(pages), message.lease_s)
+        bed = Bed(
+            handoff=handoff,
+            request=message.request,
+            order=order_of(message.request),
+            num_output=message.num_output,
+            source=message.prefill_worker,
+            lease_s=message.lease_s,
+            pages=[*cached, *pages],
+            cached_pages=len(cached),
+        )
         self.beds[owner] = bed
         return bed
+
+    def renew(self, message: Renew, source: WorkerId, now_s: float) -> None:
+        """The source is at it still; one that waits for an Ack though the bed is complete has missed it."""
+        bed = self.beds.get(Owner(message.handoff, message.epoch))
+        if bed is None:
+            self.out.send(source, Abort(message.handoff, message.epoch, "no such bed"))
+        elif admitted(bed):
+            self.out.send(source, Ack(*bed.owner, bed.wire_s))
+        else:
+            bed.renew(now_s)
 
     def commit(self, message: Commit, source: WorkerId, now_s: float) -> None:
         owner = Owner(message.handoff, message.epoch)
         bed = self.beds.get(owner)
         if bed is None:
             self.out.send(source, Abort(*owner, "no such bed"))
+        elif admitted(bed):
+            self.out.send(source, Ack(*owner, bed.wire_s))  # it was said twice: the Ack may have been lost
         elif bed.handoff.can_take(Signal.COMMIT):
-            bed.handoff.take(Signal.COMMIT)
-            bed.first, bed.num_tokens, bed.num_parts = message.first, message.num_tokens, message.num_parts
-            bed.source = source
-            self._admit_if_complete(bed, now_s)
-        elif bed.handoff.state is State.ADMITTED:
-            self.out.send(source, Ack(*owner))  # it was said twice: the Ack may have been lost
+            self._commit(bed, message, now_s)
+
+    def _commit(self, bed: Bed, message: Commit, now_s: float) -> None:
+        ours, theirs = self.config.kv_layout, message.layout
+        if ours and theirs and ours != theirs:
+            self._give_up(bed, f"{bed.source} shipped pages of {theirs}, {self.config.worker} holds {ours}")
+            return
+        bed.handoff.take(Signal.COMMIT)
+        bed.first, bed.num_tokens, bed.num_parts = message.first, message.num_tokens, message.num_parts
+        bed.renew(now_s)
+        if not self._admit_if_complete(bed, now_s):
+            self._watch_parts(bed, now_s)
 
     def arrive(self, event: KVArrived, now_s: float) -> None:
         """A part landed: inserted where its bed still waits for it, dropped where it is late or came before."""
@@ -142,10 +139,52 @@ class Beds:
         if bed is None or not bed.wants(transfer.part):
             self.out.put(DropKV(transfer))
             return
+        bed.renew(now_s)
+        bed.moved_s = now_s
+        bed.wire.append((now_s - event.wire_s, now_s))
+        if not event.intact:
+            self.out.put(DropKV(transfer))
+            self._ask_again(bed, [transfer.part], "came broken", FinishReason.ERROR)
+            return
         bed.handoff.take(Signal.ARRIVE)
         bed.parts.add(transfer.part)
         self.out.put(InsertKV(transfer))
         self._admit_if_complete(bed, now_s)
+
+    # ------------------------------------------------------------ repair
+
+    def _ask_again(self, bed: Bed, parts: list[int], what: str, reason: FinishReason) -> None:
+        """The source still holds these pages; a part that was asked for often enough ends the handoff."""
+        tried = max(bed.asked[part] for part in parts)
+        if tried >= self.config.part_tries:
+            self._give_up(bed, f"part {parts[0]} {what} {tried + 1} times", reason)
+            return
+        for part in parts:
+            bed.asked[part] += 1
+            self.out.send(bed.source, Resend(*bed.owner, part))
+
+    def _give_up(self, bed: Bed, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
+        self.end(bed.owner, Signal.ABORT)
+        self.out.abort(bed.owner, detail, reason)
+
+    def _watch_parts(self, bed: Bed, now_s: float) -> None:
+        bed.moved_s = now_s
+        self.out.set_timer(now_s + self.config.part_timeout_s, timer_of(Timer.PARTS, bed.owner))
+
+    def parts_late(self, owner: Owner, now_s: float) -> None:
+        """Asks for what COMMIT counted and did not come, once nothing has come for a while."""
+        bed = self.beds.get(owner)
+        if bed is None or bed.handoff.state is not State.COMMITTED:
+            return
+        due_s = bed.moved_s + self.config.part_timeout_s
+        if now_s < due_s:
+            self.out.set_timer(due_s, timer_of(Timer.PARTS, owner))
+            return
+        self._ask_again(bed, bed.missing, "did not come", FinishReason.TIMEOUT)
+        if not bed.handoff.over:
+            self._watch_parts(bed, now_s)
+
+    # ------------------------------------------------------------ admission
 
     def commit_here(self, owner: Owner, first: Sampled, now_s: float) -> None:
         """The colocated handoff: the KV was computed in the bed's own pages."""
@@ -154,18 +193,19 @@ class Beds:
         bed.first, bed.num_tokens, bed.num_parts = first, len(bed.request.prompt), 0
         self._admit_if_complete(bed, now_s)
 
-    def _admit_if_complete(self, bed: Bed, now_s: float) -> None:
-        if bed.handoff.state is not State.COMMITTED or len(bed.parts) != bed.num_parts:
-            return
+    def _admit_if_complete(self, bed: Bed, now_s: float) -> bool:
+        if bed.handoff.state is not State.COMMITTED or bed.missing:
+            return False
         assert bed.first is not None, "COMMIT brings the first token"
         bed.handoff.take(Signal.COMPLETE)
-        if bed.source is not None:
-            self.out.send(bed.source, Ack(*bed.owner))
+        if bed.source != self.config.worker:
+            self.out.send(bed.source, Ack(*bed.owner, bed.wire_s))
         bed.output.append(bed.first.token)
         bed.dispatched = 1
-        self.pool.move(bed.pages, bed.owner, PageState.HELD)
+        self.pool.move(bed.own_pages, bed.owner, PageState.HELD)
         insort(self._ready, bed, key=lambda each: each.order)
-        self.out.reach(bed.request.request_id, bed.owner, Mark.COMMITTED, now_s)
+        self.out.reach(bed.request.request_id, bed.owner, Mark.COMMITTED, now_s, bed.wire_s)
+        return True
 
     def bed_waits(self, owner: Owner) -> bool:
         """Whether the bed is reserved and nothing has come for it yet."""
@@ -187,6 +227,11 @@ class Beds:
         self._strip(bed)
         return True
 
+    def keep(self, owner: Owner, now_s: float) -> None:
+        """Renews the lease of a bed, where there is one."""
+        if owner in self.beds:
+            self.beds[owner].renew(now_s)
+
     def expire(self, owner: Owner, now_s: float) -> bool:
         bed = self.beds.get(owner)
         if bed is None or not bed.handoff.can_take(Signal.EXPIRE):
@@ -202,7 +247,7 @@ class Beds:
             bed.slot = None
         elif bed in self._ready:
             self._ready.remove(bed)
-        self.pool.give_back(bed.pages, bed.owner)
+        self.pool.give_back(bed.own_pages, bed.owner)
         bed.pages.clear()
 
     # ------------------------------------------------------------ turns
@@ -237,7 +282,7 @@ class Beds:
             microbatch=microbatch,
             active=tuple(slot for slot, _ in active),
             table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
-            admit=tuple(_admission(slot, bed) for slot, bed in active if not bed.on_device),
+            admit=tuple(admission(slot, bed) for slot, bed in active if not bed.on_device),
             grants=tuple(grants),
             retire=self.slots.begin_turn(microbatch),
         )
@@ -257,7 +302,7 @@ class Beds:
         if self.config.pages_for(bed.num_tokens + bed.dispatched) <= len(bed.pages):
             return True
         while (page := self.pool.take(1, bed.owner, PageState.HELD)) is None:
-            victim = choose_victim(each for each in self.beds.values() if each.pages and _admitted(each))
+            victim = choose_victim(each for each in self.beds.values() if each.pages and admitted(each))
             assert victim is not None, "whoever grows is admitted"
             if victim is bed and self._alone(bed):
                 return False  # alone among beds that are still to be filled: those will end, or run out
@@ -271,7 +316,7 @@ class Beds:
 
     def _alone(self, bed: Bed) -> bool:
         """Whether `bed` is the only admitted sequence with pages."""
-        return not any(each.pages and _admitted(each) for each in self.beds.values() if each is not bed)
+        return not any(each.pages and admitted(each) for each in self.beds.values() if each is not bed)
 
     def _preempt(self, bed: Bed) -> None:
         detail = f"no free page of {self.pool.num_pages} for a request of higher rank"
@@ -314,28 +359,3 @@ class Beds:
         for bed in turn.beds.values():
             if self.end(bed.owner, Signal.ABORT):
                 self.out.abort(bed.owner, reason)
-
-
-def _admitted(bed: Bed) -> bool:
-    return bed.handoff.state is State.ADMITTED
-
-
-def _admission(slot: int, bed: Bed) -> Admission:
-    assert bed.first is not None, "an admitted bed has its first token"
-    return Admission(
-        slot=slot,
-        request_id=bed.request.request_id,
-        token=bed.first.token,
-        position=bed.num_tokens,
-        pages=tuple(bed.pages),
-        sampling=bed.request.sampling,
-        num_output=bed.num_output + 1,
-        history=history_of(bed.request, bed.num_output, (bed.first.token,)),
-    )
-
-
-def end_of(request: Request, sampled: Sampled, num_output: int) -> FinishReason | None:
-    """Why a request is over with this token, its `num_output`th of this attempt; None where it goes on."""
-    if sampled.token in request.sampling.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_output >= request.sampling.max_tokens else None

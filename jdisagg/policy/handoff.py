@@ -95,6 +95,7 @@ WAITS: dict[tuple[End, State], Wait] = {
     (End.SOURCE, State.COMPUTING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
     (End.SOURCE, State.STREAMING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
     (End.SOURCE, State.SHIPPED): Wait("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
+    # A lease begins anew with every part and every Renew: it outlasts any prompt whose source lives.
     (End.DESTINATION, State.RESERVED): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
     (End.DESTINATION, State.FILLING): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
     (End.DESTINATION, State.COMMITTED): Wait("missing parts", "decode worker", "Reserve.lease_s"),
@@ -131,13 +132,26 @@ class Handoff:
 
     @property
     def timer(self) -> str:
-        return f"{self.end}/{self.owner.epoch}/{self.owner.handoff}"
+        return timer_of(Timer(self.end.value), self.owner)
 
 
-def owner_of_timer(key: str) -> tuple[End, Owner]:
-    """The end and the handoff that a timer's key names."""
-    end, epoch, handoff = key.split("/", 2)
-    return End(end), Owner(handoff, int(epoch))
+class Timer(StrEnum):
+    """A worker's timers; each handoff has its own of each kind."""
+
+    SOURCE = "source"  # the deadline of a source's wait
+    DESTINATION = "destination"  # the end of a bed's lease
+    RENEW = "renew"  # the source says that it is still at it
+    PARTS = "parts"  # a bed asks for the parts that have not come
+
+
+def timer_of(kind: Timer, owner: Owner) -> str:
+    return f"{kind}/{owner.epoch}/{owner.handoff}"
+
+
+def owner_of_timer(key: str) -> tuple[Timer, Owner]:
+    """The kind and the handoff that a timer's key names."""
+    kind, epoch, handoff = key.split("/", 2)
+    return Timer(kind), Owner(handoff, int(epoch))
 
 
 def mermaid(end: End) -> str:

@@ -25,8 +25,8 @@ class Outbox:
     def tell_router(self, message: Message) -> None:
         self._effects.append(Send(ROUTER, message))
 
-    def reach(self, request_id: RequestId, owner: Owner, mark: Mark, now_s: float) -> None:
-        self.tell_router(Progress(request_id, owner.epoch, mark, now_s))
+    def reach(self, request_id: RequestId, owner: Owner, mark: Mark, now_s: float, wire_s: float = 0.0) -> None:
+        self.tell_router(Progress(request_id, owner.epoch, mark, now_s, wire_s))
 
     def draw(self, draws: list[Draw]) -> None:
         if draws:
@@ -39,8 +39,11 @@ class Outbox:
         """Tells the router that this end of a handoff is gone."""
         self.tell_router(Abort(owner.handoff, owner.epoch, detail, reason))
 
+    def set_timer(self, at_s: float, key: str) -> None:
+        self._effects.append(SetTimer(at_s, key))
+
     def arm(self, handoff: Handoff) -> None:
-        self._effects.append(SetTimer(handoff.deadline_s, handoff.timer))
+        self.set_timer(handoff.deadline_s, handoff.timer)
 
     def drain(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -67,8 +67,9 @@ class PagePool:
     def pages_of(self, owner: Owner) -> set[int]:
         return {page for page, (holder, _) in self._owners.items() if holder == owner}
 
-    def owners(self) -> set[Owner]:
-        return {owner for owner, _ in self._owners.values()}
+    def owners(self, state: PageState | None = None) -> set[Owner]:
+        """Those who have any page, or any in `state`."""
+        return {owner for owner, held in self._owners.values() if state in (None, held)}
 
     def check_invariants(self) -> None:
         """Asserts that every page is in exactly one ledger, and that the ledgers sum to the whole."""

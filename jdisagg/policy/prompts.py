@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.core.events import PrefillDone, RunPrefill, ShipKV
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Commit, Draw, StartPrefill
+from jdisagg.core.messages import Abort, Commit, Draw, Renew, Resend, StartPrefill
 from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Request, Sampled, WorkerId
 from jdisagg.core.worker_config import TransferMode, WorkerConfig, bucket
-from jdisagg.policy.beds import Beds, end_of
-from jdisagg.policy.handoff import End, Handoff, Signal
+from jdisagg.policy.bed import end_of
+from jdisagg.policy.beds import Beds
+from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.parts import Piece, pieces
 from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
+
+BEATS = 3  # a lease is renewed: two words of it may be lost
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,7 @@ class Prompt:
     num_output: int
     decode_worker: WorkerId
     decode_pages: tuple[int, ...]
+    lease_s: float  # of its bed
     sent_pages: int  # leading pages that have left, or that the destination held already
     mode: TransferMode = TransferMode.WHOLE  # settled when it begins
     pages: tuple[int, ...] = ()  # its own; a colocated prompt computes in the bed's
@@ -77,12 +81,14 @@ class Prompts:
             num_output=message.num_output,
             decode_worker=message.decode_worker,
             decode_pages=message.decode_pages,
+            lease_s=message.lease_s,
             sent_pages=message.cached_pages,
         )
         self.prompts[owner] = prompt
         insort(self._waiting, prompt, key=lambda each: each.order)
         self.waiting_tokens += prompt.tokens_left
         self.out.arm(handoff)
+        self._beat_later(prompt, now_s)
 
     def _here(self, prompt: Prompt) -> bool:
         return prompt.decode_worker == self.config.worker
@@ -220,6 +226,44 @@ class Prompts:
         self.out.send(prompt.decode_worker, manifest)
         prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
         self.out.arm(prompt.handoff)
+
+    # ------------------------------------------------------------ while the destination waits
+
+    def beat(self, owner: Owner, now_s: float) -> None:
+        """Renews the bed's lease while this end lives, so that a lease may be short though a prompt is long."""
+        prompt = self.prompts.get(owner)
+        if prompt is not None:
+            self.out.send(prompt.decode_worker, Renew(*owner))
+            self._beat_later(prompt, now_s)
+
+    def _beat_later(self, prompt: Prompt, now_s: float) -> None:
+        if not self._here(prompt):
+            self.out.set_timer(now_s + prompt.lease_s / BEATS, timer_of(Timer.RENEW, prompt.owner))
+
+    def resend(self, message: Resend, destination: WorkerId, now_s: float) -> None:
+        """Ships a part again: its pages are held until all of them are acknowledged."""
+        prompt = self.prompts.get(Owner(message.handoff, message.epoch))
+        if prompt is None:
+            self.out.send(destination, Abort(message.handoff, message.epoch, "no such prompt"))
+        else:
+            self._reship(prompt, message.part, now_s)
+
+    def ship_failed(self, owner: Owner, part: int, now_s: float) -> bool:
+        """Ships the part again; False where it has failed too often, or nothing is known of it."""
+        prompt = self.prompts.get(owner)
+        if prompt is None or part >= len(prompt.parts) or prompt.parts[part].attempt >= self.config.part_tries:
+            return False
+        self._reship(prompt, part, now_s)
+        return True
+
+    def _reship(self, prompt: Prompt, part: int, now_s: float) -> None:
+        if part >= len(prompt.parts):
+            return  # it never left
+        again = replace(prompt.parts[part], attempt=prompt.parts[part].attempt + 1)
+        prompt.parts[part] = again
+        self.out.put(ShipKV(again))
+        if prompt.handoff.state is State.SHIPPED:
+            prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
 
     def plan_failed(self, plan_id: int, reason: str) -> None:
         for prompt in self.plans.pop(plan_id):

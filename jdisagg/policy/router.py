@@ -44,39 +44,29 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.aborts import Aborts
 from jdisagg.policy.admission import could_ever_serve, retry_after_s, why_never, why_rejected
+from jdisagg.policy.failures import Remedy, Trouble, remedy
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.peers import Peer
 from jdisagg.policy.planning import order_of
 from jdisagg.policy.routing import Choice, choose_pair
-from jdisagg.policy.rows import Row, Waiting
+from jdisagg.policy.rows import END_PHASE, PHASE_OF_MARK, TROUBLE_OF_WAIT, Row, Waiting
 
-PHASE_OF_MARK = {
-    Mark.FIRST_TOKEN: Phase.SHIPPING,
-    Mark.COMMITTED: Phase.DECODING,
-    Mark.FIRST_STEP: Phase.DECODING,
-}
-END_PHASE = {
-    FinishReason.STOP: Phase.FINISHED,
-    FinishReason.LENGTH: Phase.FINISHED,
-    FinishReason.ABORT: Phase.CANCELLED,
-    FinishReason.TIMEOUT: Phase.FAILED,
-    FinishReason.ERROR: Phase.FAILED,
-}
 CAPACITY_TIMER = "capacity"
 
 
 class Router:
     """Takes `Submit`, `Cancel`, words of workers, timers and losses."""
 
-    def __init__(self, config: RouterConfig, workers: Iterable[WorkerConfig]) -> None:
+    def __init__(self, config: RouterConfig, workers: Iterable[WorkerConfig], first_epoch: int = 1) -> None:
+        """`first_epoch` must be over every epoch of earlier routers: workers may still hold what those asked for."""
         self.config = config
         self.peers = {each.worker: Peer(each) for each in workers}
         self.rows: dict[RequestId, Row] = {}
         self.queue: list[Row] = []  # rows that wait for a bed, in order
         self.out = Outbox()
         self.aborts = Aborts(self.out, config.handoff_timeout_s, config.abort_tries)
-        self._epochs = count(1)
+        self._epochs = count(first_epoch)
         self._finish_gap_s, self._last_finish_s = 1.0, 0.0
         self._ask_anyway = False
         self._capacity_armed = False
@@ -88,9 +78,9 @@ class Router:
                 self._hear(sender, message, now_s)
             case Submit(request):
                 self._submit(request, now_s)
-            case Cancel(request_id):
+            case Cancel(request_id, reason):
                 if request_id in self.rows:
-                    self._finish(self.rows[request_id], FinishReason.ABORT, "cancelled", now_s)
+                    self._finish(self.rows[request_id], reason, "cancelled", now_s)
             case TimerFired(key):
                 self._timer(key, now_s)
             case WorkerLost(worker):
@@ -149,16 +139,15 @@ class Router:
         )
 
     def _reserve(self, row: Row, prefill: WorkerId, decode: WorkerId, now_s: float) -> None:
-        request, timeout_s = row.to_prefill(), self.config.handoff_timeout_s
+        request = row.to_prefill()
         row.epoch, row.num_before = next(self._epochs), len(row.output)
         row.prefill, row.decode = prefill, decode
         self.peers[prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[decode].book(row.request_id, 0.0, request.sampling.max_tokens * self.config.decode_token_weight)
         self.peers[decode].ask(row.owner, request)
-        lease_s = 2 * timeout_s + self.config.prefill_timeout_s
-        self.out.send(decode, Reserve(*row.owner, request, row.num_before, prefill, lease_s))
+        self.out.send(decode, Reserve(*row.owner, request, row.num_before, prefill, self.config.lease_s))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
-        self._wait(row, Waiting.ANSWER, now_s + timeout_s)
+        self._wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 
     def _start(self, row: Row, bed: Reserved, now_s: float) -> None:
         assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
@@ -223,7 +212,7 @@ class Router:
     def _follow(self, row: Row, sender: WorkerId, message: Progress | Ended | Preempted, now_s: float) -> None:
         match message:
             case Progress(mark=mark, at_s=at_s):
-                row.mark(mark, at_s)
+                row.mark(mark, at_s, message.wire_s)
                 self._reach(row, PHASE_OF_MARK.get(mark, row.phase), now_s)
             case Ended():
                 row.ended = message
@@ -263,9 +252,10 @@ class Router:
 
     def _aborted(self, sender: WorkerId, message: Abort, now_s: float) -> None:
         row = self._row_of(Owner(message.handoff, message.epoch))
-        if row is None or (row.phase is Phase.DECODING and sender != row.decode):
-            return  # over, or a source that missed its Ack: nothing is lost
-        self._fail(row, message.reason, message.detail, now_s, gone=sender, avoid=sender)
+        if row is not None:
+            trouble = Trouble.DECODE_GAVE_UP if sender == row.decode else Trouble.PREFILL_GAVE_UP
+            avoid = row.blamed(sender) if message.reason is FinishReason.TIMEOUT else sender
+            self._meet(row, trouble, message.reason, message.detail, now_s, gone=sender, avoid=avoid)
 
     # ------------------------------------------------------------ waits
 
@@ -298,7 +288,7 @@ class Router:
             self._finish(row, FinishReason.TIMEOUT, detail, now_s)
         else:
             late = row.prefill if row.waiting is Waiting.PREFILL else row.decode
-            self._fail(row, FinishReason.TIMEOUT, detail, now_s, avoid=late)
+            self._meet(row, TROUBLE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, now_s, avoid=late)
 
     # ------------------------------------------------------------ failures and ends
 
@@ -306,12 +296,30 @@ class Router:
         self.peers.pop(worker, None)
         self.aborts.forget(worker)
         for row in list(self.rows.values()):
-            prefilling = row.prefill == worker and row.phase is not Phase.DECODING
-            if row.epoch and (prefilling or row.decode == worker):
-                self._fail(row, FinishReason.ERROR, f"worker {worker} was lost", now_s, gone=worker)
+            if worker in (row.prefill, row.decode):
+                trouble = Trouble.DECODE_LOST if row.decode == worker else Trouble.PREFILL_LOST
+                self._meet(row, trouble, FinishReason.ERROR, f"worker {worker} was lost", now_s, gone=worker)
         for row in list(self.queue):
             if not could_ever_serve(self.peers.values(), row.to_prefill()):
                 self._finish(row, FinishReason.ERROR, f"worker {worker} was lost and no other can do its work", now_s)
+
+    def _meet(
+        self,
+        row: Row,
+        trouble: Trouble,
+        reason: FinishReason,
+        detail: str,
+        now_s: float,
+        *,
+        gone: WorkerId | None = None,
+        avoid: WorkerId | None = None,
+    ) -> None:
+        """Does what the table of failures says; `reason` is what the client hears should that be no use."""
+        found = remedy(trouble, row.phase)
+        told = len(row.output) > row.num_before
+        assert not (found is Remedy.REPREFILL and told), f"{row.request_id} was told tokens while {row.phase}"
+        if found is not Remedy.IGNORE:
+            self._fail(row, reason, detail, now_s, gone=gone, avoid=avoid)
 
     def _fail(
         self,

@@ -9,6 +9,7 @@ from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Draw, Ended
 from jdisagg.core.request import FinishReason, Phase, Request, RequestId, Sampled, WorkerId, continued, next_phase
+from jdisagg.policy.failures import Trouble
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order
 
@@ -23,6 +24,26 @@ class Waiting(StrEnum):
     PREFILL = "its first token"
     SHIP = "its KV to reach the decode worker"
     TOKEN = "its next token"
+
+
+PHASE_OF_MARK = {
+    Mark.FIRST_TOKEN: Phase.SHIPPING,
+    Mark.COMMITTED: Phase.DECODING,
+    Mark.FIRST_STEP: Phase.DECODING,
+}
+END_PHASE = {
+    FinishReason.STOP: Phase.FINISHED,
+    FinishReason.LENGTH: Phase.FINISHED,
+    FinishReason.ABORT: Phase.CANCELLED,
+    FinishReason.TIMEOUT: Phase.FAILED,
+    FinishReason.ERROR: Phase.FAILED,
+}
+TROUBLE_OF_WAIT = {
+    Waiting.ANSWER: Trouble.NO_ANSWER,
+    Waiting.PREFILL: Trouble.PREFILL_LATE,
+    Waiting.SHIP: Trouble.SHIP_LATE,
+    Waiting.TOKEN: Trouble.TOKEN_LATE,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -71,16 +92,23 @@ class Row:
             told.append(sampled)
         return tuple(told)
 
-    def mark(self, mark: Mark, at_s: float) -> None:
+    def mark(self, mark: Mark, at_s: float, wire_s: float = 0.0) -> None:
         """Notes what a worker says it has reached; a word that comes late or twice would charge the wrong part."""
         if LIFE.index(mark) > LIFE.index(self.ledger.marks[-1][0]):
             self.ledger.mark(mark, at_s)
+            self.ledger.wire_ns += round(wire_s * 1e9)
 
     def natural_end(self) -> FinishReason | None:
         """Why the output is complete, None where it is not."""
         if self.output and self.output[-1] in self.request.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output) >= self.request.sampling.max_tokens else None
+
+    def blamed(self, waited: WorkerId) -> WorkerId | None:
+        """Who is at fault where `waited` waited in vain: the silent other end, but for a prompt nobody but itself."""
+        if waited == self.decode:
+            return self.prefill
+        return self.decode if self.phase is Phase.SHIPPING else waited
 
     def leave_workers(self) -> None:
         """Forgets the attempt; late words of it are of another epoch."""

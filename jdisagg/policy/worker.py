@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import count
 
 from jdisagg.core.events import (
+    ROUTER,
     DecodeDone,
     Effect,
     EngineFailed,
@@ -18,25 +19,37 @@ from jdisagg.core.events import (
     Received,
     TimerFired,
 )
-from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Message, Reserve, StartPrefill, View
+from jdisagg.core.messages import (
+    Abort,
+    AbortAck,
+    Ack,
+    Commit,
+    Message,
+    Renew,
+    Resend,
+    Reserve,
+    StartPrefill,
+    View,
+)
 from jdisagg.core.request import FinishReason, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.beds import Beds
-from jdisagg.policy.handoff import Signal, owner_of_timer
+from jdisagg.policy.beds import Beds, HeldPrefix, no_prefix
+from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PagePool
+from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.prompts import Prompts
 
 
 class Worker:
     """Owns its pool, its prompts, its beds, and its side of every handoff."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, held_prefix: HeldPrefix = no_prefix) -> None:
+        """`held_prefix` says which pages hold the KV of a prompt's first tokens already: they are nobody's to fill."""
         plan_ids = count(1)
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.out = Outbox()
-        self.beds = Beds(config, self.pool, self.out, plan_ids.__next__)
+        self.beds = Beds(config, self.pool, self.out, plan_ids.__next__, held_prefix)
         self.prompts = Prompts(config, self.pool, self.out, self.beds, plan_ids.__next__)
         self._turns_since_prefill = 0
         self._told_view: View | None = None
@@ -61,9 +74,9 @@ class Worker:
                 self._hear(sender, message, now_s)
                 return isinstance(message, Reserve)
             case TimerFired(key):
-                self._expire(owner_of_timer(key)[1], now_s)
+                self._timer(*owner_of_timer(key), now_s)
             case EngineFailed():
-                self._engine_failed(event)
+                self._engine_failed(event, now_s)
             case _:
                 raise AssertionError(f"no worker takes {event!r}")
         return False
@@ -78,9 +91,12 @@ class Worker:
                 self.beds.commit(message, sender, now_s)
             case Ack(handoff, epoch):
                 self.prompts.end(Owner(handoff, epoch), Signal.ACK)
-            case Abort(handoff, epoch):
-                self._end(Owner(handoff, epoch), Signal.ABORT)
-                self.out.send(sender, AbortAck(handoff, epoch))
+            case Resend():
+                self.prompts.resend(message, sender, now_s)
+            case Renew():
+                self.beds.renew(message, sender, now_s)
+            case Abort():
+                self._aborted(message, sender)
             case AbortAck():
                 return  # this end is gone already
             case _:
@@ -90,24 +106,44 @@ class Worker:
         prompt_ended = self.prompts.end(owner, signal)
         return self.beds.end(owner, signal) or prompt_ended
 
+    def _aborted(self, message: Abort, sender: WorkerId) -> None:
+        """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
+        owner = Owner(message.handoff, message.epoch)
+        if self._end(owner, Signal.ABORT) and sender != ROUTER:
+            self.out.abort(owner, f"{sender}: {message.detail}", message.reason)
+        self.out.send(sender, AbortAck(*owner))
+
+    def _timer(self, kind: Timer, owner: Owner, now_s: float) -> None:
+        match kind:
+            case Timer.RENEW:
+                self.prompts.beat(owner, now_s)
+            case Timer.PARTS:
+                self.beds.parts_late(owner, now_s)
+            case _:
+                self._expire(owner, now_s)
+
     def _expire(self, owner: Owner, now_s: float) -> None:
-        if self.prompts.expire(owner, now_s) | self.beds.expire(owner, now_s):
+        gone = self.prompts.expire(owner, now_s)
+        if owner in self.prompts.prompts:
+            self.beds.keep(owner, now_s)  # a colocated bed, whose prompt still waits or runs here
+        if self.beds.expire(owner, now_s) or gone:
             self._end(owner, Signal.ABORT)
             detail = f"a deadline of the handoff ran out on {self.config.worker}"
             self.out.abort(owner, detail, FinishReason.TIMEOUT)
 
-    def _engine_failed(self, event: EngineFailed) -> None:
+    def _engine_failed(self, event: EngineFailed, now_s: float) -> None:
         reason = f"{self.config.worker} failed: {event.reason}"
         if event.plan_id in self.prompts.plans:
             self.prompts.plan_failed(event.plan_id, reason)
         elif event.plan_id in self.beds.turns:
             self.beds.turn_failed(event.plan_id, reason)
-        for owner in self._owners_of(event.handoff):
-            self._end(owner, Signal.ABORT)
-            self.out.abort(owner, reason)
+        elif event.handoff is not None and event.epoch is not None and event.part is not None:
+            self._transfer_failed(Owner(event.handoff, event.epoch), event.part, reason, now_s)
 
-    def _owners_of(self, handoff: str | None) -> list[Owner]:
-        return [owner for owner in {**self.prompts.prompts, **self.beds.beds} if owner.handoff == handoff]
+    def _transfer_failed(self, owner: Owner, part: int, reason: str, now_s: float) -> None:
+        """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
+        if not self.prompts.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
+            self.out.abort(owner, reason)
 
     # ------------------------------------------------------------ plans
 
@@ -146,9 +182,9 @@ class Worker:
     def check_invariants(self) -> None:
         """Asserts that every page is booked once, and that whoever owns pages is alive and lists just those."""
         self.pool.check_invariants()
-        listed = {owner: set(bed.pages) for owner, bed in self.beds.beds.items() if bed.pages}
+        listed = {owner: set(bed.own_pages) for owner, bed in self.beds.beds.items() if bed.own_pages}
         listed |= {owner: set(prompt.pages) for owner, prompt in self.prompts.prompts.items() if prompt.pages}
-        owned = {owner: self.pool.pages_of(owner) for owner in self.pool.owners()}
+        owned = {owner: self.pool.pages_of(owner) for owner in self.pool.owners() - self.pool.owners(PageState.CACHED)}
         assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
 
     @property

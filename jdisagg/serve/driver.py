@@ -268,7 +268,8 @@ class LiveDriver:
             parcel.wait_packed()
             packed_s = self.now_s()
             parcel.wait()
-            event = KVArrived(parcel.transfer, wire_s=self.now_s() - packed_s)
+            landed_s = self.now_s()
+            event = KVArrived(parcel.transfer, parcel.intact(), landed_s - packed_s)
             self._inbox.put((parcel.transfer.destination, Landed(parcel, event)))
         except Exception as error:
             self.post(source, _failure(source, error, transfer=parcel.transfer))
@@ -285,12 +286,14 @@ class LiveDriver:
         return max(0.0, self._timers[0][0] - self.now_s()) if self._timers else None
 
     def _fire_timers(self) -> None:
+        """One by one in their order: after a pause of this thread, a lease is renewed before it is seen to be over."""
         now_s = self.now_s()
         while self._timers and self._timers[0][0] <= now_s:
             at_s, actor, key = heapq.heappop(self._timers)
             if self._armed.get((actor, key)) == at_s:
                 del self._armed[actor, key]
                 self._round.append((actor, TimerFired(key)))
+                self._settle()
 
 
 def _failure(

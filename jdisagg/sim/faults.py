@@ -16,12 +16,14 @@ class Faults:
     double_message: float = 0.0
     lose_transfer: float = 0.0  # the bytes never arrive, and nobody says so
     fail_transfer: float = 0.0  # the engine says that it failed
+    flip_bit: float = 0.0  # one bit of a part changes on its way
     fail_plan: float = 0.0
 
     @property
     def calm(self) -> bool:
         """Nothing is lost and nothing fails: no deadline of a handoff has a reason to run out."""
-        return not (self.lose_message or self.lose_transfer or self.fail_transfer or self.fail_plan)
+        chances = self.lose_message, self.lose_transfer, self.fail_transfer, self.flip_bit, self.fail_plan
+        return not any(chances)
 
 
 class Luck:

@@ -89,6 +89,11 @@ class World:
         """The worker is gone at `at_s`; the router is told at once."""
         self._at(at_s, ROUTER, WorkerLost(worker))
 
+    def kill(self, worker: WorkerId, at_s: float) -> None:
+        """The worker is gone at `at_s` and nobody is told: deadlines must find it out."""
+        self.run(at_s)
+        self.workers.pop(worker, None)
+
     def run(self, until_s: float = float("inf"), watch: Callable[[], None] | None = None) -> None:
         """Until nothing is left to happen (timers of what is over do not count), or until `until_s`."""
         for _ in range(MAX_EVENTS):
@@ -213,11 +218,14 @@ class World:
             self._at(ready_s, actor, failure)
             return
         machine, link = self.machines[actor], (actor, transfer.destination)
-        self._parcels[transfer] = machine.ship(transfer, self.machines[transfer.destination])
+        parcel = machine.ship(transfer, self.machines[transfer.destination])
+        if self.luck.strikes(self.luck.faults.flip_bit):
+            parcel = parcel.flipped()
+        self._parcels[transfer] = parcel
         wire_s = self.costs.of_transfer(transfer, machine.num_layers)
         landed_s = max(ready_s, self._link_free_s.get(link, 0.0)) + wire_s
         self._link_free_s[link] = landed_s
-        self._at(landed_s, transfer.destination, KVArrived(transfer, wire_s=wire_s))
+        self._at(landed_s, transfer.destination, KVArrived(transfer, parcel.intact(), wire_s))
 
     def _at(self, at_s: float, actor: WorkerId, event: Event) -> None:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))

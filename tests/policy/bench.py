@@ -103,9 +103,16 @@ class Bench:
         first = Sampled(definition(request)[0])
         return self.says(Commit(name, self.epochs[name], first, len(request.prompt), num_parts), OTHER)
 
-    def arrive(self, request: Request, part: int = 0, num_parts: int = 1) -> list[Effect]:
+    def arrive(self, request: Request, part: int = 0, num_parts: int = 1, *, intact: bool = True) -> list[Effect]:
         """Part `part` of a prompt cut into `num_parts` runs of pages."""
-        return self.take(KVArrived(self.transfer(request, part, num_parts)))
+        return self.take(KVArrived(self.transfer(request, part, num_parts), intact))
+
+    def fill(self, request: Request, pages: tuple[int, ...]) -> None:
+        """Writes the KV of the prompt's first pages there, as an earlier request with this prefix would have."""
+        self.requests[request.request_id] = request
+        places = tuple(range(len(pages)))
+        transfer = KVTransfer("before", 0, request.request_id, OTHER, self.worker.config.worker, places, pages, 0)
+        self.machine.insert(self._parcel(transfer))
 
     def start(self, request: Request, *, decode: WorkerId = OTHER, **fields: Any) -> list[Effect]:
         epoch = self.epochs.setdefault(request.request_id, len(self.epochs) + 1)
@@ -177,4 +184,4 @@ class Bench:
         prompt, size = list(self.requests[transfer.request_id].prompt), self.worker.config.page_size
         padded = prompt + [NOTHING] * (-len(prompt) % size)
         contents = tuple(tuple(padded[i * size : (i + 1) * size]) for i in transfer.source_pages)
-        return ToyParcel(transfer, (contents,) * len(self.machine.groups))
+        return ToyParcel(transfer, (contents,) * len(self.machine.groups), 0)

@@ -1,10 +1,11 @@
 """One worker, event by event."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
-from jdisagg.core.events import DropKV, InsertKV, KVArrived, RunDecode, RunPrefill, Send, ShipKV
+from jdisagg.core.events import DropKV, EngineFailed, InsertKV, KVArrived, RunDecode, RunPrefill, Send, ShipKV
 from jdisagg.core.messages import (
     Abort,
     AbortAck,
@@ -14,13 +15,15 @@ from jdisagg.core.messages import (
     Ended,
     Preempted,
     Refused,
+    Renew,
+    Resend,
     Reserve,
     Reserved,
     View,
 )
-from jdisagg.core.request import FinishReason
+from jdisagg.core.request import FinishReason, Sampled
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.policy.page_pool import PageState
+from jdisagg.policy.page_pool import Owner, PageState
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import definition, request, stopping, worker
 
@@ -217,6 +220,91 @@ def test_an_abort_of_nothing_is_acknowledged_too():
     assert bench.said(AbortAck) == [AbortAck("ghost", 3)]
 
 
+def test_a_broken_part_enters_no_page_and_is_asked_for_again():
+    bench, each = decoding(), request("a", 12)
+    bench.reserve(each)
+    bench.commit(each, 2)
+    bench.arrive(each, 0, 2)
+    assert type(bench.arrive(each, 1, 2, intact=False)[0]) is DropKV
+    assert bench.said(Resend) == [Resend("a", 1, 1)] and not bench.said(Ack)
+    bench.arrive(each, 1, 2)
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(each)[1:]
+
+
+def test_a_part_that_is_always_broken_ends_the_handoff():
+    bench, each = decoding(part_tries=2), request("a", 12)
+    bench.reserve(each)
+    for _ in range(3):
+        bench.arrive(each, intact=False)
+    (abort,) = bench.said(Abort)
+    assert len(bench.said(Resend)) == 2 and "part 0 came broken 3 times" in abort.detail
+    assert abort.reason is FinishReason.ERROR and bench.free_pages == 64
+
+
+def test_parts_that_do_not_come_are_asked_for_again_and_not_for_ever():
+    bench, each = decoding(part_tries=2, part_timeout_s=4.0), request("a", 12)
+    bench.reserve(each)
+    bench.commit(each, 3)
+    bench.now_s = 3.0
+    bench.arrive(each, 1, 3)
+    bench.fire("parts/1/a")
+    assert not bench.said(Resend), "a part came a moment ago"
+    for _ in range(2):
+        bench.fire("parts/1/a")
+    assert bench.said(Resend) == [Resend("a", 1, 0), Resend("a", 1, 2)] * 2 and bench.now_s == 11.0
+    bench.fire("parts/1/a")
+    (abort,) = bench.said(Abort)
+    assert abort.reason is FinishReason.TIMEOUT and "part 0 did not come 3 times" in abort.detail
+    assert bench.free_pages == 64
+
+
+def test_pages_of_another_layout_are_refused_with_both_names():
+    bench, each = decoding(kv_layout="4 tokens bfloat16"), request("a")
+    bench.reserve(each)
+    bench.says(Commit("a", 1, Sampled(3), 6, 1, "4 tokens int8"), OTHER)
+    (abort,) = bench.said(Abort)
+    assert "4 tokens int8" in abort.detail and "4 tokens bfloat16" in abort.detail and bench.free_pages == 64
+
+
+def test_a_lease_begins_anew_with_every_part_and_every_word_of_the_source():
+    bench, each = decoding(), request("a", 12)
+    bench.reserve(each, lease_s=5.0)
+    bench.now_s = 4.0
+    bench.says(Renew("a", 1), OTHER)
+    bench.fire("destination/1/a")
+    bench.now_s = 8.0
+    bench.arrive(each, 0, 2)
+    bench.fire("destination/1/a")
+    assert not bench.said(Abort) and bench.timers["destination/1/a"] == 13.0
+    bench.fire("destination/1/a")
+    assert bench.said(Abort)[0].reason is FinishReason.TIMEOUT and bench.free_pages == 64
+
+
+def test_a_source_that_missed_its_ack_gets_another_and_one_without_a_bed_an_abort():
+    bench = seated(decoding(), request("a", max_tokens=40))
+    bench.says(Renew("a", 1), OTHER)
+    assert len(bench.said(Ack)) == 2
+    bench.says(Renew("a", 7), OTHER)
+    assert bench.said(Abort) == [Abort("a", 7, "no such bed")]
+
+
+def test_pages_that_are_held_already_are_nobodys_to_fill_and_are_read():
+    each = request("a", 10, max_tokens=6)
+    bench, cache = decoding(), Owner("cache", 0)
+    held = bench.worker.pool.take(2, cache, PageState.CACHED) or ()
+    bench.worker.beds.held_prefix = lambda _: held
+    bench.fill(each, held)
+    assert bench.reserve(each) and bench.free_pages == 64 - 2 - 2
+    (reserved,) = bench.said(Reserved)
+    assert reserved.pages[:2] == held and reserved.cached_pages == 2
+    bench.take(KVArrived(replace(bench.transfer(each, 2, 3), part=0)))
+    bench.commit(each)
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(each)[1:]
+    assert bench.worker.pool.pages_of(cache) == set(held) and bench.free_pages == 62
+
+
 def test_kv_of_another_epoch_is_dropped():
     bench, each = decoding(), request("a")
     bench.reserve(each)
@@ -308,6 +396,82 @@ def test_pages_stay_until_the_destination_acknowledges():
     assert bench.free_pages == 61
     bench.ack("a")
     assert bench.free_pages == 64 and bench.worker.idle
+
+
+def test_pages_that_the_destination_holds_are_not_shipped():
+    bench, each = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,)), request("a", 18)
+    bench.start(each, cached_pages=3)
+    bench.read_all()
+    assert [(part.source_pages, part.destination_pages) for run in bench.made(RunPrefill) for part in run.ships] == [
+        ((bench.worker.prompts.prompts[Owner("a", 1)].pages[3],), (4,)),
+        ((bench.worker.prompts.prompts[Owner("a", 1)].pages[4],), (5,)),
+    ]
+    assert [message.num_parts for message in bench.said(Commit)] == [2]
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_where_all_is_held_only_the_first_token_travels(mode):
+    bench, each = prefilling(transfer=mode), request("a", 8)
+    bench.start(each, cached_pages=2)
+    bench.read_all()
+    assert [message.num_parts for message in bench.said(Commit)] == [0] and not bench.shipped
+    bench.ack("a")
+    assert bench.free_pages == 64
+
+
+def test_a_part_asked_for_again_is_the_same_pages_again():
+    bench, each = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,)), request("a", 14)
+    bench.start(each)
+    bench.read_all()
+    bench.says(Resend("a", 1, 0), OTHER)
+    (again,) = bench.made(ShipKV)
+    first = bench.made(RunPrefill)[0].ships[0]
+    assert again.transfer == replace(first, attempt=1)
+    bench.ack("a")
+    bench.says(Resend("a", 1, 0), OTHER)
+    assert len(bench.made(ShipKV)) == 1 and bench.said(Abort) == [Abort("a", 1, "no such prompt")]
+
+
+def test_a_transfer_that_failed_is_shipped_again_until_it_has_had_its_tries():
+    bench = prefilling(part_tries=2)
+    bench.start(request("a", 9))
+    bench.read()
+    for _ in range(3):
+        bench.take(EngineFailed(None, "a", "link down", 1, 0))
+    assert [ship.transfer.attempt for ship in bench.made(ShipKV)] == [0, 1, 2]
+    assert "link down" in bench.said(Abort)[0].detail and bench.free_pages == 64
+
+
+def test_a_source_renews_the_lease_from_its_start_to_its_ack():
+    bench = prefilling(prefills_ahead=1, prefill_buckets=(8,))
+    bench.start(request("a", 20), lease_s=6.0)
+    for beats in range(1, 4):
+        bench.fire("renew/1/a")
+        assert bench.said(Renew) == [Renew("a", 1)] * beats and bench.now_s == 2.0 * beats
+    bench.read_all()
+    bench.fire("renew/1/a")
+    bench.ack("a")
+    bench.fire("renew/1/a")
+    assert len(bench.said(Renew)) == 4 and "renew/1/a" not in bench.timers
+
+
+def test_an_abort_of_the_other_end_is_told_to_the_router():
+    bench = prefilling()
+    bench.start(request("a", 9))
+    bench.says(Abort("a", 1, "no such bed"), OTHER)
+    assert bench.said(Abort) == [Abort("a", 1, f"{OTHER}: no such bed")] and bench.free_pages == 64
+    bench.says(Abort("a", 1, "no such bed"), OTHER)
+    assert len(bench.said(Abort)) == 1
+
+
+def test_a_colocated_bed_is_kept_while_its_prompt_lives():
+    bench, each = Bench(worker("both", Role.COLOCATED)), request("a")
+    bench.reserve(each, lease_s=5.0)
+    bench.start(each, decode=bench.worker.config.worker, timeout_s=50.0)
+    bench.fire("destination/1/a")
+    assert not bench.said(Abort) and not bench.said(Renew)
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(each)
 
 
 def test_an_acknowledgement_that_never_comes_has_a_deadline():

@@ -7,15 +7,30 @@ import pytest
 
 from jdisagg.core.events import EmitTokens, RunDecode, RunPrefill, Send, ShipKV
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Commit, Preempted, Refused, Reserve, StartPrefill
+from jdisagg.core.messages import Abort, Commit, Preempted, Refused, Renew, Resend, Reserve, StartPrefill
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.engine.toy import ToyParcel
 from jdisagg.sim.costs import Costs
 from jdisagg.sim.faults import Faults
 from jdisagg.sim.world import World
-from tests.sim.cases import check_ended, colocated, definition, pair, reasons, request, run_all, sent, stopping, worker
+from tests.sim.cases import (
+    NATURAL,
+    check_ended,
+    check_outputs,
+    colocated,
+    definition,
+    pair,
+    reasons,
+    request,
+    run_all,
+    sent,
+    stopping,
+    worker,
+)
 
+SPLIT = (Role.PREFILL, Role.DECODE)
 LAYOUTS = {
     "pair": pair(),
     "two stages": pair(num_microbatches=2),
@@ -260,6 +275,64 @@ def test_the_parts_of_a_ledger_sum_exactly_to_its_whole(workers):
         (finish,) = world.finished[each.request_id]
         assert sum(finish.ledger.parts_ns().values()) == finish.ledger.total_ns > 0
         assert finish.ledger.marks[0][0] is Mark.ARRIVED and finish.ledger.marks[-1][0] is Mark.ENDED
+
+
+every_mode = pytest.mark.parametrize("mode", TransferMode)
+THREE_GROUPS = {"layer_groups": ((0, 3), (3, 6), (6, 8)), "prefill_buckets": (8,)}
+
+
+@every_mode
+def test_every_output_is_the_definition_in_every_mode_though_bits_flip_and_parts_are_lost(mode):
+    faults = Faults(seed=5, jitter_s=1e-3, flip_bit=0.1, lose_transfer=0.03, fail_transfer=0.03)
+    world = World(pair(transfer=mode, **THREE_GROUPS), faults=faults)
+    requests = [request(f"r{i}", 1 + 5 * i % 60, max_tokens=1 + 3 * i % 20) for i in range(24)]
+    run_all(world, requests)
+    assert sent(world, Resend)
+    assert len(sent(world, StartPrefill)) == 24, "shipping again was to mend all of it"
+
+
+def test_a_flipped_bit_that_nobody_looks_for_would_give_wrong_tokens(monkeypatch):
+    monkeypatch.setattr(ToyParcel, "intact", lambda _: True)
+    world, each = World(pair(), faults=Faults(flip_bit=1.0)), request("a")
+    world.submit(each)
+    world.run()
+    assert world.output(each.request_id)[1:] != definition(each)[1:]
+
+
+def test_prefill_may_take_longer_than_any_lease():
+    world = World(pair(**THREE_GROUPS), RouterConfig(lease_s=0.5), costs=Costs(prefill_s=0.3))
+    run_all(world, [request("long", 60)])
+    assert sent(world, Renew) and world.now_s > 2.0
+
+
+@every_mode
+@pytest.mark.parametrize("dead", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("at_s", [1e-5, 3e-3, 8e-3, 1.6e-2, 3e-2])
+def test_requests_of_a_worker_that_dies_and_tells_nobody_go_on_elsewhere(mode, dead, at_s):
+    limits = RouterConfig(lease_s=2.0, handoff_timeout_s=3.0, prefill_timeout_s=5.0, stall_timeout_s=5.0)
+    workers = [worker(f"{role}-{i}", role, transfer=mode, **THREE_GROUPS) for i in range(2) for role in SPLIT]
+    world = World(workers, limits)
+    requests = [request(f"r{i}", 30, max_tokens=40) for i in range(6)]
+    for each in requests:
+        world.submit(each)
+    world.kill(WorkerId(dead), at_s)
+    world.run()
+    check_outputs(world, requests)
+    assert all(reasons(world, each)[0] in NATURAL for each in requests), world.finished
+
+
+def test_streaming_hides_the_transfer_behind_the_prefill():
+    exposed = {}
+    for mode in (TransferMode.WHOLE, TransferMode.CHUNK, TransferMode.LAYER):
+        costs = Costs(prefill_s=0.0, prefill_token_s=1e-3, ship_s=1e-5, ship_token_s=8e-4)
+        world = World(pair(transfer=mode, **THREE_GROUPS), costs=costs)
+        run_all(world, [request("a", 64)])
+        (finish,) = world.finished[RequestId("a")]
+        hidden_ns, exposed[mode] = finish.ledger.transfer_ns()
+        assert hidden_ns + exposed[mode] == pytest.approx(64 * 8e5, rel=0.1)
+        assert exposed[mode] == finish.ledger.parts_ns()["transfer"]
+    whole, chunk, layer = exposed.values()
+    assert chunk < 0.14 * whole and layer < 0.08 * whole
 
 
 def test_time_of_the_transfer_is_booked_as_transfer():

@@ -63,7 +63,13 @@ class WorldMachine(RuleBasedStateMachine):
     def begin(self, workers: list[WorkerConfig], faulty: bool, seed: int, jitter_s: float) -> None:
         faults = Faults(seed=seed, jitter_s=jitter_s)
         if faulty:
-            chances = {"lose_message": 0.03, "double_message": 0.1, "lose_transfer": 0.1, "fail_transfer": 0.1}
+            chances = {
+                "lose_message": 0.03,
+                "double_message": 0.1,
+                "lose_transfer": 0.1,
+                "fail_transfer": 0.1,
+                "flip_bit": 0.1,
+            }
             faults = Faults(seed=seed, jitter_s=jitter_s, fail_plan=0.05, **chances)
         self.faulty, self.workers = faulty, workers
         limits = RouterConfig(queue_timeout_s=600.0 if faulty else 0.0, max_retries=4 if faulty else 0)
@@ -92,6 +98,13 @@ class WorldMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         self.lost = True
         self.world.lose(data.draw(st.sampled_from(self.workers)).worker, self.world.now_s)
+
+    @precondition(lambda self: self.faulty and not self.lost)
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        """The worker is gone and nobody is told."""
+        self.lost = True
+        self.world.kill(data.draw(st.sampled_from(self.workers)).worker, self.world.now_s)
 
     @rule(events=st.integers(1, 30))
     def go_on(self, events: int) -> None:

@@ -1,0 +1,108 @@
+"""One sequence's place on a decode worker, and what a turn in flight remembers of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jdisagg.core.plans import Admission
+from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
+from jdisagg.policy.handoff import Handoff, Signal, State
+from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.planning import Order, history_of
+
+
+@dataclass(slots=True, eq=False)
+class Bed:
+    """One sequence's place: from its reservation to its last token."""
+
+    handoff: Handoff
+    request: Request
+    order: Order
+    num_output: int  # tokens the client had before this attempt
+    source: WorkerId  # whose parts and COMMIT it waits for
+    lease_s: float
+    pages: list[int]  # the leading `cached_pages` are not its own
+    cached_pages: int = 0
+    parts: set[int] = field(default_factory=set)  # that are inserted
+    num_parts: int | None = None  # that COMMIT counts
+    asked: Counter[int] = field(default_factory=Counter)  # times each part was asked for again
+    moved_s: float = 0.0  # when a part last came or was asked for again
+    wire: list[tuple[float, float]] = field(default_factory=list)  # when each part was on its way
+    num_tokens: int = 0  # tokens in the KV when it was committed
+    output: list[int] = field(default_factory=list)  # tokens of this attempt, as read
+    first: Sampled | None = None  # known from COMMIT on
+    dispatched: int = 0  # output tokens drawn or on their way
+    slot: int | None = None
+    on_device: bool = False  # its admission has been dispatched
+    stepped: bool = False  # a decoded token has been read
+
+    @property
+    def owner(self) -> Owner:
+        return self.handoff.owner
+
+    @property
+    def drained(self) -> bool:
+        """All its turns are dispatched: it only waits for tokens."""
+        return self.dispatched == self.request.sampling.max_tokens
+
+    @property
+    def own_pages(self) -> list[int]:
+        return self.pages[self.cached_pages :]
+
+    @property
+    def missing(self) -> list[int]:
+        """Parts that COMMIT counts and that have not come."""
+        return [part for part in range(self.num_parts or 0) if part not in self.parts]
+
+    @property
+    def wire_s(self) -> float:
+        """For how long at least one of its parts was on its way."""
+        total_s, until_s = 0.0, -math.inf
+        for began_s, landed_s in sorted(self.wire):
+            total_s += max(0.0, landed_s - max(began_s, until_s))
+            until_s = max(until_s, landed_s)
+        return total_s
+
+    def renew(self, now_s: float) -> None:
+        self.handoff.deadline_s = now_s + self.lease_s
+
+    def wants(self, part: int) -> bool:
+        """Whether this part is still to come; one that COMMIT does not count is none of this bed's."""
+        known = self.num_parts is None or part < self.num_parts
+        return known and part not in self.parts and self.handoff.can_take(Signal.ARRIVE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A decode plan in flight, and whose its slots were when it was dispatched."""
+
+    microbatch: int
+    beds: dict[int, Bed]
+    retired: tuple[int, ...]
+
+
+def admitted(bed: Bed) -> bool:
+    return bed.handoff.state is State.ADMITTED
+
+
+def admission(slot: int, bed: Bed) -> Admission:
+    assert bed.first is not None, "an admitted bed has its first token"
+    return Admission(
+        slot=slot,
+        request_id=bed.request.request_id,
+        token=bed.first.token,
+        position=bed.num_tokens,
+        pages=tuple(bed.pages),
+        sampling=bed.request.sampling,
+        num_output=bed.num_output + 1,
+        history=history_of(bed.request, bed.num_output, (bed.first.token,)),
+    )
+
+
+def end_of(request: Request, sampled: Sampled, num_output: int) -> FinishReason | None:
+    """Why a request is over with this token, its `num_output`th of this attempt; None where it goes on."""
+    if sampled.token in request.sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= request.sampling.max_tokens else None
