@@ -1,0 +1,178 @@
+"""A worker process's end of the control link: it joins the router, says what it is, and joins again when it was cut off."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import grpc
+
+from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
+from jdisagg.core.wire import Seal, mac_of
+from jdisagg.kv.transport.hello import compare
+from jdisagg.kv.transport.terms import Identity
+from jdisagg.serve.cluster.link import METHOD, PROTOCOL, Link, Pulse, new_nonce
+from jdisagg.serve.cluster.reception import OPTIONS
+
+log = logging.getLogger("jdisagg.cluster")
+
+
+class Guest(Protocol):
+    """What a worker process does with its link. Called from the link's thread."""
+
+    def hello(self) -> dict[str, Any]:
+        """What it says of itself, anew at every joining."""
+        ...
+
+    def joined(self, link: Link, welcome: dict[str, Any]) -> None: ...
+
+    def hear(self, body: dict[str, Any]) -> None: ...
+
+    def lose(self, why: str) -> None:
+        """Once for every `joined`: everything of that session is over."""
+        ...
+
+
+class Visit:
+    """Keeps `guest` joined to the router at `address` until `stop`; a router that refuses ends it with its words."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        identity: Identity,
+        guest: Guest,
+        pulse: Pulse | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        again_s: float = 1.0,
+        refused: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """`refused` is told why the router will never take this process as it is."""
+        self.address, self._secret, self._identity, self._guest = address, secret, identity, guest
+        self._pulse, self._credentials, self._again_s = pulse or Pulse(), credentials, again_s
+        self._refused = refused
+        self._stopped = threading.Event()
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._link is not None:
+            self._link.hang_up("this process goes down")
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._visit()
+            except PeerMismatch as error:
+                log.error("the router at %s refuses this process: %s", self.address, error)
+                self._refused(str(error))
+                return
+            except (JdisaggError, grpc.RpcError) as error:
+                log.info("no router at %s: %s", self.address, error)
+            self._stopped.wait(self._again_s)
+
+    def _visit(self) -> None:
+        """One stream, from the handshake to its end."""
+        if self._credentials:
+            channel = grpc.secure_channel(self.address, self._credentials, OPTIONS)
+        else:
+            channel = grpc.insecure_channel(self.address, OPTIONS)
+        with channel:
+            nonce, opening = new_nonce(), Opening()
+            call = channel.stream_stream(METHOD)(opening.records(nonce))
+            link, answers = self._shake_hands(call, nonce, opening), call
+            welcome = self._welcome(link, answers)
+            self._link = link
+            if self._stopped.is_set():  # stopped while it was being welcomed
+                link.hang_up("this process goes down")
+            self._guest.joined(link, welcome)
+            try:
+                self._listen(link, answers)
+            finally:
+                self._link = None
+                call.cancel()
+                self._guest.lose(link.why_over or "the router hung up")
+
+    def _shake_hands(self, call: Any, nonce: str, opening: Opening) -> Link:
+        try:
+            reply = json.loads(next(call))
+        except (grpc.RpcError, StopIteration) as error:
+            raise _reason(error) from error
+        theirs = str(reply.get("nonce"))
+        if reply.get("mac") != mac_of(self._secret, "router", nonce, theirs):
+            opening.give_up()
+            raise PeerMismatch(f"the router at {self.address} does not share our secret")
+        session = nonce + theirs
+        link = Link(Seal(self._secret, session, "worker"), Seal(self._secret, session, "router"), self._pulse)
+        link.send(self._guest.hello() | {"identity": asdict(self._identity)})
+        opening.go_on(link, call)
+        return link
+
+    def _welcome(self, link: Link, answers: Any) -> dict[str, Any]:
+        try:
+            body = link.read(next(answers))
+        except (grpc.RpcError, StopIteration) as error:
+            link.hang_up("not welcome")
+            raise _reason(error) from error
+        if body is None or "welcome" not in body:
+            link.hang_up("not welcome")
+            raise PeerMismatch(f"the router at {self.address} answers {str(body)[:80]}")
+        compare(self._identity, body.get("identity"), f"the router at {self.address}")
+        return body["welcome"]
+
+    def _listen(self, link: Link, answers: Any) -> None:
+        try:
+            for record in answers:
+                body = link.read(record)
+                if body is not None:
+                    self._guest.hear(body)
+            link.hang_up("the router hung up")
+        except grpc.RpcError as error:
+            link.hang_up(f"the connection broke ({_code(error)})")
+        except JdisaggError as error:
+            link.hang_up(str(error))
+
+
+class Opening:
+    """Our side of the stream: the first record, then, once both ends know each other, those of the link."""
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._link: Link | None = None
+        self._call: Any = None
+
+    def go_on(self, link: Link, call: Any) -> None:
+        self._link, self._call = link, call
+        self._known.set()
+
+    def give_up(self) -> None:
+        self._known.set()
+
+    def records(self, nonce: str) -> Iterator[bytes]:
+        yield json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode()
+        self._known.wait(timeout=30)
+        if self._link is not None:
+            yield from self._link.records()
+            self._call.cancel()  # silent or hung up: whoever waits for the router's next word is to know
+
+
+def _code(error: grpc.RpcError) -> str:
+    code = getattr(error, "code", None)
+    return code().name if code is not None else type(error).__name__
+
+
+def _reason(error: grpc.RpcError | StopIteration) -> JdisaggError:
+    """A refusal in the router's words, or a router that is not there."""
+    details = getattr(error, "details", None)
+    words = (details() if details is not None else "") or type(error).__name__
+    refused = isinstance(error, grpc.RpcError) and _code(error) == "PERMISSION_DENIED"
+    return PeerMismatch(words) if refused else PeerDead(words)
