@@ -1,4 +1,4 @@
-"""A worker process's end of the control link: it joins the router, says what it is, and joins again when it was cut off."""
+"""A worker process's end of the control link: it joins the router, says what it is, and joins again when cut off."""
 
 from __future__ import annotations
 

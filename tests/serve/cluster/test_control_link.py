@@ -22,40 +22,55 @@ QUICK = Pulse(beat_s=0.05, silence_s=0.5)
 
 
 class Notes:
-    """A host or a guest that writes down what it is told."""
+    """Writes down what it is told."""
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.link: Link | None = None
+        self._link: Link | None = None
 
-    def hello(self) -> dict[str, Any]:
-        return {"role": "decode"}
-
-    def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
-        self.link = link
-        self.told.put(("admit", hello["role"]))
-        return {"number": 7}
-
-    def joined(self, link: Link, welcome: dict[str, Any]) -> None:
-        self.link = link
-        self.told.put(("joined", welcome["number"]))
-
-    def hear(self, *words: Any) -> None:
-        self.told.put(("hear", words[-1]))
-
-    def lose(self, *words: Any) -> None:
-        self.told.put(("lose", words[-1]))
+    @property
+    def link(self) -> Link:
+        assert self._link is not None
+        return self._link
 
     def next(self) -> tuple[str, Any]:
         return self.told.get(timeout=10)
 
 
+class HostNotes(Notes):
+    def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
+        self._link = link
+        self.told.put(("admit", hello["role"]))
+        return {"number": 7}
+
+    def hear(self, link: Link, body: dict[str, Any]) -> None:
+        self.told.put(("hear", body))
+
+    def lose(self, link: Link, why: str) -> None:
+        self.told.put(("lose", why))
+
+
+class GuestNotes(Notes):
+    def hello(self) -> dict[str, Any]:
+        return {"role": "decode"}
+
+    def joined(self, link: Link, welcome: dict[str, Any]) -> None:
+        self._link = link
+        self.told.put(("joined", welcome["number"]))
+
+    def hear(self, body: dict[str, Any]) -> None:
+        self.told.put(("hear", body))
+
+    def lose(self, why: str) -> None:
+        self.told.put(("lose", why))
+
+
 @pytest.fixture
-def open_reception() -> Iterator[Callable[..., tuple[Reception, Notes]]]:
+def open_reception() -> Iterator[Callable[..., tuple[Reception, HostNotes]]]:
     opened: list[Reception] = []
 
-    def make(port: int = 0) -> tuple[Reception, Notes]:
-        notes = Notes()
+    def make(port: int = 0) -> tuple[Reception, HostNotes]:
+        notes = HostNotes()
         reception = Reception(f"127.0.0.1:{port}", SECRET, KIND, notes, QUICK)
         reception.start()
         opened.append(reception)
@@ -67,11 +82,11 @@ def open_reception() -> Iterator[Callable[..., tuple[Reception, Notes]]]:
 
 
 @pytest.fixture
-def visit() -> Iterator[Callable[..., tuple[Visit, Notes]]]:
+def visit() -> Iterator[Callable[..., tuple[Visit, GuestNotes]]]:
     started: list[Visit] = []
 
-    def make(port: int, secret: bytes = SECRET, kind: Identity = KIND, **more: Any) -> tuple[Visit, Notes]:
-        notes = Notes()
+    def make(port: int, secret: bytes = SECRET, kind: Identity = KIND, **more: Any) -> tuple[Visit, GuestNotes]:
+        notes = GuestNotes()
         one = Visit(f"127.0.0.1:{port}", secret, kind, notes, QUICK, again_s=0.05, **more)
         one.start()
         started.append(one)
@@ -96,7 +111,7 @@ def test_words_go_both_ways_in_order(open_reception, visit):
 def test_a_quiet_link_stays(open_reception, visit):
     reception, host = open_reception()
     _, guest = visit(reception.port)
-    host.next(), guest.next()
+    assert host.next() and guest.next()
     time.sleep(3 * QUICK.silence_s)
     assert host.told.empty() and guest.told.empty(), "beats are no words, and nobody was missed"
 
@@ -111,7 +126,7 @@ def test_a_guest_that_leaves_is_missed_at_once(open_reception, visit):
 
 def test_a_guest_that_goes_silent_is_missed(open_reception):
     reception, host = open_reception()
-    silent = Visit(f"127.0.0.1:{reception.port}", SECRET, KIND, Notes(), Pulse(beat_s=60, silence_s=60))
+    silent = Visit(f"127.0.0.1:{reception.port}", SECRET, KIND, GuestNotes(), Pulse(beat_s=60, silence_s=60))
     silent.start()
     assert host.next() == ("admit", "decode")
     what, why = host.next()
@@ -122,7 +137,7 @@ def test_a_guest_that_goes_silent_is_missed(open_reception):
 def test_a_guest_joins_again_after_the_router_came_back(open_reception, visit):
     reception, host = open_reception()
     _, guest = visit(reception.port)
-    host.next(), guest.next()
+    assert host.next() and guest.next()
     reception.stop()
     assert guest.next()[0] == "lose"
     _, host = open_reception(reception.port)
@@ -151,14 +166,14 @@ def test_a_stranger_who_proves_nothing_is_sent_away(open_reception):
     reception, host = open_reception()
     with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel:
         records = iter([b'{"jdisagg": 1, "nonce": "' + b"0" * 32 + b'"}', b"x" * 100])
-        call = channel.stream_stream(METHOD)(records)
-        with pytest.raises(grpc.RpcError) as error:
+        call: Any = channel.stream_stream(METHOD)(records)
+        with pytest.raises(grpc.RpcError):
             list(call)
-    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert call.code() is grpc.StatusCode.PERMISSION_DENIED
     assert host.told.empty()
 
 
 def test_an_address_in_use_is_refused_by_name(open_reception):
     reception, _ = open_reception()
     with pytest.raises(ConfigError, match=str(reception.port)):
-        Reception(f"127.0.0.1:{reception.port}", SECRET, KIND, Notes())
+        Reception(f"127.0.0.1:{reception.port}", SECRET, KIND, HostNotes())
