@@ -202,6 +202,8 @@ class Router:
         if sender in self.peers:
             self.peers[sender].answered(owner, held=held)
         row = self._row_of(owner)
+        if row is None and held:
+            self.aborts.send(sender, owner, "nobody waits for this bed any more", now_s)  # it was asked for late
         if row is None or row.waiting is not Waiting.ANSWER:
             return
         if isinstance(message, Reserved):

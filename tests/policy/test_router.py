@@ -208,6 +208,7 @@ def test_a_late_bed_for_an_attempt_that_is_over_starts_nothing():
     talk.fire("row/a")
     talk.says(D, Reserved(A, 1, (1, 2)))
     assert not talk.sent(StartPrefill)
+    assert [message.epoch for to, message in talk.sent(Abort) if to == D] == [1, 1], "that bed is to be given back"
 
 
 def test_an_abort_is_sent_again_until_acknowledged_and_not_for_ever():
