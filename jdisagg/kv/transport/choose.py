@@ -17,12 +17,14 @@ import jax
 import jdisagg
 from jdisagg.core.errors import ConfigError, PeerMismatch, TransferRefused
 from jdisagg.kv.transport.inproc import Inproc
+from jdisagg.kv.transport.jax_transfer import jax_transfer
 from jdisagg.kv.transport.protocol import Transport
+from jdisagg.kv.transport.shm import shm
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.terms import Terms
 
 PROCESS = secrets.token_hex(8)  # of this process, for as long as it lives
-NAMES = ("inproc", "tcp")
+NAMES = ("inproc", "shm", "jax_transfer", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,12 @@ def _shared(name: str, mine: Capability, theirs: Capability) -> bool:
 
 def open_transport(name: str, terms: Terms) -> Transport:
     """A new transport of that name. Raises ConfigError where there is none."""
-    makers: dict[str, Callable[[Terms], Transport]] = {"inproc": Inproc, "tcp": tcp}
+    makers: dict[str, Callable[[Terms], Transport]] = {
+        "inproc": Inproc,
+        "shm": shm,
+        "jax_transfer": jax_transfer,
+        "tcp": tcp,
+    }
     if name not in NAMES:
         raise ConfigError(f"{name!r} is no transport; there are {', '.join(NAMES)}")
     if name not in available():

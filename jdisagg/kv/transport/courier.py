@@ -80,6 +80,10 @@ class Cargo(Protocol):
         """Source, once at the offer's end."""
         ...
 
+    def sweep(self) -> None:
+        """About twice a second."""
+        ...
+
     @property
     def pull_bytes(self) -> int: ...
 
@@ -171,8 +175,9 @@ class Courier:
         return kinds[Ended(end)](f"{patience.what}: the source ended it: {end}") if end in kinds else error
 
     def ack(self, ticket: Ticket) -> bool:
+        assert ticket.id not in self._pulls, f"ticket {ticket.id} was acked while it is being pulled"
         if ticket.address == self.address:
-            self._offers.end(ticket.id, Ended.ACKED)
+            self._offers.end(ticket.id, Ended.ACKED_HERE)
             return True
         if self.cargo.may_ack(ticket):
             return self._tell("ack", ticket)
@@ -195,6 +200,7 @@ class Courier:
 
     def expire(self, now_s: float) -> list[Ticket]:
         self._lines.sweep(now_s)
+        self.cargo.sweep()
         self._flush_acks()
         return self._offers.expire(now_s)
 

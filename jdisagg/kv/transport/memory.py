@@ -117,6 +117,7 @@ class Buffers:
         """Lets spare buffers go; lent ones go with their last view."""
         with self._lock:
             self._spare.clear()
+            self._lent.clear()
             self.limit_bytes = 0
 
     def _collect(self) -> None:

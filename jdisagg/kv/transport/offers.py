@@ -19,7 +19,8 @@ REMEMBERED = 4096  # ended offers whose end a late pull is told
 
 
 class Ended(StrEnum):
-    ACKED = "acked"
+    ACKED = "acked"  # the destination says so, and that it reads no memory of ours any more
+    ACKED_HERE = "acked at the source"  # the destination may still read what it adopted
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     BROKEN = "broken off"  # the peer went away, or the arrays were lost, in the middle

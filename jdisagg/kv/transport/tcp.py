@@ -73,6 +73,9 @@ class TcpCargo:
     def let_go(self, offer: Offer, how: Ended) -> None:
         """The table drops the arrays."""
 
+    def sweep(self) -> None:
+        """Buffers that jax has dropped are counted when they are asked for."""
+
     @property
     def pull_bytes(self) -> int:
         return self._buffers.held_bytes

@@ -81,6 +81,21 @@ class Wire:
             raise BadTicket(f"{self.peer} sent {bytes(text[:40])!r}, which is no record")
         return record
 
+    def receive_descriptor(self, patience: Patience) -> int:
+        """One byte and the open file that comes with it, over a Unix socket. The caller closes it."""
+        while True:
+            try:
+                self.socket.settimeout(patience.slice_s())
+                data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                self._judge(error, patience, "no descriptor received")
+                continue
+            if not data:
+                self._judge(ConnectionResetError("closed"), patience, "no descriptor received")
+            if len(descriptors) != 1:
+                raise BadTicket(f"{self.peer} sent {len(descriptors)} descriptors where 1 was due")
+            return descriptors[0]
+
     def must_be_quiet(self) -> None:
         """Raises PeerDead where the peer has hung up, or speaks out of turn."""
         poll = select.poll()

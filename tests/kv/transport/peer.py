@@ -56,10 +56,12 @@ def open_descriptors() -> int:
 class Side:
     """One process's transports, driven by commands; the tests use one of their own in their own process."""
 
-    def __init__(self, names: list[str], **terms: Any) -> None:
+    def __init__(self, names: list[str], listen: dict[str, str] | None = None, **terms: Any) -> None:
         self.before = open_descriptors()
-        self.terms = Terms(SECRET, IDENTITY, **terms)
-        self.transports: dict[str, Transport] = {name: open_transport(name, self.terms) for name in names}
+        self.transports: dict[str, Transport] = {}
+        for name in names:
+            at = (listen or {}).get(name, "127.0.0.1:0")
+            self.transports[name] = open_transport(name, Terms(SECRET, IDENTITY, at, **terms))
 
     def offer(self, transport: str, in_s: float = 30.0, parcel: str = "h", **what: Any) -> dict[str, Any]:
         arrays = make_arrays(**what)
@@ -84,6 +86,7 @@ class Side:
         return {"digests": digests(arrays)}
 
     def ack(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        gc.collect()
         return {"told": self.transports[ticket["transport"]].ack(read_ticket(ticket))}
 
     def cancel(self, ticket: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +101,7 @@ class Side:
         """Closes everything; what is left over."""
         for transport in self.transports.values():
             transport.close()
+        gc.collect()
         threads = [each.name for each in threading.enumerate() if each.name.startswith("kv-")]
         return {"threads": threads, "descriptors": open_descriptors() - self.before}
 

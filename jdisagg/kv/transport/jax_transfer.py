@@ -1,0 +1,168 @@
+"""By `jax.experimental.transfer`: for accelerators, whose arrays it moves without our touching the host copy.
+
+Its server is left nothing to decide. What was measured of it, and what is done about it here:
+- a pull that is never answered stays pending for ever: the source grants it over our own connection first, and the
+  destination polls `is_ready` under its deadline;
+- the only way to end a pending pull is to poison its connection, and one whose server has died stays broken: so a
+  connection carries one pull at a time, and after any failure it is poisoned and never used again;
+- timeouts are swept only when the server next hears something: the desk's tick makes it hear something;
+- an offer never pulled is kept for ever: at its end its arrays are deleted, which frees them at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
+
+from jdisagg.core.errors import BadTicket, PeerDead, TransferFull
+from jdisagg.kv.transport.courier import Courier
+from jdisagg.kv.transport.desk import listen_tcp, split_address
+from jdisagg.kv.transport.offers import Ended, Offer
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.ticket import DTYPES, ID_BITS, Ticket
+from jdisagg.kv.transport.wire import Wire
+
+SOCKETS = 4  # for data; with none it only reaches its own process
+COPIES, CHUNK_BYTES = 8, 4 << 20  # the defaults, 256 MiB chunks, reserve 6.4 GB of addresses and are no faster
+LINGER_S = 5.0  # the server's own timeout is only a net under ours
+
+
+def jax_transfer(terms: Terms) -> Courier:
+    """Between two processes of one jax version; each array goes between single devices of one platform."""
+    return Courier(terms, JaxCargo(terms))
+
+
+class JaxCargo:
+    name = "jax_transfer"
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        host = split_address(terms.advertise + ":0" if terms.advertise else terms.listen)[0]
+        here = f"[{host}]:0" if ":" in host else f"{host}:0"
+        client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(
+            client,
+            here,
+            [here] * SOCKETS,
+            max_num_parallel_copies=COPIES,
+            transfer_size=CHUNK_BYTES,
+            use_raw_buffers=False,  # with them an array deleted in the middle would be read all the same
+        )
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[Any]] = {}
+        self._pulling: dict[int, int] = {}  # ticket -> bytes
+        self._tiny = jax.device_put(np.zeros((), np.float32))
+
+    def listen(self) -> tuple[socket.socket, str]:
+        return listen_tcp(self._terms)
+
+    def stow(self, offer: Offer) -> None:
+        """Nothing yet: an offer that no one has asked for is not the server's to keep."""
+
+    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
+        arrays = list(offer.arrays)
+        offer.patience.wait_computed(arrays, wire.must_be_quiet)
+        offer.stowed = arrays
+        self._server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.patience.left_s() + LINGER_S))
+        return {"server": self._server.address()}
+
+    def send(self, offer: Offer, wire: Wire) -> None:
+        """The server does, whenever the destination's server asks."""
+
+    def prepare(self, ticket: Ticket) -> int:
+        with self._lock:
+            held_bytes = sum(self._pulling.values())
+            if held_bytes + ticket.nbytes > self._terms.pull_limit_bytes:
+                raise TransferFull(
+                    f"{ticket.nbytes} bytes to pull beside {held_bytes} under way is over the limit of "
+                    f"{self._terms.pull_limit_bytes}"
+                )
+            self._pulling[ticket.id] = ticket.nbytes
+        return ticket.id
+
+    def receive(
+        self, ticket: Ticket, room: int, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+    ) -> list[Array]:
+        address = grant.get("server")
+        if not isinstance(address, str):
+            raise BadTicket(f"{wire.peer} grants {str(grant)[:80]}, which names no transfer server")
+        connection = self._take(address)
+        wanted = [
+            jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype], sharding=SingleDeviceSharding(device))
+            for spec, device in zip(ticket.arrays, devices, strict=True)
+        ]
+        try:
+            arrays = connection.pull(ticket.id, wanted, timeout=in_seconds(p.left_s() + LINGER_S))
+            wait_landed(arrays, wire, p)
+        except BaseException:
+            connection._poison_connection()  # the only way there is to end a pending pull
+            raise
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)
+        self.abandon(room)
+        return arrays
+
+    def abandon(self, room: int) -> None:
+        """The pull is over, one way or the other."""
+        with self._lock:
+            self._pulling.pop(room, None)
+
+    def may_ack(self, ticket: Ticket) -> bool:
+        return True
+
+    def let_go(self, offer: Offer, how: Ended) -> None:
+        """Deletes what was handed to the server and not fetched: it would keep it."""
+        if how not in (Ended.ACKED, Ended.ACKED_HERE):
+            for array in offer.stowed or ():
+                array.delete()
+        self._tick()
+
+    def sweep(self) -> None:
+        self._tick()
+
+    @property
+    def pull_bytes(self) -> int:
+        return sum(self._pulling.values())
+
+    def close(self) -> None:
+        """The server itself has no end but its last reference's."""
+        with self._lock:
+            self._idle.clear()
+
+    def _take(self, address: str) -> Any:
+        with self._lock:
+            idle = self._idle.get(address)
+            if idle:
+                return idle.pop()
+        return self._server.connect(address)
+
+    def _tick(self) -> None:
+        """Makes the server sweep, which it does when it is given something: a scalar that has timed out already."""
+        self._server.await_pull(secrets.randbits(ID_BITS), [self._tiny], timeout=in_seconds(0.0))
+
+
+def wait_landed(arrays: Sequence[Any], wire: Wire, patience: Patience) -> None:
+    """Raises PeerDead where the other server went away, or what the patience raises."""
+    while not all(array.is_ready() for array in arrays):
+        wire.must_be_quiet()
+        patience.sleep(0.0005)
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError as error:
+        raise PeerDead(f"{patience.what}: the transfer from {wire.peer} broke off ({str(error)[:200]})") from error
+
+
+def in_seconds(seconds: float) -> datetime.datetime:
+    """The server's deadlines are absolute and local."""
+    return datetime.datetime.now() + datetime.timedelta(seconds=seconds)
