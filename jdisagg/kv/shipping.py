@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jdisagg.kv.pools import POOL_SPEC, StagePages
-from jdisagg.parallel.place import AXIS, WHOLE, Place, Program
+from jdisagg.parallel.place import AXIS, WHOLE, Device, Place, Program
 from jdisagg.policy.reshard import TRANSFER_BUCKETS, HeadPlan, plan_heads, plan_layers, plan_moves
 
 ATOM_SPEC = PartitionSpec(None, None, AXIS)  # atoms are [L, n pages, heads, 2, page_size, D]
@@ -44,14 +44,17 @@ class Dock:
 
     def pack(self, pools: Sequence[Array], pages: np.ndarray, atom_heads: int) -> tuple[Array, ...]:
         """Pools of some layers, i32[n] -> one array [L, n, atom_heads * tp, 2, page_size, D] an atom of a shard."""
+        return self.pack_program(atom_heads)(list(pools), self.place.put(pages))
+
+    def pack_program(self, atom_heads: int) -> Program:
         if atom_heads not in self._packs:
 
-            def pack_pages(pools: list[Array], pages: Array) -> tuple[Array, ...]:
+            def pack_shard(pools: list[Array], pages: Array) -> tuple[Array, ...]:
                 blocks = jnp.stack([pool[pages] for pool in pools])
                 return tuple(jnp.split(blocks, blocks.shape[2] // atom_heads, axis=2))
 
-            self._packs[atom_heads] = self.place.program(pack_pages, (POOL_SPEC, WHOLE), ATOM_SPEC)
-        return self._packs[atom_heads](list(pools), self.place.put(pages))
+            self._packs[atom_heads] = self.place.program(pack_shard, (POOL_SPEC, WHOLE), ATOM_SPEC)
+        return self._packs[atom_heads]
 
     def insert(self, pools: Sequence[Array], move: Move) -> list[Array]:
         """The pools of `move.layers`, donated -> the same with the pages written."""
@@ -68,6 +71,61 @@ def insert_pages(pools: list[Array], pages: Array, atoms: list[Array]) -> tuple[
     return [pool.at[pages].set(block) for pool, block in zip(pools, blocks, strict=True)], pages[:1]
 
 
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """What a source must know of a stage that it ships to: its layers, and into how many shards its heads are cut."""
+
+    layers: range
+    tp: int
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Some pages of some layers, packed and still at the source."""
+
+    stage: int  # of the destination
+    layers: range  # of the model
+    packed: tuple[Array, ...]  # an array an atom of a source shard, cut on heads
+    heads: HeadPlan
+    pages: np.ndarray  # i32[n], destination pages, 0 where padded
+
+    @property
+    def pieces(self) -> list[Array]:
+        """Arrays of one device each: the atoms of destination shard 0 in order, then those of shard 1, ..."""
+        shards = [[array.addressable_data(shard) for shard in range(_num_shards(array))] for array in self.packed]
+        return [shards[atom.index][atom.shard] for row in self.heads.pieces for atom in row]
+
+
+def shapes_of(stages: Sequence[StagePages]) -> list[StageShape]:
+    return [StageShape(stage.layers, stage.place.tp) for stage in stages]
+
+
+def pack_pages(
+    source: Sequence[StagePages],
+    docks: dict[Place, Dock],
+    shapes: Sequence[StageShape],
+    source_pages: Sequence[int],
+    destination_pages: Sequence[int],
+    layers: tuple[int, int] | None = None,
+) -> list[Departure]:
+    """Packs the pages of `layers` (None: all), now in program order, for stages of these shapes; returns at once.
+
+    The two sides may cut layers and heads differently, and `layers` as well. `docks` are the source's.
+    """
+    assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
+    departures = []
+    first, stop = layers or (0, shapes[-1].layers.stop)
+    for run in plan_layers(tuple(_within(s.layers, first, stop) for s in source), tuple(d.layers for d in shapes)):
+        held, wanted = source[run.source_stage], shapes[run.destination_stage]
+        heads = plan_heads(held.layout.num_kv_heads, held.place.tp, wanted.tp)
+        pools = held.pools[run.layers.start - held.layers.start : run.layers.stop - held.layers.start]
+        for begin, end, bucket in plan_moves(len(source_pages), TRANSFER_BUCKETS):
+            packed = docks[held.place].pack(pools, padded(source_pages[begin:end], bucket), heads.atom_heads)
+            pages = padded(destination_pages[begin:end], bucket)
+            departures.append(Departure(run.destination_stage, run.layers, packed, heads, pages))
+    return departures
+
+
 def ship_pages(
     source: Sequence[StagePages],
     docks: dict[Place, Dock],
@@ -76,25 +134,10 @@ def ship_pages(
     destination_pages: Sequence[int],
     layers: tuple[int, int] | None = None,
 ) -> tuple[list[Move], list[Array]]:
-    """Packs the pages of `layers` (None: all), now in program order, and starts them on their way; returns at once.
-
-    The two sides may cut layers and heads differently, and `layers` as well. `docks` are the source's. The second
-    result is what was packed, at the source.
-    """
-    assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
-    moves: list[Move] = []
-    leaving: list[Array] = []
-    first, stop = layers or (0, destination[-1].layers.stop)
-    for run in plan_layers(tuple(_within(s.layers, first, stop) for s in source), tuple(d.layers for d in destination)):
-        held, wanted = source[run.source_stage], destination[run.destination_stage]
-        heads = plan_heads(held.layout.num_kv_heads, held.place.tp, wanted.place.tp)
-        pools = held.pools[run.layers.start - held.layers.start : run.layers.stop - held.layers.start]
-        for begin, end, bucket in plan_moves(len(source_pages), TRANSFER_BUCKETS):
-            packed = docks[held.place].pack(pools, padded(source_pages[begin:end], bucket), heads.atom_heads)
-            pages = padded(destination_pages[begin:end], bucket)
-            moves.append(Move(run.destination_stage, run.layers, send(packed, heads, wanted.place), pages))
-            leaving += packed
-    return moves, leaving
+    """Packs as `pack_pages` and starts all on its way to stages of this process; the second result is at the source."""
+    departures = pack_pages(source, docks, shapes_of(destination), source_pages, destination_pages, layers)
+    moves = [send(departure, destination[departure.stage].place) for departure in departures]
+    return moves, [array for departure in departures for array in departure.packed]
 
 
 def _within(layers: range, first: int, stop: int) -> range:
@@ -116,16 +159,20 @@ def insert_moves(stages: Sequence[StagePages], docks: dict[Place, Dock], moves: 
         stage.pools[layers] = docks[stage.place].insert(stage.pools[layers], move)
 
 
-def send(packed: tuple[Array, ...], plan: HeadPlan, place: Place) -> list[Array]:
-    """Starts every atom on its way to its destination device; returns at once.
+def send(departure: Departure, place: Place) -> Move:
+    """Starts every piece on its way to its destination device, shards as they are in one put; returns at once."""
+    landed = jax.device_put(departure.pieces, devices_of(place, departure.heads.atoms_per_destination))
+    return Move(departure.stage, departure.layers, joined(landed, place), departure.pages)
 
-    One put for all: shards go as they are, and the destination sees atom j of all its shards as one array.
-    """
-    shards = [[array.addressable_data(shard) for shard in range(_num_shards(array))] for array in packed]
-    pieces = [shards[atom.index][atom.shard] for row in plan.pieces for atom in row]
-    devices = [device for device, row in zip(place.devices, plan.pieces, strict=True) for _ in row]
-    landed = jax.device_put(pieces, devices)
-    width = plan.atoms_per_destination
+
+def devices_of(place: Place, atoms: int) -> list[Device]:
+    """Where the pieces of a departure go, one by one, at a place whose shards take `atoms` each."""
+    return [device for device in place.devices for _ in range(atoms)]
+
+
+def joined(landed: Sequence[Array], place: Place) -> list[Array]:
+    """Pieces on their devices -> the destination's atoms: atom j of all its shards as one array."""
+    width = len(landed) // place.tp
     return [place.join(landed[j::width], ATOM_SPEC, axis=2) for j in range(width)]
 
 
