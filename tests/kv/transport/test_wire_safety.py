@@ -1,0 +1,267 @@
+"""What strangers, broken peers and forged tickets get: an error that says why, and no memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.core.errors import BadTicket, ConfigError, PeerDead, PeerMismatch, TransferRefused
+from jdisagg.kv.transport import hello
+from jdisagg.kv.transport.courier import Courier
+from jdisagg.kv.transport.desk import split_address
+from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.tcp import tcp
+from jdisagg.kv.transport.terms import Identity, Terms
+from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, read_ticket, tag_of, verify
+from jdisagg.kv.transport.wire import MAX_RECORD_BYTES, Wire
+from tests.kv.transport.peer import IDENTITY, SECRET
+
+TERMS = Terms(SECRET, IDENTITY, control_timeout_s=1.0)
+
+
+@pytest.fixture
+def source() -> Iterator[Courier]:
+    transport = tcp(TERMS)
+    yield transport
+    transport.close()
+
+
+def offered(transport: Courier) -> Ticket:
+    array = jax.device_put(np.arange(1024, dtype=np.float32))
+    return transport.offer(Parcel("h", 1), [array], time.monotonic() + 20)
+
+
+def pull_by(terms: Terms, ticket: Ticket) -> None:
+    other = tcp(terms)
+    try:
+        other.pull(ticket, jax.devices()[:1], time.monotonic() + 5)
+    finally:
+        gc.collect()  # jax lets go of memory it adopted at its next call, or now
+        assert other.held().pull_bytes == 0
+        other.close()
+
+
+def dialled(source: Courier) -> Wire:
+    return Wire(socket.create_connection(split_address(source.address)), "the source")
+
+
+def soon(what: str = "test") -> Patience:
+    return Patience(what, time.monotonic() + 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", "model-b"), ("layout", "4x64x32"), ("dtype", "bfloat16"), ("version", "9.9.9")]
+)
+def test_a_peer_of_another_kind_is_refused_with_both_fingerprints(source: Courier, field: str, value: str):
+    theirs = replace(IDENTITY, **{field: value})
+    with pytest.raises(PeerMismatch) as refused:
+        pull_by(Terms(SECRET, theirs), offered(source))
+    for said in (IDENTITY.fingerprint, theirs.fingerprint, repr(value), repr(getattr(IDENTITY, field))):
+        assert said in str(refused.value)
+
+
+def test_a_peer_of_another_secret_learns_nothing(source: Courier):
+    ticket = offered(source)
+    with pytest.raises(BadTicket, match="not signed by our secret"):
+        pull_by(Terms(b"another secret of any length", IDENTITY), ticket)
+    stranger = Terms(b"another secret of any length", IDENTITY)
+    wire = dialled(source)
+    with pytest.raises(PeerMismatch, match="does not share our secret"):
+        hello.greet(wire, stranger, soon())
+    with pytest.raises(PeerDead):
+        wire.receive_record(soon())
+    wire.close()
+
+
+def test_a_recorded_handshake_is_worth_nothing_the_next_time(source: Courier):
+    heard, wire = [], dialled(source)
+    send = wire.send_record
+
+    def recorded(record: dict[str, Any], patience: Patience) -> None:
+        heard.append(record)
+        send(record, patience)
+
+    wire.send_record = recorded  # an eavesdropper
+    hello.greet(wire, TERMS, soon())
+    wire.close()
+    again = dialled(source)
+    again.receive_record(soon())
+    again.send_record(heard[0], soon())
+    assert again.receive_record(soon()) == {"refused": "secret"}
+    again.close()
+
+
+def test_a_source_that_only_repeats_our_proof_is_not_believed():
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    mirror, wire = Wire(server, "a mirror"), Wire(client, "the source")
+
+    def reflect() -> None:
+        mirror.send_record({"jdisagg": hello.PROTOCOL, "nonce": "0" * 64}, soon())
+        mirror.send_record(mirror.receive_record(soon()), soon())
+
+    thread = threading.Thread(target=reflect)
+    thread.start()
+    with pytest.raises(PeerMismatch, match="does not share our secret"):
+        hello.greet(wire, TERMS, soon())
+    thread.join()
+    for each in (mirror, wire, listener):
+        each.close()
+
+
+NOISE = {
+    "binary": b"\xff" * 64,
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "a record over the limit": (MAX_RECORD_BYTES + 1).to_bytes(4, "big"),
+    "a record that is none": b"\0\0\0\2[]",
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_at_the_desk_ends_its_connection_and_nothing_else(source: Courier, noise: bytes):
+    ticket = offered(source)
+    wire = dialled(source)
+    wire.socket.sendall(noise)
+    wire.receive_record(soon())  # the greeting
+    with pytest.raises(PeerDead):
+        wire.receive_record(soon())
+    wire.close()
+    pull_by(TERMS, ticket)
+
+
+def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout(source: Courier):
+    wire = dialled(source)
+    wire.receive_record(soon())
+    started_s = time.monotonic()
+    with pytest.raises(PeerDead):
+        wire.receive_record(soon())
+    assert time.monotonic() - started_s < 3.0
+    wire.close()
+
+
+def test_a_guessed_id_without_its_tag_is_unknown(source: Courier):
+    ticket = offered(source)
+    wire = dialled(source)
+    hello.greet(wire, TERMS, soon())
+    for what in ("pull", "ack", "cancel", "ask"):
+        wire.send_record({"do": what, "id": ticket.id, "tag": "f" * 64}, soon())
+        assert wire.receive_record(soon())["refused"] == "TransferRefused"
+    wire.close()
+    pull_by(TERMS, ticket)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        {"address": "10.0.0.1:1"},
+        {"id": 5},
+        {"parcel": {"handoff": "other", "epoch": 1, "part": 0}},
+        {"parcel": {"handoff": "h", "epoch": 2, "part": 0}},
+        {"arrays": [{"shape": [2048], "dtype": "float32", "nbytes": 8192}]},
+        {"tag": "é"},
+    ],
+)
+def test_a_ticket_altered_anywhere_is_refused_before_anything_is_connected_or_allocated(forge: dict[str, Any]):
+    array = jax.device_put(np.arange(1024, dtype=np.float32))
+    record = issue("tcp", "127.0.0.1:9", Parcel("h", 1), [array], SECRET).to_json() | forge
+    with pytest.raises(BadTicket, match="not signed by our secret"):
+        pull_by(TERMS, read_ticket(json.loads(json.dumps(record))))
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        {"arrays": [{"shape": [1 << 30, 1 << 30], "dtype": "float32", "nbytes": 4}]},
+        {"arrays": [{"shape": [4], "dtype": "object", "nbytes": 32}]},
+        {"arrays": [{"shape": [4], "dtype": "float32", "nbytes": 17}]},
+        {"arrays": [{"shape": [-4], "dtype": "float32", "nbytes": 16}]},
+        {"arrays": [{"shape": [True], "dtype": "float32", "nbytes": 4}]},
+        {"arrays": []},
+        {"arrays": [{"shape": [1] * 9, "dtype": "float32", "nbytes": 4}]},
+        {"id": 1 << 60},
+        {"address": "x" * 1000},
+        {"parcel": None},
+        {"tag": 7},
+    ],
+)
+def test_a_ticket_that_cannot_be_is_refused_as_it_is_read(forge: dict[str, Any]):
+    array = jax.device_put(np.arange(4, dtype=np.float32))
+    record = issue("tcp", "127.0.0.1:9", Parcel("h", 1), [array], SECRET).to_json()
+    assert read_ticket(json.loads(json.dumps(record))) == read_ticket(record)
+    with pytest.raises(BadTicket):
+        read_ticket(record | forge)
+
+
+def test_a_ticket_of_another_transport_is_refused(source: Courier):
+    ticket = replace(offered(source), transport="shm")
+    ticket = replace(ticket, tag=tag_of(ticket, SECRET))
+    verify(ticket, SECRET)
+    with pytest.raises(TransferRefused, match=r"'shm', this is 'tcp'"):
+        pull_by(TERMS, ticket)
+
+
+def test_a_sharded_array_is_offered_by_its_shards(source: Courier):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    whole = jax.device_put(np.zeros(8, np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp")))
+    with pytest.raises(BadTicket, match="2 devices"):
+        source.offer(Parcel("h", 1), [whole], time.monotonic() + 1)
+    assert source.held().offers == 0
+
+
+def test_short_secrets_and_half_a_tls_are_refused():
+    with pytest.raises(ConfigError, match=r"5 bytes, fewer than 16"):
+        Terms(b"short", IDENTITY)
+    with pytest.raises(ConfigError, match="TLS"):
+        Terms(SECRET, IDENTITY, tls_client=ssl.create_default_context())
+    assert SECRET.decode() not in repr(TERMS)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, chain = folder / "key.pem", folder / "chain.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(chain), "-days", "2", "-subj", "/CN=jdisagg"]
+    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return key, chain
+
+
+def test_bytes_cross_by_tls_and_a_peer_without_it_or_with_another_root_gets_nothing(certificate: tuple[Path, Path]):
+    key, chain = certificate
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(chain, key)
+    client = ssl.create_default_context(cafile=str(chain))
+    safe = replace(TERMS, tls_server=server, tls_client=client)
+    source, other = tcp(safe), tcp(safe)
+    values = np.random.default_rng(0).normal(size=(3, 1 << 20)).astype(np.float32)
+    for part in range(2):
+        ticket = source.offer(Parcel("h", 1, part), [jax.device_put(values)], time.monotonic() + 20)
+        (array,) = other.pull(ticket, jax.devices()[:1], time.monotonic() + 20)
+        assert np.array_equal(np.asarray(array), values) and other.ack(ticket)
+    ticket = source.offer(Parcel("h", 2), [jax.device_put(values)], time.monotonic() + 20)
+    with pytest.raises((PeerDead, PeerMismatch, BadTicket)):
+        pull_by(TERMS, ticket)
+    with pytest.raises(PeerMismatch, match="no TLS"):
+        pull_by(replace(safe, tls_client=ssl.create_default_context()), ticket)
+    for each in (source, other):
+        each.close()
+
+
+def test_every_field_of_the_identity_is_in_its_fingerprint():
+    prints = {Identity("a", "b", "c", "d").fingerprint, Identity("x", "b", "c", "d").fingerprint}
+    prints |= {Identity("a", "x", "c", "d").fingerprint, Identity("a", "b", "x", "d").fingerprint}
+    assert len(prints | {Identity("a", "b", "c", "x").fingerprint}) == 5
