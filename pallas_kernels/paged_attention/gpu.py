@@ -1,10 +1,9 @@
-"""Decode attention on a GPU (Pallas Triton): each slot's tokens are cut into chunks, one program a chunk and KV head.
+"""Decode attention on a GPU (Pallas Triton): a slot's tokens are cut into parts, one program a part and KV head.
 
-One long sequence so fills the chip (Flash-Decoding, Dao et al. 2023); a second kernel joins a slot's chunks. A chunk
-is a fixed run of token positions and chunks are joined in their own order, so that a slot's bits depend neither on its
-company nor on the table's width. Programs whose chunk holds no visible token leave at once: time follows the tokens
-held. Tokens are gathered one by one through the page table, so a page may be of any size; those that nobody sees are
-not read.
+One long sequence so fills the chip (Flash-Decoding, Dao et al. 2023); a second kernel joins a slot's parts in their
+order. How a slot is cut follows from its own length: its bits depend neither on its company nor on the table's width.
+Programs whose part holds no visible token leave at once: time follows the tokens held. Tokens are gathered one by one
+through the page table, so a page may be of any size; those that nobody sees are not read.
 
 Triton's arrays are powers of two, and a tensor core takes 16 rows: head sizes and groups are padded by masks, in
 registers alone. Softmax is online, in f32 and in base 2 (the chip's own exponential).
@@ -27,21 +26,32 @@ NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LOG2_E = log2(jnp.e)
 MIN_ROWS, MAX_ROWS = 16, 64  # query heads of one KV head in a program: the least a tensor core takes, and the most
 TILE_BYTES = 1 << 15  # of K and V in shared memory, for each stage of the pipeline
-JOINED = 16  # chunks joined in one step
+JOINED = 16  # parts joined in one step
+MAX_PARTS, PROGRAMS = 256, 8192  # of a slot and KV head; of a call, 60 for each core of an H100
+PART_NUMBERS = 1 << 23  # f32 numbers that wait to be joined: 32 MiB, whatever the lengths
 MAX_OFFSET = 1 << 31  # Triton's offsets are signed 32 bits up to 4 GiB, which bytes pass at 2 GiB
 
 
 class Blocks(NamedTuple):
-    """How the work is cut; all powers of two."""
+    """How the work is cut. None of it may depend on the table's width, or the bits of a result would."""
 
-    chunk: int  # tokens of a program
-    tile: int  # tokens of one step of its loop
+    parts: int  # of a slot at most
+    tiles: int  # of a part at least
+    tile: int  # tokens of one step of a program's loop
     warps: int
     stages: int  # of the loop's pipeline: tiles in flight
 
 
-# Measured choices, by (dtype of the pool, head size, slots * KV heads); none yet. A choice must not depend on the
-# table's width: with the chunks the bits of a result would change.
+class Rule(NamedTuple):
+    """What is computed, the same for every program."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    precision: lax.DotAlgorithmPreset | lax.Precision | None  # of the products
+
+
+# Measured choices, by (dtype of the pool, head size, slots * KV heads); none yet.
 TUNED: dict[tuple[str, int, int], Blocks] = {}
 
 
@@ -66,37 +76,28 @@ def paged_attention(
         )
     slots, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
-    groups = heads // kv_heads
-    rows, row_blocks = rows_of_heads(groups)
+    rows, row_blocks = rows_of_heads(heads // kv_heads)
     blocks = blocks or choose_blocks(q, kv_pages)
-    chunks = pl.cdiv(page_table.shape[1] * page_size, blocks.chunk)
-    varying = jax.typeof(q).manual_axis_type
-    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=varying)
-    per_head = shape((slots, chunks, heads), jnp.float32)
-    parts = pl.pallas_call(
-        partial(
-            attend_chunk,
-            blocks=blocks,
-            rows=rows,
-            row_blocks=row_blocks,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        ),
-        out_shape=(per_head, per_head, shape((slots, chunks, heads, size), jnp.float32)),
-        grid=(slots, kv_heads * row_blocks, chunks),
+    rule = Rule(scale, window, soft_cap, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
+    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
+    per_head = shape((slots, parts, heads), jnp.float32)
+    partials = pl.pallas_call(
+        partial(attend_part, blocks=blocks, rows=rows, row_blocks=row_blocks, rule=rule),
+        out_shape=(per_head, per_head, shape((slots, parts, heads, size), jnp.float32)),
+        grid=(slots, kv_heads * row_blocks, parts),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="paged_attention",
     )(q, kv_pages, page_table, lengths)
     return pl.pallas_call(
-        partial(join_chunks, chunk=blocks.chunk, window=window),
+        partial(join_parts, blocks=blocks, window=window),
         out_shape=shape(q.shape, q.dtype),
         grid=(slots, heads),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-        name="join_chunks",
-    )(*parts, lengths, sinks)
+        name="join_parts",
+    )(*partials, lengths, sinks)
 
 
 def within_reach(kv_pages: Array | QuantizedPages) -> bool:
@@ -118,10 +119,8 @@ def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
     key = values.dtype.name, values.shape[4], across
     if key in TUNED:
         return TUNED[key]
-    # Few slots need short chunks to fill the chip, many need long ones so that the join stays small.
-    chunk = 128 if across <= 4 else 256 if across <= 32 else min(4096, 512 * max(1, pl.next_power_of_2(across) // 128))
-    tile = tile_tokens(q, kv_pages)
-    return Blocks(chunk, min(tile, chunk), warps=4, stages=3)
+    parts = max(1, min(MAX_PARTS, PROGRAMS // across, PART_NUMBERS // q.size))
+    return Blocks(parts, 2 if across <= 8 else 4, tile_tokens(q, kv_pages), warps=4, stages=3)
 
 
 def tile_tokens(q: Array, kv_pages: Array | QuantizedPages) -> int:
@@ -135,7 +134,26 @@ def product_dtype(queries: jnp.dtype, kv_pages) -> jnp.dtype:
     return queries if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(queries, kv_pages.dtype)
 
 
-def attend_chunk(
+def precision_of(products: jnp.dtype, interpret: bool) -> lax.DotAlgorithmPreset | lax.Precision | None:
+    """How f32 stays f32: three products of TF32 parts, 22 bits; the plain one would keep 10 of the 23.
+
+    (Products of whole f32 numbers run outside the tensor cores, and their operands spill.) The CPU that interprets has
+    its own.
+    """
+    if products != jnp.float32:
+        return None
+    return lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+
+def cut(length, window: int | None, blocks: Blocks):
+    """(first visible token, first tile, tiles of a part, parts) of a slot: no more parts than there may be."""
+    start = 0 if window is None else jnp.maximum(length - window, 0)
+    first, stop = start // blocks.tile, pl.cdiv(length, blocks.tile)
+    tiles = jnp.maximum(blocks.tiles, pl.cdiv(stop - first, blocks.parts))
+    return start, first, tiles, pl.cdiv(stop - first, tiles)
+
+
+def attend_part(
     q_ref,
     pool: Any,
     table_ref,
@@ -147,19 +165,18 @@ def attend_chunk(
     blocks: Blocks,
     rows: int,
     row_blocks: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    rule: Rule,
 ):
-    """One chunk of one slot, for up to `rows` query heads of one KV head."""
-    slot, head_block, chunk = (pl.program_id(axis) for axis in range(3))
+    """One part of one slot, for up to `rows` query heads of one KV head."""
+    slot, head_block, part = (pl.program_id(axis) for axis in range(3))
     groups, size = q_ref.shape[1] // stored(pool).shape[1], q_ref.shape[2]
     length = lengths_ref[slot]
-    start = 0 if window is None else jnp.maximum(length - window, 0)
-    low = jnp.maximum(start, chunk * blocks.chunk)
-    high = jnp.minimum(length, (chunk + 1) * blocks.chunk)
+    start, first, tiles, parts = cut(length, rule.window, blocks)
+    first = first + part * tiles
+    low = jnp.maximum(start, first * blocks.tile)
+    high = jnp.minimum(length, (first + tiles) * blocks.tile)
 
-    @pl.when(low < high)
+    @pl.when(part < parts)
     def _():
         head, group = head_block // row_blocks, head_block % row_blocks * rows + jnp.arange(rows)
         heads = head * groups + group
@@ -175,13 +192,11 @@ def attend_chunk(
             (low, high, high),
             empty_softmax(rows, dims.shape[0]),
             tile=blocks.tile,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
+            rule=rule,
         )
-        pltriton.store(top_ref.at[slot, chunk, heads], top, mask=group < groups)
-        pltriton.store(total_ref.at[slot, chunk, heads], total, mask=group < groups)
-        pltriton.store(mixed_ref.at[slot, chunk, heads[:, None], dims[None, :]], mixed, mask=own)
+        pltriton.store(top_ref.at[slot, part, heads], top, mask=group < groups)
+        pltriton.store(total_ref.at[slot, part, heads], total, mask=group < groups)
+        pltriton.store(mixed_ref.at[slot, part, heads[:, None], dims[None, :]], mixed, mask=own)
 
 
 def empty_softmax(rows: int, size: int) -> tuple[Array, Array, Array]:
@@ -199,9 +214,7 @@ def attend_tokens(
     carry,
     *,
     tile: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    rule: Rule,
 ):
     """The inner loop of both attentions: the running softmax of `queries` [rows, D] over some tokens of one sequence.
 
@@ -212,8 +225,7 @@ def attend_tokens(
     """
     (row, head), (low, shared, high) = place, span
     page_size = stored(pool).shape[3]
-    # HIGHEST keeps f32 what it is: the default would round it to TF32's ten bits.
-    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    _, window, soft_cap, precision = rule
     product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def step(index, carry, *, masked: bool):
@@ -228,9 +240,9 @@ def attend_tokens(
         keys, factor = read(which=0)
         logits = product(queries, keys, (((1,), (1,)), ((), ()))) * factor  # [rows, tile]
         if soft_cap is None:
-            logits = logits * (scale * LOG2_E)
+            logits = logits * (rule.scale * LOG2_E)
         else:
-            logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2_E)
+            logits = jnp.tanh(logits * (rule.scale / soft_cap)) * (soft_cap * LOG2_E)
         if masked:
             behind = positions[:, None] - token[None, :]
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
@@ -271,31 +283,29 @@ def read_tile(pool: Any, page, head, offset, held, *, like, which: int):
     return numbers.astype(like.dtype), factor[None, :]
 
 
-def join_chunks(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *, chunk: int, window: int | None):
-    """One query head of one slot: its chunks weighed by their shares of the softmax, in their own order."""
+def join_parts(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *, blocks: Blocks, window: int | None):
+    """One query head of one slot: its parts weighed by their shares of the softmax, in their own order."""
     slot, head = pl.program_id(0), pl.program_id(1)
     size = out_ref.shape[2]
     dims = jnp.arange(pl.next_power_of_2(size))
-    length = lengths_ref[slot]
-    first = 0 if window is None else jnp.maximum(length - window, 0) // chunk
-    stop = pl.cdiv(length, chunk)
+    *_, parts = cut(lengths_ref[slot], window, blocks)
 
     def step(index, carry):
         top, total, mixed = carry
         part = index * JOINED + jnp.arange(JOINED)
-        held = (part >= first) & (part < stop)
+        held = part < parts
         tops = pltriton.load(top_ref.at[slot, part, head], mask=held, other=NEVER)
         totals = pltriton.load(total_ref.at[slot, part, head], mask=held, other=0.0)
         own = held[:, None] & (dims < size)[None, :]
-        parts = pltriton.load(mixed_ref.at[slot, part[:, None], head, dims[None, :]], mask=own, other=0.0)
+        mixes = pltriton.load(mixed_ref.at[slot, part[:, None], head, dims[None, :]], mask=own, other=0.0)
         higher = jnp.maximum(top, jnp.max(tops))
         share, keep = jnp.exp2(tops - higher), jnp.exp2(top - higher)
         total = total * keep + jnp.sum(totals * share)
-        return higher, total, mixed * keep + jnp.sum(parts * share[:, None], axis=0)
+        return higher, total, mixed * keep + jnp.sum(mixes * share[:, None], axis=0)
 
-    # A sink takes part as a chunk that adds nothing.
+    # A sink takes part as a part that adds nothing.
     sink = NEVER if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2_E
     carry = jnp.float32(sink), jnp.float32(0.0 if sinks_ref is None else 1.0), jnp.zeros(dims.shape[0])
-    _, total, mixed = lax.fori_loop(first // JOINED, pl.cdiv(stop, JOINED), step, carry)
+    _, total, mixed = lax.fori_loop(0, pl.cdiv(parts, JOINED), step, carry)
     mixed = mixed / jnp.where(total > 0, total, 1.0)
     pltriton.store(out_ref.at[slot, head, dims], mixed.astype(out_ref.dtype), mask=dims < size)

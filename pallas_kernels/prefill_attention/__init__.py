@@ -7,7 +7,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
 from pallas_kernels.contents import check_contents, check_packed
-from pallas_kernels.prefill_attention import tpu, xla
+from pallas_kernels.prefill_attention import gpu, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
 
 
@@ -56,5 +56,6 @@ def prefill_attention(
         cu_q_lens,
         sinks,
         tpu=partial(tpu.prefill_attention, **options),
+        cuda=partial(gpu.prefill_attention, **options),
         default=partial(xla.prefill_attention, **options),
     )

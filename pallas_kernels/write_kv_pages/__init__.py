@@ -9,7 +9,7 @@ from jax import Array
 from pallas_kernels.checks import check_ints, check_pool, require
 from pallas_kernels.contents import check_contents, check_places
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.write_kv_pages import tpu, xla
+from pallas_kernels.write_kv_pages import gpu, tpu, xla
 
 Pool = TypeVar("Pool", Array, QuantizedPages)
 
@@ -34,6 +34,13 @@ def write_kv_pages(kv_pages: Pool, k: Array, v: Array, page_ids: Array, offsets:
         rule = partial(check_places, pages=pages, page_size=page_size)
         page_ids, offsets = check_contents(rule, page_ids, offsets)
     written: Any = jax.lax.platform_dependent(
-        kv_pages, k, v, page_ids, offsets, tpu=tpu.write_kv_pages, default=xla.write_kv_pages
+        kv_pages,
+        k,
+        v,
+        page_ids,
+        offsets,
+        tpu=tpu.write_kv_pages,
+        cuda=gpu.write_kv_pages,
+        default=xla.write_kv_pages,
     )
     return written

@@ -1,0 +1,151 @@
+"""Prefill attention on a GPU (Pallas Triton): one program a block of query rows and KV head, over the tiles it sees.
+
+The blocks are those of the XLA code, each of one sequence, those with the most tiles first, so that short ones fill the
+gaps at the end. All query heads of a KV head lie in one block next to each other: a tile is loaded once for them, and
+a block spans few tokens, so that little is computed past the diagonal. The inner loop is decode attention's.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.paged_attention.gpu import (
+    LOG2_E,
+    MIN_ROWS,
+    NEVER,
+    Rule,
+    attend_tokens,
+    empty_softmax,
+    precision_of,
+    product_dtype,
+    within_reach,
+)
+from pallas_kernels.prefill_attention import xla
+from pallas_kernels.quantized import QuantizedPages, stored
+
+ROW_BYTES = 1 << 15  # of queries in a block, as the products take them: 128 rows of 128 numbers in bf16
+MAX_ROWS = 128  # two warp groups of 64 rows, Hopper's matrix instruction
+TILE_BYTES = 1 << 15  # of K and V, for each stage of the pipeline
+
+
+class Blocks(NamedTuple):
+    """How the work is cut; all powers of two."""
+
+    rows: int  # of a block: query tokens times the query heads of a KV head
+    tile: int  # KV tokens of a step
+    warps: int
+    stages: int
+
+
+# Measured choices, by (dtype of the products, dtype of the pool, head size); none yet.
+TUNED: dict[tuple[str, str, int], Blocks] = {}
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
+def prefill_attention(
+    q: Array,
+    kv_pages: Array | QuantizedPages,
+    page_table: Array,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    sinks: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Array:
+    """As `pallas_kernels.prefill_attention`; pools of bytes over 2 GiB go to XLA."""
+    if not within_reach(kv_pages):
+        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+    tokens, heads, _ = q.shape
+    kv_heads = stored(kv_pages).shape[1]
+    blocks = blocks or choose_blocks(q, kv_pages)
+    rule = Rule(scale, window, soft_cap, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    lanes = min(pl.next_power_of_2(heads // kv_heads), blocks.rows)
+    query_rows, lane_blocks = blocks.rows // lanes, pl.cdiv(heads // kv_heads, lanes)
+    work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=window, query_rows=query_rows)
+    out = pl.pallas_call(
+        partial(attend_block, query_rows=query_rows, lanes=lanes, lane_blocks=lane_blocks, tile=blocks.tile, rule=rule),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
+        grid=(work.sequence.shape[0], kv_heads * lane_blocks),
+        compiler_params=pltriton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name="prefill_attention",
+    )(q, kv_pages, page_table, cu_q_lens, work.sequence, work.start, work.position, work.stop, sinks)
+    real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
+    return jnp.where(real, out, 0)  # no program writes the padding
+
+
+def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
+    """The tuned choice, or one whose sums stay in registers and whose tiles leave room for two programs a core."""
+    values, products = stored(kv_pages), product_dtype(q.dtype, kv_pages)
+    key = products.name, values.dtype.name, q.shape[2]
+    if key in TUNED:
+        return TUNED[key]
+    row_bytes = pl.next_power_of_2(q.shape[2]) * products.itemsize
+    useful = pl.next_power_of_2(q.shape[0] * pl.next_power_of_2(q.shape[1] // values.shape[1]))
+    rows = max(MIN_ROWS, min(MAX_ROWS, ROW_BYTES // row_bytes, useful))
+    tile = max(16, min(128, TILE_BYTES // (2 * row_bytes)))
+    return Blocks(rows, tile, warps=8 if rows > 64 else 4, stages=3)
+
+
+def attend_block(
+    q_ref,
+    pool: Any,
+    table_ref,
+    cu_q_lens_ref,
+    sequence_ref,
+    start_ref,
+    position_ref,
+    stop_ref,
+    sinks_ref,
+    out_ref,
+    *,
+    query_rows: int,
+    lanes: int,
+    lane_blocks: int,
+    tile: int,
+    rule: Rule,
+):
+    """One block. Its rows are `query_rows` tokens, of each the query heads of a KV head: `lanes` of them."""
+    block, head_block = pl.program_id(0), pl.program_id(1)
+    groups, size = q_ref.shape[1] // stored(pool).shape[1], q_ref.shape[2]
+
+    @pl.when(stop_ref[block] > 0)
+    def _():
+        sequence, start, position = sequence_ref[block], start_ref[block], position_ref[block]
+        row = jnp.arange(query_rows * lanes)
+        head, group = head_block // lane_blocks, head_block % lane_blocks * lanes + row % lanes
+        tokens, heads = start + row // lanes, head * groups + group
+        end = jnp.minimum(cu_q_lens_ref[sequence + 1] - start, query_rows)  # rows of this sequence in the block
+        real = (group < groups) & (row // lanes < end)
+        low = 0 if rule.window is None else jnp.maximum(position - rule.window + 1, 0)
+        dims = jnp.arange(pl.next_power_of_2(size))
+        own = real[:, None] & (dims < size)[None, :]
+        at = tokens[:, None], heads[:, None], dims[None, :]
+        queries = pltriton.load(q_ref.at[at], mask=own, other=0.0)
+        top, total, mixed = empty_softmax(row.shape[0], dims.shape[0])
+        if sinks_ref is not None:
+            top = pltriton.load(sinks_ref.at[heads], mask=real, other=NEVER).astype(jnp.float32) * LOG2_E
+            total = jnp.ones_like(total)
+        _, total, mixed = attend_tokens(
+            queries.astype(product_dtype(q_ref.dtype, pool)),
+            position + row // lanes,
+            pool,
+            table_ref,
+            (sequence, head),
+            (low, position + 1, position + end),
+            (top, total, mixed),
+            tile=tile,
+            rule=rule,
+        )
+        mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+        pltriton.store(out_ref.at[at], mixed.astype(out_ref.dtype), mask=own)

@@ -1,0 +1,118 @@
+"""The GPU kernels, interpreted on the CPU: numbers for the shapes, and bits that no neighbour changes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import gpu as attention_gpu
+from pallas_kernels.prefill_attention import gpu as prefill_gpu
+from pallas_kernels.quantized import dequantize, quantize_pages
+from pallas_kernels.write_kv_pages import gpu as write_gpu
+from pallas_kernels.write_kv_pages import reference as write_reference
+from tests.pallas_kernels import test_paged_attention as decode
+from tests.pallas_kernels import test_prefill_attention as prefill
+from tests.pallas_kernels.shapes import Shape, make_pool, make_queries
+from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, SINKS
+from tests.pallas_kernels.test_write_kv_pages import rows
+
+# Every head size, page size, group count and kind of pool, each once or twice: (shape, queries, pool).
+CASES = [
+    (Shape(128, 2, 4, 16), "float32", "float32"),
+    (Shape(64, 4, 3, 32), "float32", "bfloat16"),
+    (Shape(80, 2, 8, 16), "bfloat16", "int8"),
+    (Shape(96, 1, 1, 128), "bfloat16", "float8_e4m3fn"),
+    (Shape(256, 2, 2, 64), "bfloat16", "bfloat16"),
+]
+MANY_PARTS = attention_gpu.Blocks(parts=18, tiles=1, tile=16, warps=4, stages=2)  # more than one step joins
+SMALL_BLOCKS = prefill_gpu.Blocks(rows=16, tile=16, warps=4, stages=2)
+HELD = jnp.asarray([210, 0, 64, 333], jnp.int32)
+
+
+def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
+    options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": True} | options
+    return attention_gpu.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+
+
+def attend_packed(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **options):
+    options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": True} | options
+    return prefill_gpu.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+
+
+def check_pools(check, attend, arrays, queries: str, pool: str):
+    """`check` with a pool of another dtype: the oracle is given the numbers that the kernel reads."""
+    q, kv_pages, *rest = arrays
+    if pool in ("float32", "bfloat16"):
+        check(attend, (q.astype(queries), kv_pages.astype(pool), *rest), queries)
+    else:
+        small = quantize_pages(kv_pages, jnp.dtype(pool))
+        arrays = q.astype(queries), dequantize(small), *rest
+        check(lambda q, _, *rest: attend(q, small, *rest), arrays, queries)
+
+
+@pytest.mark.parametrize(("shape", "queries", "pool"), CASES, ids=str)
+def test_attention_meets_the_oracle(shape, queries, pool):
+    check_pools(decode.check, attend, decode.inputs(shape), queries, pool)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[7]], ids="-".join)
+def test_attention_over_many_parts_takes_every_option(options):
+    decode.check(partial(attend, blocks=MANY_PARTS), decode.inputs(FAVOURITE), **options)
+
+
+def test_more_query_heads_than_a_program_takes():
+    decode.check(attend, decode.inputs(Shape(16, 1, 80, 16), (17, 0, 40)))
+
+
+def test_no_tokens_anywhere_give_zeros():
+    q, pool, table, _ = decode.inputs(FAVOURITE, (40, 40))
+    assert not np.asarray(attend(q, pool, table, jnp.zeros(2, jnp.int32), sinks=jnp.asarray(SINKS))).any()
+
+
+def test_a_slot_gets_the_same_bits_in_any_company_and_under_any_table_width():
+    pool, table = make_pool(Shape(32, 2, 2, 16), HELD)
+    q = jnp.asarray(make_queries(Shape(32, 2, 2, 16), 4))
+    program = jax.jit(partial(attend, window=300, blocks=MANY_PARTS))
+    together = np.asarray(program(q, pool, table, HELD))
+    for slot in (0, 3):
+        alone = jnp.zeros_like(HELD).at[slot].set(HELD[slot])
+        assert np.array_equal(program(q, pool, table, alone)[slot], together[slot])
+        wide = jnp.pad(table, ((0, 0), (0, 40)))
+        assert np.array_equal(program(q, pool, wide, HELD)[slot], together[slot])
+        moved = (np.arange(4) + 1) % 4
+        assert np.array_equal(program(q[moved], pool, table[moved], HELD[moved])[(slot - 1) % 4], together[slot])
+
+
+@pytest.mark.parametrize(("shape", "queries", "pool"), CASES[1:4], ids=str)
+def test_packed_chunks_meet_the_oracle(shape, queries, pool):
+    check_pools(prefill.check, attend_packed, prefill.inputs(shape), queries, pool)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[7]], ids="-".join)
+def test_packed_chunks_in_small_blocks_take_every_option(options):
+    prefill.check(partial(attend_packed, blocks=SMALL_BLOCKS), prefill.inputs(FAVOURITE), **options)
+
+
+def test_more_query_heads_than_a_block_has_rows():
+    packed = [(5, 9), (0, 3), (20, 33)]
+    prefill.check(partial(attend_packed, blocks=SMALL_BLOCKS), prefill.inputs(Shape(16, 1, 24, 16), packed))
+
+
+@pytest.mark.parametrize(("shape", "pool"), [(shape, pool) for shape, _, pool in CASES], ids=str)
+def test_every_row_lands_in_its_place_and_nothing_else_changes(shape, pool):
+    k, v, pages, offsets = rows(shape, 30)
+    pages[::7] = 0
+    floats = make_queries(Shape(shape.head_dim, 2 * shape.kv_heads, 1, shape.page_size), 10 * shape.page_size)
+    before = jnp.asarray(floats.reshape(10, shape.kv_heads, 2, shape.page_size, shape.head_dim))
+    quantised = pool in ("int8", "float8_e4m3fn")
+    before = quantize_pages(before, jnp.dtype(pool)) if quantised else before.astype(pool)
+    arguments = before, jnp.asarray(k), jnp.asarray(v), pages, offsets
+    got = write_gpu.write_kv_pages(*arguments, interpret=True)
+    want = jax.jit(write_reference.write_kv_pages)(*arguments)
+    for parts in zip(*(jax.tree.leaves(tree) for tree in (got, want, before)), strict=True):
+        after, expected, old = (np.asarray(part) for part in parts)
+        assert after.dtype == old.dtype
+        assert np.array_equal(after[1:], expected[1:])
+        assert np.array_equal(after[0], old[0]), "the null page is not written"
