@@ -8,6 +8,7 @@ from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import Message
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.worker_config import WorkerConfig
 
 # ------------------------------------------------------------------ events
 
@@ -45,6 +46,18 @@ class WorkerLost:
     """The driver knows that a worker is gone; what it held is gone with it."""
 
     worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """To the router: a worker of another process can be used, and holds nothing."""
+
+    config: WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """To a worker: the router it worked for is gone, or took it for lost. What it holds is nobody's any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,19 @@ class EngineFailed:
     part: int | None = None
 
 
-Event = Submit | Cancel | Received | TimerFired | WorkerLost | PrefillDone | DecodeDone | KVArrived | EngineFailed
+Event = (
+    Submit
+    | Cancel
+    | Received
+    | TimerFired
+    | WorkerLost
+    | WorkerJoined
+    | RouterLost
+    | PrefillDone
+    | DecodeDone
+    | KVArrived
+    | EngineFailed
+)
 
 # ------------------------------------------------------------------ effects
 

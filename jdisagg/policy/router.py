@@ -21,6 +21,7 @@ from jdisagg.core.events import (
     SetTimer,
     Submit,
     TimerFired,
+    WorkerJoined,
     WorkerLost,
 )
 from jdisagg.core.ledger import Ledger, Mark
@@ -85,6 +86,8 @@ class Router:
                 self._timer(key, now_s)
             case WorkerLost(worker):
                 self._lose(worker, now_s)
+            case WorkerJoined(config):
+                self.peers[config.worker] = Peer(config)
             case _:
                 raise AssertionError(f"no router takes {event!r}")
         self._dispatch(now_s)
@@ -301,7 +304,7 @@ class Router:
             if worker in (row.prefill, row.decode):
                 trouble = Trouble.DECODE_LOST if row.decode == worker else Trouble.PREFILL_LOST
                 self._meet(row, trouble, FinishReason.ERROR, f"worker {worker} was lost", now_s, gone=worker)
-        for row in list(self.queue):
+        for row in [] if self.config.workers_return else list(self.queue):
             if not could_ever_serve(self.peers.values(), row.to_prefill()):
                 self._finish(row, FinishReason.ERROR, f"worker {worker} was lost and no other can do its work", now_s)
 

@@ -17,6 +17,7 @@ from jdisagg.core.events import (
     KVArrived,
     PrefillDone,
     Received,
+    RouterLost,
     TimerFired,
 )
 from jdisagg.core.messages import (
@@ -77,6 +78,8 @@ class Worker:
                 self._timer(*owner_of_timer(key), now_s)
             case EngineFailed():
                 self._engine_failed(event, now_s)
+            case RouterLost():
+                self._give_up_all()
             case _:
                 raise AssertionError(f"no worker takes {event!r}")
         return False
@@ -144,6 +147,12 @@ class Worker:
         """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
         if not self.prompts.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
             self.out.abort(owner, reason)
+
+    def _give_up_all(self) -> None:
+        """Ends every handoff and sequence, so that pages come back; plans in flight find their sequences over."""
+        for owner in [*self.prompts.prompts, *self.beds.beds]:
+            self._end(owner, Signal.ABORT)
+        self.out.drain()  # there is nobody to tell
 
     # ------------------------------------------------------------ plans
 

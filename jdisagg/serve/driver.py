@@ -38,6 +38,7 @@ from jdisagg.core.events import (
     TimerFired,
     WorkerLost,
 )
+from jdisagg.core.messages import Message
 from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.engine.machine import Machine, Parcel, PendingPrefill
@@ -88,12 +89,26 @@ class Readers:
             thread.join(timeout=5)
 
 
+class Far(Protocol):
+    """Where the actors of other processes are reached. Called on the driver thread; returns at once."""
+
+    def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None: ...
+
+    def ship(self, machine: Machine, transfer: KVTransfer) -> Parcel:
+        """Packs, and offers what was packed; the other process calls `land`. Raises where there is no way there."""
+        ...
+
+    def lose(self, worker: WorkerId) -> None:
+        """The router is to know that a worker of this process is of no more use."""
+        ...
+
+
 class LiveDriver:
     """Runs `router` and `workers` over `machines` until stopped. Public methods are safe from any thread."""
 
     def __init__(
         self,
-        router: Actor,
+        router: Actor | None,
         workers: Mapping[WorkerId, Actor],
         machines: Mapping[WorkerId, Machine],
         *,
@@ -101,10 +116,14 @@ class LiveDriver:
         died: Callable[[BaseException], None],
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
+        far: Far | None = None,
     ) -> None:
-        """`deliver` takes what clients are to be told, once an event; `died` why the loop ended; both on its thread."""
-        self.actors: dict[WorkerId, Actor] = {ROUTER: router, **workers}
-        self._machines = machines
+        """`deliver` takes what clients are to be told, once an event; `died` why the loop ended; both on its thread.
+
+        Whatever is for an actor that is not here, the router too where it is None, goes by way of `far`.
+        """
+        self.actors: dict[WorkerId, Actor] = ({} if router is None else {ROUTER: router}) | dict(workers)
+        self._machines, self._far = machines, far
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | None] = queue.SimpleQueue()
         self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
@@ -124,6 +143,10 @@ class LiveDriver:
 
     def post(self, actor: WorkerId, event: Event) -> None:
         self._inbox.put((actor, event))
+
+    def land(self, parcel: Parcel, event: KVArrived) -> None:
+        """A part that came from another process is on the devices of its destination, which is here."""
+        self._inbox.put((event.transfer.destination, Landed(parcel, event)))
 
     def stop(self) -> None:
         """Ends the threads; what is in flight on the devices is left to finish unread."""
@@ -191,7 +214,11 @@ class LiveDriver:
     def _lose(self, worker: WorkerId) -> None:
         log.error("%s is lost: its plans fail again and again", worker)
         self._lost.add(worker)
-        self._round.append((ROUTER, WorkerLost(worker)))
+        if ROUTER in self.actors:
+            self._round.append((ROUTER, WorkerLost(worker)))
+        else:
+            assert self._far is not None, "the router is not here"
+            self._far.lose(worker)
 
     def _observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
         for observer in self._observers:
@@ -205,8 +232,11 @@ class LiveDriver:
                 self._told.append((effect.request_id, effect))
             case RunDecode(plan) | RunPrefill(plan):
                 self._run_plan(actor, effect, plan.plan_id)
-            case Send(to, message):
+            case Send(to, message) if to in self.actors:
                 self._round.append((to, Received(actor, message)))
+            case Send(to, message):
+                assert self._far is not None, f"{to} is not here"
+                self._far.send(actor, to, message)
             case ShipKV(transfer):
                 self._ship(actor, transfer)
             case InsertKV(transfer):
@@ -255,10 +285,17 @@ class LiveDriver:
         return pending
 
     def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
+        near = self._machines.get(transfer.destination)
         try:
-            parcel = self._machines[actor].ship(transfer, self._machines[transfer.destination])
+            if near is None:
+                assert self._far is not None, f"{transfer.destination} is not here"
+                parcel = self._far.ship(self._machines[actor], transfer)
+            else:
+                parcel = self._machines[actor].ship(transfer, near)
         except Exception as error:
             self._broken.append((actor, _failure(actor, error, transfer=transfer)))
+            return
+        if near is None:
             return
         lane = f"ship-{actor}-{transfer.destination}"  # one source's parts land in the order of their leaving
         self._readers.read(lane, lambda: self._await_landing(actor, parcel))
@@ -269,8 +306,7 @@ class LiveDriver:
             packed_s = self.now_s()
             parcel.wait()
             landed_s = self.now_s()
-            event = KVArrived(parcel.transfer, parcel.intact(), landed_s - packed_s)
-            self._inbox.put((parcel.transfer.destination, Landed(parcel, event)))
+            self.land(parcel, KVArrived(parcel.transfer, parcel.intact(), landed_s - packed_s))
         except Exception as error:
             self.post(source, _failure(source, error, transfer=parcel.transfer))
 

@@ -1,13 +1,12 @@
 """Decode attention on a TPU (Mosaic): one grid step a slot, its pages fetched block by block, one block ahead.
 
-A page holds all heads of a shard next to each other, so it is one DMA. While a block of pages is multiplied the next
-one is on its way, the next slot's first block too, so that short slots never wait for memory; empty slots are passed
-over. The softmax runs online in f32 (Milakov and Gimelshein 2018). Only pages that hold visible tokens are fetched:
-time follows the tokens held. Past a slot's last page a buffer holds older pages, or the zeros it began with: numbers,
-so that a weight of 0 makes them vanish.
+Slots are dealt to the cores of the chip by the tokens they hold. The softmax runs online in f32 (Milakov and Gimelshein
+2018). Time follows the tokens held. Quantised pages stay small all the way into VMEM: logits are multiplied by the
+scales of K, weights by those of V, once a token instead of once a number.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,26 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention import xla
-from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.tpu_blocks import (
+    NEVER,
+    Blocks,
+    buffers,
+    deal,
+    exact_dtype,
+    next_with_work,
+    num_cores,
+    page_bytes,
+    pool_specs,
+    product_precision,
+)
 
-NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
-LANES = 128
 BLOCK_BYTES = 1 << 20  # of K and V in VMEM; two such blocks hide the latency of HBM, and more would not fit f32 copies
 BLOCK_TOKENS = 1024
 TABLE_BYTES = 1 << 18  # of a page table in SMEM, a quarter of it
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "cores", "interpret"))
 def paged_attention(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -37,16 +45,14 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
     block_pages: int | None = None,
+    cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
-    if isinstance(kv_pages, QuantizedPages):
-        return xla.paged_attention(
-            q, kv_pages, page_table, lengths, sinks, scale=scale, window=window, soft_cap=soft_cap
-        )
     slots = max(1, TABLE_BYTES // (4 * page_table.shape[1]))
     pages = block_pages or pages_of_block(kv_pages, page_table.shape[1])
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
+    options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
+    options |= {"cores": cores or num_cores()}
     parts = [
         attend_slots(
             q[at : at + slots], kv_pages, page_table[at : at + slots], lengths[at : at + slots], sinks, **options
@@ -58,7 +64,7 @@ def paged_attention(
 
 def attend_slots(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     lengths: Array,
     sinks: Array | None,
@@ -67,65 +73,57 @@ def attend_slots(
     window: int | None,
     soft_cap: float | None,
     pages: int,
+    cores: int,
     interpret: bool | pltpu.InterpretParams,
 ) -> Array:
     """One kernel: `pages` of a slot at a time, twice that in VMEM."""
     slots, heads, size = q.shape
-    _, kv_heads, _, page_size, _ = kv_pages.shape
-    grouped = q.reshape(slots, kv_heads, heads // kv_heads, size)
+    kv_heads = stored(kv_pages).shape[1]
+    cores = min(cores, slots)
+    spare = -slots % cores  # slots that hold nothing, so that each core has as many
+    grouped = jnp.pad(q, ((0, spare), (0, 0), (0, 0))).reshape(-1, kv_heads, heads // kv_heads, size)
+    lengths = jnp.pad(lengths, (0, spare))
+    work = lengths if window is None else jnp.minimum(lengths, window)
+    order = deal(work, cores)
     # Logits [Hkv, groups, 1]; NEVER where there are none, and then they take no share.
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
     sinks = sinks.astype(jnp.float32).reshape(*grouped.shape[1:3], 1)
-    of_slot = pl.BlockSpec((1, *grouped.shape[1:]), lambda slot, *_: (slot, 0, 0, 0))
-    prefetch = page_table.reshape(-1), lengths, next_slots(lengths)
+    share = grouped.shape[0] // cores
+    of_slot = pl.BlockSpec((1, *grouped.shape[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
+    prefetch = order, page_table.reshape(-1), lengths, next_with_work(work[order], cores)
     out = pl.pallas_call(
         partial(attend_slot, width=page_table.shape[1], scale=scale, window=window, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=(slots,),
-            in_specs=[
-                of_slot,
-                pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
-            ],
+            grid=(cores, share),
+            in_specs=[of_slot, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)), pool_specs(kv_pages)],
             out_specs=of_slot,
-            scratch_shapes=[
-                pltpu.VMEM((2, kv_heads, 2, pages, page_size, size), kv_pages.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
+            scratch_shapes=buffers(kv_pages, pages),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="paged_attention",
     )(*prefetch, grouped, sinks, kv_pages)
-    return out.reshape(q.shape)
+    return out[:slots].reshape(q.shape)
 
 
-def pages_of_block(kv_pages: Array, width: int) -> int:
+def pages_of_block(kv_pages: Array | QuantizedPages, width: int) -> int:
     """Pages fetched together: no more than the `width` of a table row."""
-    _, kv_heads, _, page_size, size = kv_pages.shape
-    page_bytes = kv_heads * 2 * page_size * -(-size // LANES) * LANES * kv_pages.dtype.itemsize
-    return max(1, min(BLOCK_BYTES // page_bytes, BLOCK_TOKENS // page_size, width))
-
-
-def next_slots(lengths: Array) -> Array:
-    """i32[B + 1]: at b + 1 the first slot after b that holds tokens (B: none), at 0 the first of all."""
-    slots = lengths.shape[0]
-    held = jnp.where(lengths > 0, jnp.arange(slots, dtype=jnp.int32), slots)
-    return jnp.append(lax.cummin(held, reverse=True), jnp.int32(slots))
+    page_size = stored(kv_pages).shape[3]
+    return max(1, min(BLOCK_BYTES // page_bytes(kv_pages), BLOCK_TOKENS // page_size, width))
 
 
 def attend_slot(
+    order_ref,
     table_ref,
     lengths_ref,
     next_ref,
     q_ref,
     sinks_ref,
-    pool_ref,
+    pool,
     out_ref,
-    blocks_ref,
+    room,
     semaphores,
     turn_ref,
     *,
@@ -134,69 +132,47 @@ def attend_slot(
     window: int | None,
     soft_cap: float | None,
 ):
-    """One slot. `turn_ref` counts the blocks of all slots, so that its parity names the buffer of the next."""
-    _, kv_heads, _, pages, page_size, size = blocks_ref.shape
+    """One slot."""
+    _, _, _, pages, page_size, _ = stored(room).shape
     tokens = pages * page_size
-    slot, slots = pl.program_id(0), pl.num_programs(0)
-    length = lengths_ref[slot]
+    core = pl.program_id(0) * pl.num_programs(1)
 
-    def first_token(slot):
-        return 0 if window is None else jnp.maximum(lengths_ref[slot] - window, 0)
+    def visible(at):
+        """The slot, its first visible token and the token after its last."""
+        slot = order_ref[core + at]
+        length = lengths_ref[slot]
+        return slot, 0 if window is None else jnp.maximum(length - window, 0), length
 
-    def of_each_page(slot, block, buffer, act):
-        """`act` on the copies of the pages that hold visible tokens."""
-        start = jnp.maximum(first_token(slot) // page_size, block * pages)
-        stop = jnp.minimum(pl.cdiv(lengths_ref[slot], page_size), (block + 1) * pages)
+    def span(at):
+        _, start, length = visible(at)
+        return start // tokens, pl.cdiv(length, tokens)
 
-        @pl.loop(start, stop)
-        def _(page):
-            held = pool_ref.at[table_ref[slot * width + page]]
-            room = blocks_ref.at[buffer, :, :, page - block * pages]
-            act(pltpu.make_async_copy(held, room, semaphores.at[buffer]))
+    def seen_pages(at):
+        slot, start, length = visible(at)
+        return slot * width, start // page_size, pl.cdiv(length, page_size)
 
-    @pl.when(slot == 0)
-    def _():
-        blocks_ref[...] = jnp.zeros_like(blocks_ref)
-        turn_ref[0] = 0
-        first = next_ref[0]
+    blocks = Blocks(pool, room, semaphores, turn_ref, next_ref, span, seen_pages, table_ref)
+    _, start, length = visible(pl.program_id(1))
+    exact = exact_dtype(q_ref.dtype, room)
+    product = partial(lax.dot_general, precision=product_precision(exact), preferred_element_type=jnp.float32)
+    queries, every = q_ref[0].astype(exact), slice(None)
 
-        @pl.when(first < slots)
-        def _():
-            of_each_page(first, first_token(first) // tokens, 0, lambda copy: copy.start())
-
-    first, stop = first_token(slot) // tokens, pl.cdiv(length, tokens)
-    turn = turn_ref[0]
-    exact = jnp.promote_types(q_ref.dtype, blocks_ref.dtype)
-    precision = lax.Precision.HIGHEST if exact == jnp.float32 else lax.Precision.DEFAULT
-    product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    queries = q_ref[0].astype(exact)
-
-    def step(block, carry):
+    def step(block, buffer, carry):
         top, total, mixed = carry
-        buffer = (turn + block - first) % 2
-        is_last = block + 1 == stop
-        slot_after = jnp.where(is_last, next_ref[slot + 1], slot)
-
-        @pl.when(slot_after < slots)
-        def _():
-            block_after = jnp.where(is_last, first_token(slot_after) // tokens, block + 1)
-            of_each_page(slot_after, block_after, 1 - buffer, lambda copy: copy.start())
-
-        of_each_page(slot, block, buffer, lambda copy: copy.wait())
-        keys, values = (blocks_ref[buffer, :, i].reshape(kv_heads, tokens, size).astype(exact) for i in (0, 1))
+        keys, values = (blocks.read(buffer, every, part, exact) for part in (0, 1))
         logits = product(queries, keys, (((2,), (2,)), ((0,), (0,)))) * scale  # [Hkv, groups, tokens]
+        logits = blocks.scaled(logits, buffer, every, 0)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
         position = block * tokens + lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        seen = (position < length) & (position >= first_token(slot))
-        logits = jnp.where(seen, logits, NEVER)
+        logits = jnp.where((position < length) & (position >= start), logits, NEVER)
         higher = jnp.maximum(top, jnp.max(logits, axis=2, keepdims=True))
         weights, keep = jnp.exp(logits - higher), jnp.exp(top - higher)
         total = total * keep + jnp.sum(weights, axis=2, keepdims=True)
+        weights = blocks.scaled(weights, buffer, every, 1)
         mixed = mixed * keep + product(weights.astype(exact), values, (((2,), (1,)), ((0,), (0,))))
         return higher, total, mixed
 
     top = sinks_ref[...]
     carry = top, jnp.where(top > NEVER, 1.0, 0.0), jnp.zeros(queries.shape, jnp.float32)
-    _, total, mixed = lax.fori_loop(first, stop, step, carry)
-    turn_ref[0] = turn + stop - first
+    _, total, mixed = blocks.walk(step, carry)
     out_ref[0] = (mixed / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)

@@ -1,8 +1,8 @@
 """Prefill attention on a TPU (Mosaic): one grid step a block of query rows, the pages it sees fetched one block ahead.
 
-The blocks are those of the XLA code, each of one sequence; XLA gathers their rows head by head before the kernel and
-puts them back after it, which is little next to the products. Pages are fetched as in decode attention: all heads of
-a page by one DMA, the next block's first pages while this one's last are multiplied.
+The blocks are those of the XLA code, each of one sequence, dealt to the cores of the chip by the tokens they see; XLA
+gathers their rows head by head before the kernel and puts them back after it, which is little next to the products.
+Quantised pages stay small into VMEM, as in decode attention.
 """
 
 from functools import partial
@@ -13,9 +13,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu import LANES, NEVER, next_slots, pages_of_block
+from pallas_kernels.paged_attention.tpu import pages_of_block
 from pallas_kernels.prefill_attention import xla
-from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.tpu_blocks import (
+    LANES,
+    NEVER,
+    Blocks,
+    buffers,
+    deal,
+    exact_dtype,
+    next_with_work,
+    num_cores,
+    pool_specs,
+    product_precision,
+)
 
 MAX_ROWS, MIN_ROWS = 256, 16  # query rows of a block
 GROUP_ROWS = 512  # of one KV head's queries in a block; times TILE_TOKENS, the logits that exist at once
@@ -25,7 +37,7 @@ TABLE_BYTES = 1 << 19  # of a page table in SMEM, half of it; larger ones go to 
 VMEM_BYTES = 48 << 20  # every chip has 64 MB or more; the default limit of 16 MB is too low for these blocks
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "block_rows", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "block_rows", "cores", "interpret"))
 def prefill_attention(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -39,57 +51,49 @@ def prefill_attention(
     soft_cap: float | None,
     block_pages: int | None = None,
     block_rows: int | None = None,
+    cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`."""
-    if isinstance(kv_pages, QuantizedPages):
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
     tokens, heads, size = q.shape
-    _, kv_heads, _, page_size, _ = kv_pages.shape
+    _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     if page_table.size * 4 > TABLE_BYTES:
         options = {"scale": scale, "window": window, "soft_cap": soft_cap}
         return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+    cores = cores or num_cores()
     pages = block_pages or min(pages_of_block(kv_pages, page_table.shape[1]), max(1, TILE_TOKENS // page_size))
     rows = block_rows or rows_of_block(tokens, heads, heads // kv_heads, size)
     blocks = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=window, query_rows=rows)
-    split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[blocks.start[:, None] + jnp.arange(rows)]
+    spare = -blocks.start.shape[0] % cores  # blocks of nothing, so that each core has as many
+    sequence, start, position, first, stop = (jnp.pad(part, (0, spare)) for part in blocks[:5])
+    split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[start[:, None] + jnp.arange(rows)]
     split = split.reshape(-1, rows, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
     split = split.reshape(-1, kv_heads, heads // kv_heads * rows, size)
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
     sinks = jnp.repeat(sinks.astype(jnp.float32), rows).reshape(kv_heads, -1, 1)
-    of_block = pl.BlockSpec((1, *split.shape[1:]), lambda block, *_: (block, 0, 0, 0))
-    prefetch = (
-        page_table.reshape(-1),
-        blocks.sequence,
-        kv_lens,
-        blocks.position,
-        blocks.first,
-        blocks.stop,
-        next_slots(blocks.stop),
-    )
+    share = split.shape[0] // cores
+    of_block = pl.BlockSpec((1, *split.shape[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
+    order = deal(stop - first, cores)
+    following = next_with_work((stop - first)[order], cores)
+    prefetch = order, page_table.reshape(-1), sequence, kv_lens, position, first, stop, following
     out = pl.pallas_call(
         partial(attend_block, width=page_table.shape[1], rows=rows, scale=scale, window=window, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct(split.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=(split.shape[0],),
-            in_specs=[
-                of_block,
-                pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
-            ],
+            grid=(cores, share),
+            in_specs=[of_block, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)), pool_specs(kv_pages)],
             out_specs=of_block,
             scratch_shapes=[
-                pltpu.VMEM((2, kv_heads, 2, pages, page_size, size), kv_pages.dtype),
+                *buffers(kv_pages, pages),
                 pltpu.VMEM(sinks.shape, jnp.float32),
                 pltpu.VMEM(sinks.shape, jnp.float32),
                 pltpu.VMEM(split.shape[1:], jnp.float32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         interpret=interpret,
         name="prefill_attention",
     )(*prefetch, split, sinks, kv_pages)
@@ -109,6 +113,7 @@ def rows_of_block(tokens: int, heads: int, groups: int, size: int) -> int:
 
 
 def attend_block(
+    order_ref,
     table_ref,
     sequence_ref,
     kv_lens_ref,
@@ -118,14 +123,14 @@ def attend_block(
     next_ref,
     q_ref,
     sinks_ref,
-    pool_ref,
+    pool,
     out_ref,
-    tiles_ref,
+    room,
+    semaphores,
+    turn_ref,
     top_ref,
     total_ref,
     mixed_ref,
-    semaphores,
-    turn_ref,
     *,
     width: int,
     rows: int,
@@ -133,58 +138,36 @@ def attend_block(
     window: int | None,
     soft_cap: float | None,
 ):
-    """One block. `turn_ref` counts the tiles of all blocks, so that its parity names the buffer of the next."""
-    _, kv_heads, _, pages, page_size, size = tiles_ref.shape
+    """One block of query rows, over tiles of its sequence's pages."""
+    _, kv_heads, _, pages, page_size, _ = stored(room).shape
     tokens = pages * page_size
-    block, blocks = pl.program_id(0), pl.num_programs(0)
-    position, first, stop = position_ref[block], first_ref[block], stop_ref[block]
+    core = pl.program_id(0) * pl.num_programs(1)
 
-    def of_each_page(block, tile, buffer, act):
-        """`act` on the copies of the pages that this block's last row may see."""
+    def span(at):
+        block = order_ref[core + at]
+        return first_ref[block], stop_ref[block]
+
+    def seen_pages(at):
+        """Those that the block's last row may see."""
+        block = order_ref[core + at]
         sequence = sequence_ref[block]
         visible = jnp.minimum(position_ref[block] + rows, kv_lens_ref[sequence])
+        return sequence * width, 0, pl.cdiv(visible, page_size)
 
-        @pl.loop(tile * pages, jnp.minimum(pl.cdiv(visible, page_size), (tile + 1) * pages))
-        def _(page):
-            held = pool_ref.at[table_ref[sequence * width + page]]
-            room = tiles_ref.at[buffer, :, :, page - tile * pages]
-            act(pltpu.make_async_copy(held, room, semaphores.at[buffer]))
-
-    @pl.when(block == 0)
-    def _():
-        tiles_ref[...] = jnp.zeros_like(tiles_ref)
-        turn_ref[0] = 0
-        earliest = next_ref[0]
-
-        @pl.when(earliest < blocks)
-        def _():
-            of_each_page(earliest, first_ref[earliest], 0, lambda copy: copy.start())
-
-    turn = turn_ref[0]
-    exact = jnp.promote_types(q_ref.dtype, tiles_ref.dtype)
-    precision = lax.Precision.HIGHEST if exact == jnp.float32 else lax.Precision.DEFAULT
-    product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    blocks = Blocks(pool, room, semaphores, turn_ref, next_ref, span, seen_pages, table_ref)
+    position = position_ref[order_ref[core + pl.program_id(1)]]
+    exact = exact_dtype(q_ref.dtype, room)
+    product = partial(lax.dot_general, precision=product_precision(exact), preferred_element_type=jnp.float32)
     top_ref[...] = sinks_ref[...]
     total_ref[...] = jnp.where(sinks_ref[...] > NEVER, 1.0, 0.0)
     mixed_ref[...] = jnp.zeros_like(mixed_ref)
 
-    @pl.loop(first, stop)
-    def _(tile):
-        buffer = (turn + tile - first) % 2
-        is_last = tile + 1 == stop
-        block_after = jnp.where(is_last, next_ref[block + 1], block)
-
-        @pl.when(block_after < blocks)
-        def _():
-            tile_after = jnp.where(is_last, first_ref[block_after], tile + 1)
-            of_each_page(block_after, tile_after, 1 - buffer, lambda copy: copy.start())
-
-        of_each_page(block, tile, buffer, lambda copy: copy.wait())
-
+    def step(tile, buffer, _):
         @pl.loop(0, kv_heads)
         def _(head):
-            keys, values = (tiles_ref[buffer, head, i].reshape(tokens, size).astype(exact) for i in (0, 1))
+            keys, values = (blocks.read(buffer, head, part, exact) for part in (0, 1))
             logits = product(q_ref[0, head].astype(exact), keys, (((1,), (1,)), ((), ()))) * scale
+            logits = blocks.scaled(logits, buffer, head, 0)
             logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)  # [groups * rows, tokens]
             row, token = (lax.broadcasted_iota(jnp.int32, logits.shape, axis) for axis in (0, 1))
             behind = position + row % rows - tile * tokens - token
@@ -195,8 +178,11 @@ def attend_block(
             weights, keep = jnp.exp(logits - higher), jnp.exp(top - higher)
             top_ref[head] = higher
             total_ref[head] = total_ref[head] * keep + jnp.sum(weights, axis=1, keepdims=True)
+            weights = blocks.scaled(weights, buffer, head, 1)
             mixed_ref[head] = mixed_ref[head] * keep + product(weights.astype(exact), values, (((1,), (0,)), ((), ())))
 
-    turn_ref[0] = turn + stop - first
+        return 0
+
+    blocks.walk(step, 0)
     total = total_ref[...]
     out_ref[0] = (mixed_ref[...] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)

@@ -1,11 +1,14 @@
 """Writing KV on a TPU (Mosaic): the groups of tokens that change are read, amended and written back by DMA, in place.
 
 The last two dimensions of the pool are tiled, so a DMA cannot touch one token alone: the least it moves is a *group*,
-the tokens of one tile row of a page. Rows are sorted by place first; then the rows of a group lie next to each other,
-a block of rows reads each group once, and no two groups in flight are the same. Rows for the null page are never moved.
+the tokens of one tile row of a page; of scales it is a page's. Rows are sorted by place first; then the rows of a group
+lie next to each other, a block of rows reads each group once, and no two groups in flight are the same. Rows for the
+null page are never moved.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +16,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.write_kv_pages import xla
+from pallas_kernels.quantized import QuantizedPages, quantize_rows, stored
+from pallas_kernels.tpu_blocks import LANES, pool_specs
 
-TILE_BYTES = 32  # of one column of a tile: 8 rows of f32, 16 of bf16
-LANES = 128
+TILE_BYTES = 32  # of one column of a tile: 8 rows of f32, 16 of bf16, 32 of int8
 BLOCK_ROWS = 128  # rows amended before the next block's reads start
 BLOCK_BYTES = 4 << 20  # of groups in VMEM at once, a quarter of the least default limit
 NOWHERE = jnp.iinfo(jnp.int32).max
@@ -35,42 +37,71 @@ def write_kv_pages(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array | QuantizedPages:
     """As `pallas_kernels.write_kv_pages`; page 0 stays as it is."""
-    if isinstance(kv_pages, QuantizedPages):
-        return xla.write_kv_pages(kv_pages, k, v, page_ids, offsets)
-    _, kv_heads, _, page_size, size = kv_pages.shape
-    group = group_tokens(page_size, kv_pages.dtype)
-    group_bytes = kv_heads * 2 * group * -(-size // LANES) * LANES * kv_pages.dtype.itemsize
+    pool = stored(kv_pages)
+    _, kv_heads, _, page_size, size = pool.shape
+    group = group_tokens(page_size, pool.dtype)
+    group_bytes = kv_heads * 2 * group * -(-size // LANES) * LANES * pool.dtype.itemsize
     block = block_rows or rows_of_block(k.shape[0], group_bytes)
     place = jnp.where(page_ids == 0, NOWHERE, page_ids * page_size + offsets)
     order = jnp.argsort(place)
-    rows = jnp.stack([k, v], axis=2).astype(kv_pages.dtype)[order].reshape(-1, kv_heads * 2, size)
-    padding = -rows.shape[0] % block
-    rows = jnp.pad(rows, ((0, padding), (0, 0), (0, 0)))
+    padding = -place.shape[0] % block
     place = jnp.pad(place[order], (0, padding), constant_values=NOWHERE)
-    prefetch = place, list_leaders(place // group, block), jnp.sum(place != NOWHERE, keepdims=True, dtype=jnp.int32)
-    return pl.pallas_call(
+    rows = jax.tree.map(lambda part: padded(part[order], padding), stored_rows(kv_pages, k, v))
+    leaders = list_leaders(place // group, block), list_leaders(place // page_size, block)
+    prefetch = place, *leaders, jnp.sum(place != NOWHERE, keepdims=True, dtype=jnp.int32)
+    out: Any = pl.pallas_call(
         partial(amend_block, page_size=page_size),
-        out_shape=jax.ShapeDtypeStruct(
-            kv_pages.shape, kv_pages.dtype, manual_axis_type=jax.typeof(kv_pages).manual_axis_type
-        ),
+        out_shape=jax.tree.map(same_shape, kv_pages),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=(rows.shape[0] // block,),
-            in_specs=[
-                pl.BlockSpec((block, kv_heads * 2, size), lambda i, *_: (i, 0, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
-            ],
-            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
-            scratch_shapes=[
-                pltpu.VMEM((block, kv_heads, 2, group, size), kv_pages.dtype),
-                pltpu.SemaphoreType.DMA,
-            ],
+            grid=(place.shape[0] // block,),
+            in_specs=[jax.tree.map(partial(block_of_rows, block), rows), pool_specs(kv_pages)],
+            out_specs=pool_specs(kv_pages),
+            scratch_shapes=[groups_scratch(kv_pages, block, group), pltpu.SemaphoreType.DMA],
         ),
-        input_output_aliases={len(prefetch) + 1: 0},
+        input_output_aliases=aliases(len(prefetch), len(jax.tree.leaves(kv_pages))),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="write_kv_pages",
     )(*prefetch, rows, kv_pages)
+    return out
+
+
+def stored_rows(kv_pages: Array | QuantizedPages, k: Array, v: Array) -> Array | QuantizedPages:
+    """K and V as the pool stores them: [T, Hkv * 2, D], of scales f32[T, Hkv, 2]."""
+    rows = jnp.stack([k, v], axis=2)
+    flat = (rows.shape[0], -1, rows.shape[3])
+    if not isinstance(kv_pages, QuantizedPages):
+        return rows.astype(kv_pages.dtype).reshape(flat)
+    values, scales = quantize_rows(rows, kv_pages.values.dtype)
+    return QuantizedPages(values.reshape(flat), scales)
+
+
+def padded(rows: Array, padding: int) -> Array:
+    return jnp.pad(rows, ((0, padding), (0, 0), (0, 0)))
+
+
+def same_shape(pool: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(pool.shape, pool.dtype, manual_axis_type=jax.typeof(pool).manual_axis_type)
+
+
+def block_of_rows(block: int, rows: Array) -> pl.BlockSpec:
+    return pl.BlockSpec((block, *rows.shape[1:]), lambda i, *_: (i, 0, 0))
+
+
+def groups_scratch(kv_pages: Array | QuantizedPages, block: int, group: int) -> Any:
+    """Room for a group a row, and for a page's scales a row."""
+    _, kv_heads, _, _, size = stored(kv_pages).shape
+    values: Any = pltpu.VMEM((block, kv_heads, 2, group, size), stored(kv_pages).dtype)
+    if not isinstance(kv_pages, QuantizedPages):
+        return values
+    scales: Any = pltpu.VMEM((block, *kv_pages.scales.shape[1:]), kv_pages.scales.dtype)
+    return QuantizedPages(values, scales)
+
+
+def aliases(num_prefetch: int, leaves: int) -> dict[int, int]:
+    """Arguments are the prefetched, the leaves of the rows, those of the pool; results are those of the pool."""
+    return {num_prefetch + leaves + leaf: leaf for leaf in range(leaves)}
 
 
 def group_tokens(page_size: int, dtype: jnp.dtype) -> int:
@@ -91,39 +122,60 @@ def list_leaders(group: Array, block: int) -> Array:
     return lax.cummax(jnp.where(fresh, row, 0).reshape(-1, block), axis=1).reshape(-1)
 
 
-def amend_block(place_ref, leader_ref, total_ref, rows_ref, _, pool_ref, groups_ref, semaphore, *, page_size: int):
-    """One block of rows, all its groups at once: read, amend, write. `pool_ref` is the pool read and written."""
-    block, kv_heads, _, group, size = groups_ref.shape
+def amend_block(place_ref, group_leader_ref, page_leader_ref, total_ref, rows, _, *refs, page_size: int):
+    """One block of rows, all its groups at once: read, amend, write. The last `refs`: the pool, written and read."""
+    *results, groups, semaphore = refs
+    pool = QuantizedPages(*results) if isinstance(groups, QuantizedPages) else results[0]
+    block, _, _, group, _ = stored(groups).shape
     start = pl.program_id(0) * block
-    rows = jnp.clip(total_ref[0] - start, 0, block)
+    real = jnp.clip(total_ref[0] - start, 0, block)
 
-    def held(row):
+    def group_copy(row, back):
         place = place_ref[start + row]
         token = pl.multiple_of(place % page_size // group * group, group)
-        return pool_ref.at[place // page_size, :, :, pl.ds(token, group)]
+        held = stored(pool).at[place // page_size, :, :, pl.ds(token, group)]
+        return copy(held, stored(groups).at[row], back)
 
-    def read(row):
-        return pltpu.make_async_copy(held(row), groups_ref.at[row], semaphore)
+    def scales_copy(row, back):
+        return copy(pool.scales.at[place_ref[start + row] // page_size], groups.scales.at[row], back)
 
-    def write(row):
-        return pltpu.make_async_copy(groups_ref.at[row], held(row), semaphore)
+    def copy(held, room, back):
+        return pltpu.make_async_copy(*((room, held) if back else (held, room)), semaphore)
 
-    def of_each_group(act):
-        @pl.loop(0, rows)
-        def _(row):
-            pl.when(leader_ref[start + row] == row)(lambda: act(row))
+    def of_each_group(act: Callable[[Any], None], back: bool):
+        @pl.loop(0, real)
+        def _(row: Any):
+            pl.when(group_leader_ref[start + row] == row)(lambda: act(group_copy(row, back)))
+            if isinstance(pool, QuantizedPages):
+                pl.when(page_leader_ref[start + row] == row)(lambda: act(scales_copy(row, back)))
 
-    of_each_group(lambda row: read(row).start())
-    of_each_group(lambda row: read(row).wait())
+    def move(back):
+        of_each_group(lambda copy: copy.start(), back)
+        of_each_group(lambda copy: copy.wait(), back)
 
-    @pl.loop(0, rows)
+    move(back=False)
+
+    @pl.loop(0, real)
     def _(row):
-        leader = leader_ref[start + row]
-        token = lax.broadcasted_iota(jnp.int32, (kv_heads * 2, group, size), 1)
-        mine = token == place_ref[start + row] % group
-        old = groups_ref[leader].astype(jnp.float32).reshape(kv_heads * 2, group, size)
-        new = jnp.where(mine, rows_ref[row].astype(jnp.float32)[:, None, :], old)
-        groups_ref[leader] = new.reshape(kv_heads, 2, group, size).astype(groups_ref.dtype)
+        place = place_ref[start + row]
+        amend_group(stored(groups), group_leader_ref[start + row], stored(rows)[row], place % group)
+        if isinstance(groups, QuantizedPages):
+            amend_scales(groups.scales, page_leader_ref[start + row], rows.scales[row], place % page_size, page_size)
 
-    of_each_group(lambda row: write(row).start())
-    of_each_group(lambda row: write(row).wait())
+    move(back=True)
+
+
+def amend_group(groups, leader, row, token):
+    """`row` [Hkv * 2, D] becomes token `token` of group `leader`."""
+    _, kv_heads, _, group, size = groups.shape
+    mine = lax.broadcasted_iota(jnp.int32, (kv_heads * 2, group, size), 1) == token
+    old = groups[leader].astype(jnp.float32).reshape(kv_heads * 2, group, size)
+    new = jnp.where(mine, row.astype(jnp.float32)[:, None, :], old)
+    groups[leader] = new.reshape(kv_heads, 2, group, size).astype(groups.dtype)
+
+
+def amend_scales(scales, leader, row, token, page_size: int):
+    """`row` f32[Hkv, 2] becomes the scales of token `token` of page `leader`."""
+    lane = lax.broadcasted_iota(jnp.int32, scales.shape[1:], 1)
+    amended = jnp.where(lane == token, row[:, :1], scales[leader])
+    scales[leader] = jnp.where(lane == token + page_size, row[:, 1:], amended)

@@ -1,0 +1,72 @@
+"""Workers come and go, routers too: what is told of it, and that nothing stays held for a party that is gone."""
+
+from jdisagg.core.events import Finish, RouterLost, Send, WorkerJoined, WorkerLost
+from jdisagg.core.messages import Reserve, View
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
+from tests.policy.bench import Bench
+from tests.policy.test_router import D, Talk
+from tests.sim.cases import pair, request, worker
+
+D2 = WorkerId("decode-2")
+
+
+def reserves(talk: Talk) -> list[WorkerId]:
+    sends = [effect for effect in talk.effects if isinstance(effect, Send)]
+    return [send.to for send in sends if isinstance(send.message, Reserve)]
+
+
+def test_a_worker_that_joined_takes_requests():
+    talk = Talk(pair()[:1])
+    assert talk.take(WorkerJoined(worker(D2, Role.DECODE))) == []
+    talk.submit(request("a"))
+    assert reserves(talk) == [D2]
+
+
+def test_a_request_waits_for_a_lost_worker_to_be_replaced():
+    talk = Talk(workers_return=True)
+    talk.submit(request("a"))
+    talk.take(WorkerLost(D))
+    assert not [effect for effect in talk.effects if isinstance(effect, Finish)]
+    talk.take(WorkerJoined(worker(D2, Role.DECODE)))
+    assert reserves(talk) == [D, D2]
+
+
+def test_a_request_that_waited_in_vain_ends_at_its_deadline():
+    talk = Talk(workers_return=True, queue_timeout_s=5.0)
+    talk.submit(request("a"))
+    talk.take(WorkerLost(D))
+    talk.now_s = 6.0
+    while "row/a" in talk.timers and not [each for each in talk.effects if isinstance(each, Finish)]:
+        talk.fire("row/a")
+    (finish,) = [effect for effect in talk.effects if isinstance(effect, Finish)]
+    assert finish.reason == "timeout" and "bed" in finish.detail
+
+
+def test_a_worker_whose_router_is_gone_gives_every_page_back():
+    bench = Bench(worker("decode-0", Role.DECODE))
+    for each in (request("a"), request("b"), request("c", 30)):
+        assert bench.reserve(each)
+    bench.arrive(request("a"))
+    bench.commit(request("a"))
+    bench.arrive(request("b"))
+    assert bench.pending, "a decodes"
+    bench.take(RouterLost())
+    bench.read_all()
+    assert bench.worker.idle and bench.free_pages == bench.worker.config.num_pages
+
+
+def test_a_prefill_worker_whose_router_is_gone_gives_every_page_back():
+    bench = Bench(worker("prefill-0", Role.PREFILL))
+    bench.start(request("a", 40))
+    bench.start(request("b"))
+    bench.take(RouterLost())
+    bench.read_all()
+    assert bench.worker.idle and bench.free_pages == bench.worker.config.num_pages
+
+
+def test_a_worker_serves_its_next_router():
+    bench = Bench(worker("decode-0", Role.DECODE))
+    assert bench.reserve(request("a"))
+    bench.take(RouterLost())
+    assert bench.reserve(request("b")) and bench.said(View)
