@@ -7,21 +7,22 @@ came back are one.
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, Send
 from jdisagg.core.messages import AbortAck
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
-from jdisagg.policy.router import Router
+from jdisagg.policy.router import CAPACITY_TIMER, Router
 from jdisagg.policy.worker import Worker
 from tests.explore.device import Violation, need
 from tests.explore.shapes import Shape, shape_of
@@ -69,9 +70,7 @@ def new_worker(config: WorkerConfig) -> Worker:
 
 
 def new_router(config: RouterConfig, workers: Sequence[WorkerConfig], life: int) -> Router:
-    router = Router(config, workers)
-    router._epochs = count(life * EPOCHS_A_LIFE + 1)
-    return router
+    return Router(config, workers, first_epoch=life * EPOCHS_A_LIFE + 1)
 
 
 class Part(NamedTuple):
@@ -83,21 +82,36 @@ class Part(NamedTuple):
     times: tuple[float, ...]
 
 
-Alter = Callable[[Actor, Event, list[Effect]], list[Effect]]
+class Notes(NamedTuple):
+    """What laws need to know of an actor's state, in words and numbers."""
+
+    holds: str  # what it still has to do; empty where it is at rest
+    waits: tuple[tuple[str, float], ...]  # timers that must be armed, and until when at the latest
+    unfilled: frozenset[Owner]  # beds that are not admitted yet
+    decoding: tuple[tuple[WorkerId, Owner], ...]  # what the router believes is admitted, and where
+
+
+class Twist(NamedTuple):
+    """A change of the protocol, for tests that want to see it fail: what actors hear, and what comes of it."""
+
+    amend: Callable[[Actor, Event], Event] = lambda actor, event: event
+    alter: Callable[[Actor, Event, list[Effect]], list[Effect]] = lambda actor, event, effects: effects
+
+
 PLAN_SPACE = 1_000_000  # plan ids of different workers never meet
 
 
 class Cast:
     """All states of all actors seen so far, by number."""
 
-    def __init__(self, alter: Alter | None = None) -> None:
+    def __init__(self, twist: Twist | None = None) -> None:
         self.parts: list[Part] = []
-        self.holds: list[str] = []  # what each still has to do, in words; empty where it is at rest
+        self.notes: list[Notes] = []
         self.steps = 0  # events that an actor really took
         self._frozen: list[bytes] = []
         self._known: dict[Shape, int] = {}
         self._forms: dict[Any, int] = {}
-        self._alter = alter
+        self._twist = twist or Twist()
 
     def form(self, form: Any) -> int:
         return self._forms.setdefault(form, len(self._forms))
@@ -113,7 +127,7 @@ class Cast:
         if number is None:
             number = self._known[shape] = len(self.parts)
             self.parts.append(self.part(shape, who))
-            self.holds.append(holds_of(actor))
+            self.notes.append(notes_of(actor))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of pickled counters, from Python 3.12 on
                 self._frozen.append(pickle.dumps(actor, pickle.HIGHEST_PROTOCOL))
@@ -130,6 +144,7 @@ class Cast:
         self.steps += 1
         actor: Actor = self.thaw(number)
         try:
+            event = self._twist.amend(actor, event)
             effects = actor.handle(event, now_s)
             if isinstance(actor, Worker):
                 actor.check_invariants()
@@ -137,9 +152,7 @@ class Cast:
             raise Violation(f"{type(error).__name__}: {error}") from error
         if isinstance(actor, Worker):
             check_acknowledged(actor, effects)
-        if self._alter is not None:
-            effects = self._alter(actor, event, effects)
-        return self.add(who, actor), effects
+        return self.add(who, actor), self._twist.alter(actor, event, effects)
 
 
 def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
@@ -151,16 +164,44 @@ def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
             need(not held, f"{worker.config.worker} acknowledges the abort of {owner} and still holds it")
 
 
-def holds_of(actor: Actor) -> str:
-    """What is left to do, in words."""
+def notes_of(actor: Actor) -> Notes:
     if isinstance(actor, Router):
-        rows = [f"{row.request_id} waits for {row.waiting}" for row in actor.rows.values()]
-        return "; ".join(rows + [f"{len(actor.aborts)} aborts unanswered"] * bool(len(actor.aborts)))
-    held: list[WorkerId | str] = [
-        f"{owner.handoff}#{owner.epoch} {bed.handoff.state}" for owner, bed in actor.beds.beds.items()
-    ]
-    held += [f"{owner.handoff}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in actor.prompts.prompts.items()]
-    pages = actor.config.num_pages - actor.pool.free_pages
-    if not actor.idle or pages:
-        return f"{', '.join(held) or 'no sequence'}, {pages} pages"
-    return ""
+        decoding = [
+            (row.decode, row.owner) for row in actor.rows.values() if row.phase is Phase.DECODING and row.decode
+        ]
+        return Notes(_router_holds(actor), tuple(_router_waits(actor)), frozenset(), tuple(decoding))
+    unfilled = [owner for owner, bed in actor.beds.beds.items() if bed.handoff.state is not State.ADMITTED]
+    return Notes(_worker_holds(actor), tuple(_worker_waits(actor)), frozenset(unfilled), ())
+
+
+def _router_holds(router: Router) -> str:
+    rows = [f"{row.request_id} waits for {row.waiting}" for row in router.rows.values()]
+    return "; ".join(rows + [f"{len(router.aborts)} aborts unanswered"] * bool(len(router.aborts)))
+
+
+def _router_waits(router: Router) -> Iterator[tuple[str, float]]:
+    yield from ((f"row/{row.request_id}", row.deadline_s) for row in router.rows.values() if row.deadline_s < math.inf)
+    yield from ((key, math.inf) for key in router.aborts._open)
+    if router.queue:
+        yield CAPACITY_TIMER, math.inf
+
+
+def _worker_holds(worker: Worker) -> str:
+    held = [f"{owner.handoff}#{owner.epoch} {bed.handoff.state}" for owner, bed in worker.beds.beds.items()]
+    prompts = worker.prompts.prompts.items()
+    held += [f"{owner.handoff}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in prompts]
+    pages = worker.config.num_pages - worker.pool.free_pages
+    return "" if worker.idle and not pages else f"{', '.join(held) or 'no sequence'}, {pages} pages"
+
+
+def _worker_waits(worker: Worker) -> Iterator[tuple[str, float]]:
+    for each in (*worker.beds.beds.values(), *worker.prompts.prompts.values()):
+        wait = WAITS.get((each.handoff.end, each.handoff.state))
+        if wait is not None and wait.owner != "router":
+            yield each.handoff.timer, each.handoff.deadline_s
+    for owner, bed in worker.beds.beds.items():
+        if bed.handoff.state is State.COMMITTED:
+            yield timer_of(Timer.PARTS, owner), math.inf
+    for owner, prompt in worker.prompts.prompts.items():
+        if prompt.decode_worker != worker.config.worker:
+            yield timer_of(Timer.RENEW, owner), math.inf

@@ -3,13 +3,19 @@
 - Where nothing went wrong, nobody needs a deadline: once nothing is under way, everything is at rest.
 - Where nothing is under way and no timer is armed, everything is at rest, whatever went wrong before: each request
   has ended, no page is held on any worker, no abort is open.
+- Faults that a retry mends cost no request, as long as there are retries.
 - From every state such an end can be reached (`search.stuck`).
 """
 
 from __future__ import annotations
 
+from jdisagg.core.request import FinishReason
 from tests.explore.device import Violation, need
 from tests.explore.world import GONE, RUNNING, UNSENT, State, World
+
+NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+TOLD = ("cancel", "flip", "burst", "fail")  # faults that somebody is told of at once: they need no deadline
+LASTING = ("lose", "reboot", "cancel")  # faults that no second attempt mends
 
 
 def check_state(world: World, state: State) -> bool:
@@ -25,17 +31,17 @@ def check_state(world: World, state: State) -> bool:
 
 
 def is_calm(world: World, state: State) -> bool:
-    """Nothing went wrong so far, and no timer fired."""
-    cancels = world.scene.budget.cancel - state.budget.cancel
-    return state.now_s == 0.0 and state.budget._replace(cancel=state.budget.cancel + cancels) == world.scene.budget
+    """No timer fired, and nothing went wrong so far that nobody is told of."""
+    told = {kind: getattr(world.scene.budget, kind) for kind in TOLD}
+    return state.now_s == 0.0 and state.budget._replace(**told) == world.scene.budget
 
 
 def unrest_of(world: World, state: State) -> str:
     """What is not at rest, in words; empty where all is."""
     found = []
     for number, actor in enumerate(state.actors):
-        if actor != GONE and world.cast.holds[actor]:
-            found.append(f"{world.names[number]} holds {world.cast.holds[actor]}")
+        if actor != GONE and world.cast.notes[actor].holds:
+            found.append(f"{world.names[number]} holds {world.cast.notes[actor].holds}")
     for request_id, client in zip(world.ids, state.clients, strict=True):
         if client.status in (UNSENT, RUNNING):
             found.append(f"{request_id} has not ended")
@@ -43,7 +49,12 @@ def unrest_of(world: World, state: State) -> str:
 
 
 def check_end(world: World, state: State) -> None:
-    """Of an end: no device holds a page for anybody."""
+    """Of an end: no device holds a page for anybody, and faults that may be tried again cost no request."""
     for number, device in enumerate(state.devices, 1):
         held = [page for page, owner in enumerate(world.devices[device].owners) if owner is not None]
         need(not held, f"pages {held} of {world.names[number]} are nobody's to give back")
+    spent = [had - left for had, left in zip(world.scene.budget, state.budget, strict=True)]
+    lasting = sum(getattr(world.scene.budget, kind) - getattr(state.budget, kind) for kind in LASTING)
+    if not lasting and sum(spent) <= world.scene.router.max_retries:
+        for request_id, client in zip(world.ids, state.clients, strict=True):
+            need(client.status in NATURAL, f"{request_id} ends as {client.status}: {sum(spent)} faults cost a request")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 
 STOP_TOKEN = 999
 
@@ -17,6 +17,9 @@ class Budget(NamedTuple):
 
     loss: int = 0  # a message or KV never arrives
     dup: int = 0  # it arrives, and again at any later time
+    flip: int = 0  # KV arrives broken, and the digest tells
+    burst: int = 0  # a transfer fails, and its source is told
+    fail: int = 0  # a plan fails, and every plan that is sent before its worker hears of it
     late: int = 0  # it is overtaken by whatever comes behind it
     early: int = 0  # a timer fires though something else could still happen, or before an earlier one
     restart: int = 0  # a worker starts anew, empty, and nobody is told
@@ -48,7 +51,8 @@ ROUTER = RouterConfig(
     queue_limit=4,
     queue_timeout_s=16.0,
     handoff_timeout_s=2.0,
-    prefill_timeout_s=4.0,
+    lease_s=3.0,
+    prefill_timeout_s=5.0,
     stall_timeout_s=4.0,
     max_retries=1,
     abort_tries=1,
@@ -70,7 +74,11 @@ def worker(name: str, role: Role, **sizes: Any) -> WorkerConfig:
         "prefills_ahead": 1,
         "beds_ahead": 1,
         "reserve_tokens": 1,
-        "ack_timeout_s": 3.0,
+        "ack_timeout_s": 4.0,
+        "part_timeout_s": 1.0,
+        "part_tries": 1,
+        "transfer": TransferMode.LAYER,
+        "layer_groups": ((0, 1), (1, 2)),
         **sizes,
     }
     return WorkerConfig(worker=WorkerId(name), role=role, **given)

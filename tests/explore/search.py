@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.explore.device import Violation
 from tests.explore.invariants import check_end, check_state
+from tests.explore.steps import follow
 from tests.explore.world import Action, State, World
 
 
@@ -76,7 +77,7 @@ class Search:
     def _step(self, number: int, state: State, step: int, action: Action) -> tuple[int, State] | None:
         self.found.transitions += 1
         try:
-            then = self.world.follow(state, action)
+            then = follow(self.world, state, action)
             key = self.world.key(then)
             place = self._known.get(key)
             fresh = place is None
@@ -112,7 +113,7 @@ class Search:
         for step in reversed(steps):
             action = next(islice(self.world.actions(state), step, None))
             actions.append(action)
-            state = self.world.follow(state, action)
+            state = follow(self.world, state, action)
         return actions
 
     def _check_future(self) -> None:

@@ -28,6 +28,7 @@ LEFT_OUT = frozenset(
         "ledger",  # instants for people
         "at_s",  # of a Mark: goes into a ledger
         "wire_s",  # for a ledger
+        "wire",  # so
         "_finish_gap_s",  # how long a rejected client is told to wait
         "_last_finish_s",
         "_counts",  # a sum of what `_owners` says
@@ -35,6 +36,8 @@ LEFT_OUT = frozenset(
     }
 )
 TIMES = frozenset({"deadline_s", "first_deadline_s", "armed_s"})
+PAST_TIMES = frozenset({"moved_s"})  # deadlines are reckoned from them later
+LONG_S = 1000.0  # over any wait: what is past is kept apart by how long ago it was
 SATURATING = {"_turns_since_prefill": 1}  # only ever compared with at most this
 
 
@@ -109,6 +112,9 @@ class _Walk:
             return "#"
         if name in TIMES:
             self.times.append(value)
+            return "@"
+        if name in PAST_TIMES:
+            self.times.append(value + LONG_S)
             return "@"
         if name == "served":
             return value - self._least_served

@@ -11,6 +11,7 @@ from jdisagg.core.messages import Drawn
 from jdisagg.policy.page_pool import Owner
 from tests.explore.device import Violation, name, told
 from tests.explore.search import Found
+from tests.explore.steps import follow
 from tests.explore.world import GONE, Action, State, World
 
 UNTOLD = frozenset({"handoff", "epoch", "request_id", "request", "sampling", "detail", "at_s"})
@@ -23,7 +24,7 @@ def tell(world: World, found: Found) -> str:
     for number, action in enumerate(found.trace, 1):
         lines.append(f"{number:3}. {_opening(world, state, action)}")
         try:
-            then = world.follow(state, action)
+            then = follow(world, state, action)
         except Violation as violation:
             return "\n".join([*lines, f"     !! {violation}"])
         lines += [f"     {line}" for line in _changes(world, state, then)]
@@ -50,6 +51,7 @@ def _opening(world: World, state: State, action: Action) -> str:
             return f"late or again: {_item(world, state.strays[action.which])}"
     item = state.queues[action.which][action.at]
     before = {"deliver": "", "loss": "LOST: ", "dup": "the first of two copies: ", "late": "OVERTAKEN: "}
+    before |= {"flip": "BROKEN: ", "burst": "the transfer FAILS: ", "fail": "and the plan that follows FAILS: "}
     return f"{before[action.kind]}{_item(world, item)}"
 
 
@@ -61,6 +63,8 @@ def _item(world: World, number: int) -> str:
             return f"{sender} -> {there}: {words(message)}"
         case ev.KVArrived(transfer):
             return f"{transfer.source} => {there}: KV of {words(transfer)}"
+        case ev.EngineFailed():
+            return f"the devices of {there} say that {event.reason}"
         case ev.WorkerLost(worker):
             return f"the router learns that {worker} is lost"
     return f"the devices of {there} are done with {words(event)}"
@@ -91,7 +95,7 @@ def _changes(world: World, before: State, after: State) -> Iterator[str]:
     """What the actors hold now, where that changed."""
     for number, (old, new) in enumerate(zip(before.actors, after.actors, strict=True)):
         if new not in (old, GONE):
-            yield f"{world.names[number]}: {world.cast.holds[new] or 'nothing to do'}"
+            yield f"{world.names[number]}: {world.cast.notes[new].holds or 'nothing to do'}"
     for at, (old, new) in enumerate(zip(before.queues, after.queues, strict=True)):
         for item in new[len(old) :] if new[: len(old)] == old else ():
             yield f"says {_item(world, item)}" if world.queue_names[at][0] == "mail" else f"starts {_item(world, item)}"

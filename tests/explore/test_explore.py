@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from jdisagg.core.worker_config import TransferMode
 from tests.explore.scenes import Scene, disaggregated
 from tests.explore.search import Found, explore
 from tests.explore.story import tell
 from tests.explore.world import World
 
-ONE = disaggregated(1)
+ONE = disaggregated(1)  # two chunks, two layer groups: KV leaves in four parts
+ONE_WHOLE = disaggregated(1, transfer=TransferMode.WHOLE)
 
 
 def whole(scene: Scene) -> Found:
@@ -27,11 +29,11 @@ def endings(found: Found) -> set[str]:
 
 
 def test_messages_may_overtake_each_other_as_they_like():
-    found = whole(ONE.but(any_order=True))
+    found = whole(ONE_WHOLE.but(any_order=True))
     assert found.states > 10_000 and endings(found) == {"length"}
 
 
-@pytest.mark.parametrize("fault", ["loss", "dup", "late", "early", "restart"])
+@pytest.mark.parametrize("fault", ["loss", "dup", "late", "early", "restart", "flip", "burst", "fail"])
 def test_one_fault_of_any_kind_costs_no_request(fault):
     found = whole(ONE.but(**{fault: 1}))
     assert endings(found) == {"length"}

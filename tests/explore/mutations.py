@@ -1,0 +1,144 @@
+"""The protocol with one thing taken out of it, a time: each must be found out.
+
+Rows of the handoff's table are deleted; deadlines, acknowledgements and answers are never sent; and fences fall: a
+word of an earlier attempt is taken for one of the attempt that is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, Received, Send, SetTimer
+from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Progress, Refused, Reserved
+from jdisagg.policy.handoff import TABLE
+from jdisagg.policy.router import Router
+from jdisagg.policy.rows import Waiting
+from jdisagg.policy.worker import Worker
+from tests.explore.actors import Actor, Twist
+
+
+class Mutation(NamedTuple):
+    name: str
+    twist: Twist = Twist()
+    row: Any = None  # of the handoff's table, to be deleted
+
+
+def rows() -> Iterator[Mutation]:
+    yield from (Mutation(f"no row {' '.join(row)}", row=row) for row in TABLE)
+
+
+# ------------------------------------------------------------------ what is never said
+
+
+def unsaid(name: str, drop: Callable[[Actor, Event, Effect], bool]) -> Mutation:
+    def alter(actor: Actor, event: Event, effects: list[Effect]) -> list[Effect]:
+        return [effect for effect in effects if not drop(actor, event, effect)]
+
+    return Mutation(name, Twist(alter=alter))
+
+
+def silent(word: type) -> Mutation:
+    """Workers never say this to anybody."""
+
+    def drop(actor: Actor, event: Event, effect: Effect) -> bool:
+        return isinstance(actor, Worker) and isinstance(effect, Send) and isinstance(effect.message, word)
+
+    return unsaid(f"no {word.__name__}", drop)
+
+
+def untimed(name: str, prefix: str, when: Callable[[Actor, str], bool] = lambda actor, key: True) -> Mutation:
+    """Timers of these keys are never armed."""
+
+    def drop(actor: Actor, event: Event, effect: Effect) -> bool:
+        return isinstance(effect, SetTimer) and effect.key.startswith(prefix) and when(actor, effect.key)
+
+    return unsaid(f"no deadline for {name}", drop)
+
+
+def in_state(*states: str) -> Callable[[Actor, str], bool]:
+    """Whether the prompt that a timer is of is in one of these states."""
+
+    def when(actor: Actor, key: str) -> bool:
+        assert isinstance(actor, Worker)
+        return any(
+            each.handoff.timer == key and each.handoff.state in states for each in actor.prompts.prompts.values()
+        )
+
+    return when
+
+
+def row_waits(waiting: Waiting) -> Callable[[Actor, str], bool]:
+    def when(actor: Actor, key: str) -> bool:
+        assert isinstance(actor, Router)
+        return any(f"row/{row.request_id}" == key and row.waiting is waiting for row in actor.rows.values())
+
+    return when
+
+
+def deadlines() -> Iterator[Mutation]:
+    yield untimed("a prompt's turn", "source/", in_state("computing", "streaming"))
+    yield untimed("Ack", "source/", in_state("shipped"))
+    yield untimed("a bed", "destination/")
+    yield untimed("an abort", "abort/")
+    yield untimed("a full house", "capacity")
+    yield from (untimed(f"a row that waits for {waiting}", "row/", row_waits(waiting)) for waiting in Waiting)
+
+
+def words() -> Iterator[Mutation]:
+    yield from (silent(word) for word in (Ack, AbortAck, Reserved, Refused, Commit, Abort))
+
+
+# ------------------------------------------------------------------ fences
+
+
+def unfenced(word: type) -> Mutation:
+    """Late words of this kind are taken for words of the present attempt."""
+
+    def amend(actor: Actor, event: Event) -> Event:
+        if isinstance(event, KVArrived) and word is KVArrived:
+            return replace(event, transfer=_of_present(actor, event.transfer))
+        if isinstance(event, Received) and isinstance(event.message, word):
+            return replace(event, message=_of_present(actor, event.message))
+        return event
+
+    return Mutation(f"no fence for {word.__name__}", Twist(amend=amend))
+
+
+def _of_present(actor: Actor, word: Any) -> Any:
+    if isinstance(word, Drawn):
+        return Drawn(tuple(_of_present(actor, draw) for draw in word.draws))
+    request = word.handoff if hasattr(word, "handoff") else word.request_id
+    present = [epoch for handoff, epoch in _attempts(actor) if handoff == request]
+    return replace(word, epoch=max(present)) if present else word
+
+
+def _attempts(actor: Actor) -> list[tuple[str, int]]:
+    if isinstance(actor, Router):
+        return [row.owner for row in actor.rows.values() if row.epoch]
+    return [*actor.beds.beds, *actor.prompts.prompts]
+
+
+def fences() -> Iterator[Mutation]:
+    yield from (unfenced(word) for word in (KVArrived, Commit, Ack, Abort, Reserved, Refused, Progress, Drawn))
+
+
+def uncounted() -> Mutation:
+    """COMMIT says that it counts no part: a bed is complete before its KV is."""
+
+    def amend(actor: Actor, event: Event) -> Event:
+        if isinstance(event, Received) and isinstance(event.message, Commit):
+            return replace(event, message=replace(event.message, num_parts=0))
+        return event
+
+    return Mutation("no count of parts", Twist(amend=amend))
+
+
+def unwritten() -> Mutation:
+    """KV that arrives is booked and not inserted."""
+    return unsaid("no InsertKV", lambda actor, event, effect: isinstance(effect, InsertKV))
+
+
+def every() -> list[Mutation]:
+    return [*rows(), *deadlines(), *words(), *fences(), uncounted(), unwritten()]
