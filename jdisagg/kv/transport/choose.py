@@ -24,7 +24,7 @@ from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.terms import Terms
 
 PROCESS = secrets.token_hex(8)  # of this process, for as long as it lives
-NAMES = ("inproc", "shm", "jax_transfer", "tcp")
+NAMES = ("inproc", "shm", "jax_transfer", "tcp", "nixl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +120,6 @@ def open_transport(name: str, terms: Terms) -> Transport:
         raise ConfigError(f"{name!r} is no transport; there are {', '.join(NAMES)}")
     if name not in available():
         raise ConfigError(f"transport {name!r} is not to be had here: there are {', '.join(available())}")
+    if name == "nixl":  # an extra: its module is only there to import where the wheel is
+        return importlib.import_module("jdisagg.kv.transport.nixl").nixl(terms)
     return makers[name](terms)

@@ -64,11 +64,19 @@ class Loan:
     views: list[np.ndarray]
 
 
-class Buffers:
-    """Anonymous memory, at most `limit_bytes` lent and spare together. Any thread may call."""
+def anonymous(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size)
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+
+class Buffers:
+    """Anonymous memory, at most `limit_bytes` lent and spare together. Any thread may call.
+
+    With another `make`, which may register what it maps with some device, buffers are kept until the end.
+    """
+
+    def __init__(self, limit_bytes: int, make: Callable[[int], mmap.mmap] = anonymous) -> None:
+        self.limit_bytes, self._make = limit_bytes, make
+        self._keeps_all = make is not anonymous
         self._lock = threading.RLock()
         self._lent: dict[int, mmap.mmap] = {}
         self._spare: dict[int, list[mmap.mmap]] = {}
@@ -90,7 +98,7 @@ class Buffers:
             buffer = self._spare[size].pop() if self._spare.get(size) else None
             if buffer is None:
                 self._make_room(size)
-                buffer = mmap.mmap(-1, size)
+                buffer = self._make(size)
             number = next(self._numbers)
             self._lent[number] = buffer
         return Loan(number, lend(buffer, specs, lambda: self._dead.append(number)))
@@ -124,12 +132,16 @@ class Buffers:
         with self._lock:
             while self._dead:
                 buffer = self._lent.pop(self._dead.popleft(), None)
-                if buffer is not None and self.spare_bytes + len(buffer) <= self.limit_bytes * SPARE_SHARE:
+                if buffer is None:
+                    continue
+                if self._keeps_all or self.spare_bytes + len(buffer) <= self.limit_bytes * SPARE_SHARE:
                     self._spare.setdefault(len(buffer), []).append(buffer)
 
     def _make_room(self, size: int) -> None:
         """Lets spare buffers of other lengths go until lent and spare together stay within the limit."""
         lent_bytes = sum(len(buffer) for buffer in self._lent.values())
+        if self._keeps_all and lent_bytes + self.spare_bytes + size > self.limit_bytes:
+            raise TransferFull(f"{size} bytes beside {lent_bytes + self.spare_bytes} kept: limit {self.limit_bytes}")
         while self.spare_bytes and lent_bytes + self.spare_bytes + size > self.limit_bytes:
             largest = max(length for length, buffers in self._spare.items() if buffers)
             self._spare[largest].pop()

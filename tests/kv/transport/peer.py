@@ -108,9 +108,12 @@ class Side:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
     jax.block_until_ready(long_program(jnp.zeros((2, 4))))
     side = Side(**options)
-    print(json.dumps({"ready": {name: each.address for name, each in side.transports.items()}}), flush=True)
+    print(
+        json.dumps({"ready": {name: each.address for name, each in side.transports.items()}}), file=answers, flush=True
+    )
     for line in sys.stdin:
         command = json.loads(line)
         started_s = time.monotonic()
@@ -118,7 +121,7 @@ def main() -> None:
             answer = getattr(side, command.pop("do"))(**command)
         except JdisaggError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
-        print(json.dumps(answer | {"took_s": time.monotonic() - started_s}), flush=True)
+        print(json.dumps(answer | {"took_s": time.monotonic() - started_s}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

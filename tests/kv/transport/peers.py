@@ -18,7 +18,10 @@ class Peer:
     """A process that runs peer.py; `ask` waits for its answer."""
 
     def __init__(self, names: list[str], **terms: Any) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        }
         options = json.dumps({"names": names} | terms)
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "peer.py"), options],
