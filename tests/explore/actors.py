@@ -96,6 +96,7 @@ class Twist(NamedTuple):
 
     amend: Callable[[Actor, Event], Event] = lambda actor, event: event
     alter: Callable[[Actor, Event, list[Effect]], list[Effect]] = lambda actor, event, effects: effects
+    fresh_epochs: bool = True  # of a router that starts again
 
 
 PLAN_SPACE = 1_000_000  # plan ids of different workers never meet
@@ -111,7 +112,7 @@ class Cast:
         self._frozen: list[bytes] = []
         self._known: dict[Shape, int] = {}
         self._forms: dict[Any, int] = {}
-        self._twist = twist or Twist()
+        self.twist = twist or Twist()
 
     def form(self, form: Any) -> int:
         return self._forms.setdefault(form, len(self._forms))
@@ -144,7 +145,7 @@ class Cast:
         self.steps += 1
         actor: Actor = self.thaw(number)
         try:
-            event = self._twist.amend(actor, event)
+            event = self.twist.amend(actor, event)
             effects = actor.handle(event, now_s)
             if isinstance(actor, Worker):
                 actor.check_invariants()
@@ -152,7 +153,7 @@ class Cast:
             raise Violation(f"{type(error).__name__}: {error}") from error
         if isinstance(actor, Worker):
             check_acknowledged(actor, effects)
-        return self.add(who, actor), self._twist.alter(actor, event, effects)
+        return self.add(who, actor), self.twist.alter(actor, event, effects)
 
 
 def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:

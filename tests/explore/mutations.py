@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, Received, Send, SetTimer
-from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Progress, Refused, Reserved
+from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Refused, Resend, Reserved
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.router import Router
 from jdisagg.policy.rows import Waiting
@@ -81,13 +81,15 @@ def deadlines() -> Iterator[Mutation]:
     yield untimed("a prompt's turn", "source/", in_state("computing", "streaming"))
     yield untimed("Ack", "source/", in_state("shipped"))
     yield untimed("a bed", "destination/")
+    yield untimed("a missing part", "parts/")
+    yield untimed("the next Renew", "renew/")
     yield untimed("an abort", "abort/")
     yield untimed("a full house", "capacity")
     yield from (untimed(f"a row that waits for {waiting}", "row/", row_waits(waiting)) for waiting in Waiting)
 
 
 def words() -> Iterator[Mutation]:
-    yield from (silent(word) for word in (Ack, AbortAck, Reserved, Refused, Commit, Abort))
+    yield from (silent(word) for word in (Ack, AbortAck, Reserved, Refused, Commit, Abort, Resend))
 
 
 # ------------------------------------------------------------------ fences
@@ -121,7 +123,16 @@ def _attempts(actor: Actor) -> list[tuple[str, int]]:
 
 
 def fences() -> Iterator[Mutation]:
-    yield from (unfenced(word) for word in (KVArrived, Commit, Ack, Abort, Reserved, Refused, Progress, Drawn))
+    yield from (unfenced(word) for word in (KVArrived,))
+
+
+def unchecked() -> Mutation:
+    """Digests are not looked at: broken KV is taken for good."""
+
+    def amend(actor: Actor, event: Event) -> Event:
+        return replace(event, intact=True) if isinstance(event, KVArrived) else event
+
+    return Mutation("no digest", Twist(amend=amend))
 
 
 def uncounted() -> Mutation:
@@ -140,5 +151,10 @@ def unwritten() -> Mutation:
     return unsaid("no InsertKV", lambda actor, event, effect: isinstance(effect, InsertKV))
 
 
+def forgetful() -> Mutation:
+    """A router that starts again counts its epochs from 1 again."""
+    return Mutation("no fresh epochs", Twist(fresh_epochs=False))
+
+
 def every() -> list[Mutation]:
-    return [*rows(), *deadlines(), *words(), *fences(), uncounted(), unwritten()]
+    return [*rows(), *deadlines(), *words(), *fences(), unchecked(), uncounted(), unwritten(), forgetful()]

@@ -100,13 +100,15 @@ def scene(workers: list[WorkerConfig], requests: list[Request], **budget: int) -
     return Scene(tuple(workers), tuple(requests), outputs_of(tuple(requests)), Budget(**budget), ROUTER)
 
 
-def disaggregated(num_requests: int = 1, **sizes: Any) -> Scene:
+def disaggregated(num_requests: int = 1, requests: list[Request] | None = None, **sizes: Any) -> Scene:
     """One prefill and one decode worker."""
     workers = [worker("prefill", Role.PREFILL, **sizes), worker("decode", Role.DECODE, **sizes)]
-    return scene(workers, [request(number + 1) for number in range(num_requests)])
+    return scene(workers, requests or [request(number + 1) for number in range(num_requests)])
 
 
-def colocated(num_requests: int = 2, num_workers: int = 2, **sizes: Any) -> Scene:
+def colocated(
+    num_requests: int = 2, num_workers: int = 2, requests: list[Request] | None = None, **sizes: Any
+) -> Scene:
     """Workers that do both."""
     workers = [worker(f"both{number + 1}", Role.COLOCATED, **sizes) for number in range(num_workers)]
-    return scene(workers, [request(number + 1) for number in range(num_requests)])
+    return scene(workers, requests or [request(number + 1) for number in range(num_requests)])

@@ -163,6 +163,7 @@ class World:
 
     def fresh_actor(self, number: int, life: int) -> int:
         if number == 0:
+            life = life if self.cast.twist.fresh_epochs else 0
             return self.cast.add(0, new_router(self.scene.router, self.scene.workers, life))
         return self.cast.add(number, new_worker(self.scene.workers[number - 1]))
 
