@@ -13,14 +13,14 @@ from jdisagg.core.errors import FlagError
 from jdisagg.core.settings import Settings
 
 FlagValues = flags.FlagValues
-GROUPS = ("model", "mesh", "sizes", "scheduling", "server", "one-shot", "running")
+GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "cluster", "server", "one-shot", "running")
 
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, Any], FlagValues]:
     """The settings given in `argv` (program name first) and the flags themselves. Raises FlagError in one line."""
     values = declare()
     try:
-        rest = values([argv[0], *map(_underscored, argv[1:])])
+        rest = values([argv[0], *map(underscored, argv[1:])])
     except flags.UnrecognizedFlagError as error:
         raise FlagError(_unknown(error.flagname, list(values))) from error
     except flags.Error as error:
@@ -60,7 +60,8 @@ def _help_line(name: str, default: Any, text: str, choices: tuple[str, ...]) -> 
     return f"  --{name}={default}".ljust(38) + f" {text}"
 
 
-def _underscored(argument: str) -> str:
+def underscored(argument: str) -> str:
+    """The flag as it is declared: --max-model-len=1 means --max_model_len=1."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

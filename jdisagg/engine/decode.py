@@ -126,17 +126,10 @@ class PendingDecode:
         return DecodeDone(self.plan.plan_id, tuple((slot, each if each.token >= 0 else None) for slot, each in pairs))
 
 
-class Decoder:
-    """Runs decode plans over the stages."""
+class DrawPrograms:
+    """The programs of a turn after its last stage: from logits to tokens and the next feed."""
 
-    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
-        self.sections, self.config = sections, config
-        self.device = sections[-1].place.devices[0]  # where tokens are drawn
-        size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
-        self.microbatches = [
-            Microbatch(index * size, size, max_pages, vocab_size, self.device)
-            for index in range(config.num_microbatches)
-        ]
+    def __init__(self) -> None:
         self.steer, self.draw_greedy, self.draw = Program(steered), Program(draw_greedy), Program(draw)
         self.logprobs, self.count, self.set_row = (
             Program(token_logprobs),
@@ -147,6 +140,20 @@ class Decoder:
     @property
     def programs(self) -> list[Program]:
         return [self.steer, self.draw_greedy, self.draw, self.logprobs, self.count, self.set_row]
+
+
+class Decoder(DrawPrograms):
+    """Runs decode plans over the stages."""
+
+    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.sections, self.config = sections, config
+        self.device = sections[-1].place.devices[0]  # where tokens are drawn
+        size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
+        self.microbatches = [
+            Microbatch(index * size, size, max_pages, vocab_size, self.device)
+            for index in range(config.num_microbatches)
+        ]
 
     def run(self, plan: DecodePlan) -> PendingDecode:
         batch = self.microbatches[plan.microbatch]

@@ -122,19 +122,26 @@ class PendingPrefill:
         return tuple(known)
 
 
-class Prefiller:
-    """Runs prefill plans over the layer groups."""
+class FirstDrawPrograms:
+    """The programs of a chunk after its head: from logits to first tokens."""
 
-    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
-        self.sections, self.config, self.vocab_size = sections, config, vocab_size
-        self.device = sections[-1].place.devices[0]
+    def __init__(self) -> None:
         self.greedy, self.pick, self.logprobs = Program(pick_greedy), Program(pick), Program(token_logprobs)
-        self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
-        self._borders: OrderedDict[RequestId, Border] = OrderedDict()
 
     @property
     def programs(self) -> list[Program]:
         return [self.greedy, self.pick, self.logprobs]
+
+
+class Prefiller(FirstDrawPrograms):
+    """Runs prefill plans over the layer groups."""
+
+    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.sections, self.config, self.vocab_size = sections, config, vocab_size
+        self.device = sections[-1].place.devices[0]
+        self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
+        self._borders: OrderedDict[RequestId, Border] = OrderedDict()
 
     def run(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
         """See `machine.Machine.run_prefill`."""

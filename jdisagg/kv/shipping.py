@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jdisagg.kv.pools import POOL_SPEC, StagePages
+from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.parallel.place import AXIS, WHOLE, Device, Place, Program
 from jdisagg.policy.reshard import TRANSFER_BUCKETS, HeadPlan, plan_heads, plan_layers, plan_moves
 
@@ -38,8 +38,9 @@ class Dock:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._packs: dict[int, Program] = {}
+        formats = pool_format(place), None
         self.insert_program = place.program(
-            insert_pages, (POOL_SPEC, WHOLE, ATOM_SPEC), (POOL_SPEC, WHOLE), donate=(0,)
+            insert_pages, (POOL_SPEC, WHOLE, ATOM_SPEC), (POOL_SPEC, WHOLE), donate=(0,), out_formats=formats
         )
 
     def pack(self, pools: Sequence[Array], pages: np.ndarray, atom_heads: int) -> tuple[Array, ...]:

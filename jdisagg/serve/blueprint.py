@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from jdisagg.core.errors import CheckpointError, ConfigError
+from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
+from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.targets import GIB
+from jdisagg.core.worker_config import TransferMode, WorkerConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_divides
 from jdisagg.policy.stages import split_layers
@@ -64,13 +68,15 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
         raise ConfigError(
             f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
         )
-    budget = Budget(model.num_params() * DTYPE_BYTES[dtype], device_bytes)
+    layers = split_layers(model, mesh.decode_pp)
+    budget = Budget(model, layers, DTYPE_BYTES[dtype], device_bytes)
     name = settings.served_model_name or ("embedded" if folder == EMBEDDED_MODEL else folder.resolve().name)
     workers = tuple(
         worker_config(settings, place, longest, _pages(settings, place, kv, longest, budget.of(place, mesh)))
         for place in mesh.workers()
     )
     layers = split_layers(model, mesh.decode_pp)
+    workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
     return Blueprint(folder, name, model, mesh, layers, dtype, kv, longest, workers)
 
 
@@ -109,6 +115,15 @@ def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages
     )
 
 
+def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:
+    """How workers ship KV: when it leaves, in which layer groups, and what its bytes are."""
+    return {
+        "transfer": TransferMode(settings.transfer),
+        "layer_groups": tuple((run.start, run.stop) for run in layers),
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.page_size} x {kv.head_dim} {kv.dtype}",
+    }
+
+
 def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
     """`largest` divided by `ratio` again and again while it stays over `smallest`, ascending."""
     sizes = [largest]
@@ -117,11 +132,17 @@ def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+class NoRoom(MeshError):
+    """The devices' memory does not hold the weights and the KV of one sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of the whole model's weights, and of one device's memory (None on the CPU: the host's is shared)."""
+    """What is to be held, and one device's memory in bytes (None on the CPU: the host's is shared)."""
 
-    weights_bytes: int
+    model: ModelConfig
+    layers: tuple[range, ...]  # of the decode stages
+    weight_bytes: int  # of one number
     device_bytes: int | None
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
@@ -129,7 +150,13 @@ class Budget:
         if self.device_bytes is None:
             return self
         on = mesh.on_device()
-        return Budget(self.weights_bytes, self.device_bytes // max(len(on[device]) for device in place.device_ids))
+        shares = max(len(on[device]) for device in place.device_ids)
+        return replace(self, device_bytes=self.device_bytes // shares)
+
+    def shards(self, place: WorkerMesh) -> list[Shard]:
+        """One device of each stage; a prefill worker's devices hold all layers."""
+        runs = self.layers if place.pp > 1 else (range(self.model.num_layers),)
+        return [Shard(self.model, run, place.tp, self.weight_bytes, 0) for run in runs]
 
 
 def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
@@ -140,11 +167,28 @@ def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, bu
     elif budget.device_bytes is None:
         pages = min(wanted, CPU_KV_BYTES // kv.bytes_per_page)
     else:
-        free = budget.device_bytes * place.pp * place.tp * settings.hbm_fraction - budget.weights_bytes
-        pages = int(free) // kv.bytes_per_page
+        return _pages_of_memory(settings, place, kv, longest, budget)
     if pages < kv.pages_for(longest):
         raise ConfigError(
             f"{place.worker}: room for {max(pages, 0) * kv.page_size} KV tokens, but one sequence may have {longest};"
             " lower --max_model_len, or raise --kv_tokens or the mesh"
+        )
+    return pages
+
+
+def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
+    """Pages that the fullest of the worker's devices holds beside its weights."""
+    assert budget.device_bytes is not None
+    allowed, found = int(budget.device_bytes * settings.hbm_fraction), []
+    for shard in budget.shards(place):
+        page_bytes = len(shard.layers) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
+        found.append(((allowed - int(shard.held_bytes)) // page_bytes, shard))
+    pages, fullest = min(found, key=lambda pair: pair[0])
+    if pages < kv.pages_for(longest):
+        raise NoRoom(
+            f"{place.worker} does not fit: {fullest.held_bytes / GIB:.2f} GiB of weights on a device with"
+            f" {budget.device_bytes / GIB:.2f} GiB (--hbm_fraction={settings.hbm_fraction:g} of it is"
+            f" {allowed / GIB:.2f}) leave room for {max(pages, 0) * kv.page_size} KV tokens, and one sequence may have"
+            f" {longest}; use more devices, or lower --max_model_len"
         )
     return pages

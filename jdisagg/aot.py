@@ -1,0 +1,174 @@
+"""Compiles every program of a run for accelerators that are not here, and says whether it fits: no pod is paid for.
+
+    python -m jdisagg.aot --model=configs/llama3_70b --mesh=prefill:tp8,decode:pp4tp2 --target=v5p:2x2x4
+
+The target is a slice of a TPU pod in chips (v5e:2x4, v5p:2x2x4, v6e:4x4) or GPUs (h100:8, h100:2x8, also h200, a100).
+All settings of jdisagg.launch count here (--config=FILE as well); the model folder needs nothing but its config.json.
+
+    --all_programs          every declared bucket and stage; else the largest of each kind stands in for the others
+    --context_tokens=4096   tokens a sequence holds in the floors of decode steps
+    --json=FILE             the same, for programs
+
+Exit code: 0 where all compiles and fits, 1 where something does not, 2 for a wrong flag, target or setting.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jdisagg import aot_report, config, flags
+from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg.core.settings import Settings
+from jdisagg.core.targets import Target
+from jdisagg.engine.audit import check, memory_of
+from jdisagg.engine.outline import Outline, Task, shipments
+from jdisagg.parallel.topology import devices_of
+from jdisagg.serve import blueprint
+
+# Read when the compilers are loaded. The first lets several processes load libtpu at once; the others keep it from
+# asking for a TPU's metadata, and the CUDA plugin from asking libraries that compiling does not need.
+ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory that jax takes, as in the run itself
+UNFIT, BAD_USE, INTERRUPTED = 1, 2, 130
+WIDTH = 120  # of tables that go to a file or a pipe
+
+
+def parse(argv: Sequence[str]) -> tuple[absl_flags.FlagValues, list[str]]:
+    """This command's own flags, and the arguments that are left for the settings. Raises FlagError."""
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_string("target", "", "as v5p:2x2x4 or h100:8", flag_values=values)
+    absl_flags.DEFINE_bool("all_programs", False, "every declared bucket and stage", flag_values=values)
+    absl_flags.DEFINE_integer("context_tokens", 4096, "of decode's floors", lower_bound=1, flag_values=values)
+    absl_flags.DEFINE_string("json", "", "file for the report", flag_values=values)
+    try:
+        rest = values([argv[0], *map(flags.underscored, argv[1:])], known_only=True)
+    except absl_flags.Error as error:
+        raise FlagError(str(error).replace("\n", " ")) from error
+    return values, rest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the head of this file for the exit codes."""
+    try:
+        values, rest = parse(sys.argv if argv is None else argv)
+        settings, others = config.resolve(rest)
+        if others["help"].value:
+            print(f"{__doc__}\n{flags.help_text()}")
+            return 0
+        if not values.target:
+            raise FlagError("needed: --target=CHIP:SIDES, as v5p:2x2x4 or h100:8")
+        return run(settings, Target.parse(values.target), values)
+    except (ConfigError, CheckpointError) as error:
+        print(f"jdisagg.aot: {error}", file=sys.stderr)
+        return UNFIT if isinstance(error, blueprint.NoRoom) else BAD_USE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run(settings: Settings, target: Target, values: absl_flags.FlagValues) -> int:
+    """Compiles and prints; returns the exit code."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")  # nothing is to look for the accelerator that is compiled for
+    memory_bytes = usable_bytes(target)
+    plan = blueprint.draw(settings, target.chip.platform, memory_bytes)
+    if plan.mesh.num_devices > target.num_devices:
+        raise ConfigError(
+            f"the mesh {plan.mesh} needs {plan.mesh.num_devices} devices, {target} has {target.num_devices}"
+        )
+    outlines = outlines_of(plan, target)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    aot_report.show_plan(console, plan, target, memory_bytes)
+    checked = compile_all(outlines, values.all_programs)
+    memory = [
+        stage
+        for outline in outlines
+        for stage in memory_of(outline, [each for each in checked if each.worker == outline.config.worker])
+    ]
+    context = min(values.context_tokens, plan.max_model_len)
+    report = aot_report.Report(plan, target, memory_bytes, context, checked, memory)
+    aot_report.show(console, report)
+    if values.json:
+        write_json(Path(values.json), report)
+    return UNFIT if report.faults else 0
+
+
+def usable_bytes(target: Target) -> int:
+    """Of one device: what jax is given of it in the run itself."""
+    if target.chip.gpu is None:
+        return target.chip.memory_bytes
+    try:
+        return int(target.chip.memory_bytes * float(os.environ.get(GPU_SHARE, "0.75")))
+    except ValueError as error:
+        raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
+
+
+def outlines_of(plan: blueprint.Blueprint, target: Target) -> list[Outline]:
+    """One for each pool of equal workers: the first of each speaks for the others."""
+    devices = devices_of(target)
+    first = {config.role: config for config in reversed(plan.workers)}
+    return [
+        Outline(
+            config,
+            plan.model,
+            plan.kv,
+            plan.layers,
+            [devices[index] for index in plan.place(config.worker).device_ids],
+            jnp.dtype(plan.dtype),
+        )
+        for config in plan.workers
+        if first[config.role] is config
+    ]
+
+
+def compile_all(outlines: Sequence[Outline], every: bool) -> list:
+    tasks = [(outline.config.worker, task) for outline in outlines for task in outline.tasks()]
+    if len(outlines) == 2:
+        prefill, decode = sorted(outlines, key=lambda outline: outline.config.role.decodes)
+        for task in shipments(prefill, decode):
+            tasks.append(((prefill if task.kind == "pack" else decode).config.worker, task))
+    bar = Progress(
+        TextColumn("[bold]compile[/] "),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        line = bar.add_task("", total=None)
+
+        def told(task: Task, done: int, total: int) -> None:
+            bar.update(line, description=aot_report.label(task), completed=done, total=total)
+
+        return check(tasks, every, told)
+
+
+def write_json(path: Path, report: aot_report.Report) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    try:
+        path.write_text(report.as_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json={path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""What `jdisagg.aot` found, as tables for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.mesh_spec import WorkerMesh
+from jdisagg.core.roofline import Shard, Work
+from jdisagg.core.targets import GIB, Target
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.audit import Checked, StageMemory
+from jdisagg.engine.compiled import MIB
+from jdisagg.engine.outline import Task
+from jdisagg.serve.blueprint import Blueprint
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found; `faults` is empty where the run compiles and fits."""
+
+    plan: Blueprint
+    target: Target
+    memory_bytes: int  # that jax may use of one device
+    context_tokens: int
+    checked: list[Checked]
+    memory: list[StageMemory]
+
+    def shard(self, place: WorkerMesh, stage: int) -> Shard:
+        sizes = DTYPE_BYTES[self.plan.dtype], DTYPE_BYTES[self.plan.kv.dtype]
+        return Shard(self.plan.model, self.plan.layers[stage], place.tp, *sizes)
+
+    def work(self, each: Checked) -> Work | None:
+        """Of one device; None for programs whose floor says nothing."""
+        shard, config = self.shard(self.plan.place(each.worker), each.task.stage), self._config(each.worker)
+        if each.task.kind == "decode":
+            width = each.task.size * config.page_size
+            return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
+        if each.task.kind == "prefill":
+            return shard.prefill(each.task.size)
+        return shard.head(config.max_chunk_seqs) if each.task.kind == "head" else None
+
+    def limit_bytes(self, stage: StageMemory) -> int:
+        """Of one device, where workers share it: this one's part."""
+        on = self.plan.mesh.on_device()
+        return self.memory_bytes // max(len(on[device]) for device in self.plan.place(stage.worker).device_ids)
+
+    @cached_property
+    def faults(self) -> list[str]:
+        found = [f"{each.worker} {label(each.task)}: {why}" for each in self.checked for why in each.complaints]
+        for stage in self.memory:
+            over = stage.total_bytes - self.limit_bytes(stage)
+            if over > 0:
+                found.append(
+                    f"{stage.worker} stage {_span(stage.stages)} does not fit: {_gib(stage.total_bytes)} of"
+                    f" {_gib(self.limit_bytes(stage))} GiB a device; lower --hbm_fraction or --kv_tokens"
+                )
+        return found
+
+    def summaries(self) -> list[str]:
+        """One line a worker: the floor of its whole step, and what that allows."""
+        lines = []
+        for config in self.first_workers():
+            tasks = [each for each in self.checked if each.worker == config.worker]
+            if config.role.prefills:
+                lines.append(self._prefill_line(config, tasks))
+            if config.role.decodes:
+                lines.append(self._decode_line(config, tasks))
+        return lines
+
+    def first_workers(self) -> list[WorkerConfig]:
+        named = {each.worker for each in self.checked}
+        return [config for config in self.plan.workers if config.worker in named]
+
+    def _config(self, worker: str) -> WorkerConfig:
+        return next(config for config in self.plan.workers if config.worker == worker)
+
+    def _floors(self, tasks: list[Checked], kind: str, size: int) -> list[float]:
+        works = [self.work(each) for each in tasks if each.task.kind == kind and each.task.size == size]
+        return [work.floor_s(self.target.chip) for work in works if work is not None]
+
+    def _prefill_line(self, config: WorkerConfig, tasks: list[Checked]) -> str:
+        tokens = config.prefill_buckets[-1]
+        floor_s = sum(self._floors(tasks, "prefill", tokens) + self._floors(tasks, "head", tokens))
+        return (
+            f"{config.worker}: a prompt of {tokens:,} tokens takes at least {floor_s * 1e3:.2f} ms,"
+            f" so at most {tokens / floor_s:,.0f} tokens/s"
+        )
+
+    def _decode_line(self, config: WorkerConfig, tasks: list[Checked]) -> str:
+        widest = config.table_buckets[-1]
+        floors = self._floors(tasks, "decode", widest)
+        context, slots = min(self.context_tokens, widest * config.page_size), config.slots_per_microbatch
+        gap_s = max(sum(floors), config.num_microbatches * max(floors))
+        return (
+            f"{config.worker}: {config.num_slots} sequences of {context:,} tokens get a token each"
+            f" {gap_s * 1e3:.2f} ms at best ({config.num_microbatches} x {slots} through {len(floors)}"
+            f" stage{'s' * (len(floors) > 1)}), so at most {config.num_slots / gap_s:,.0f} tokens/s"
+        )
+
+    def as_json(self) -> str:
+        programs = [
+            {
+                "worker": each.worker,
+                "kind": each.task.kind,
+                "stage": each.task.stage,
+                "size": each.task.size,
+                "exact": each.alike,
+                **asdict(each.facts),
+                "expected_collectives": each.task.collectives,
+                "donated_bytes": each.task.donated_bytes,
+                "floor_s": None if (work := self.work(each)) is None else work.floor_s(self.target.chip),
+                "complaints": each.complaints,
+            }
+            for each in self.checked
+        ]
+        stages = [
+            {**asdict(stage), "total_bytes": stage.total_bytes, "limit_bytes": self.limit_bytes(stage)}
+            for stage in self.memory
+        ]
+        found = {
+            "model": self.plan.model_name,
+            "mesh": str(self.plan.mesh),
+            "target": str(self.target),
+            "dtype": self.plan.dtype,
+            "kv_tokens": {each.worker: each.num_pages * each.page_size for each in self.first_workers()},
+            "programs": programs,
+            "stages": stages,
+            "floors": self.summaries(),
+            "faults": self.faults,
+        }
+        return json.dumps(found, indent=1)
+
+
+def label(task: Task) -> str:
+    units = {"prefill": "tokens", "head": "tokens", "score": "tokens", "decode": "pages", "draw": "rows"}
+    return f"{task.kind} of {task.size} {units.get(task.kind.split()[0], 'pages')}, stage {task.stage}"
+
+
+def show_plan(console: Console, plan: Blueprint, target: Target, memory_bytes: int) -> None:
+    """What is about to be compiled."""
+    chip = target.chip
+    console.print(
+        f"[bold]{plan.model_name}[/], {plan.model.num_params() / 1e9:.1f} B parameters in {plan.dtype}, {plan.mesh} on"
+        f" {plan.mesh.num_devices} of {target} ({_gib(memory_bytes)} GiB a device, {chip.memory_bytes_per_s / 1e9:,.0f}"
+        f" GB/s, {chip.flops_per_s / 1e12:,.0f} TFLOP/s)",
+        highlight=False,
+    )
+
+
+def show(console: Console, report: Report) -> None:
+    """Programs, memory, floors, and what is wrong."""
+    for config in report.first_workers():
+        console.print(_programs(report, [each for each in report.checked if each.worker == config.worker]))
+    console.print(_memory(report))
+    for line in report.summaries():
+        console.print(f"[bold]floor[/]  {line}", highlight=False)
+    if any(not each.alike for each in report.checked):
+        console.print("[bold]=[/]      as the largest of its kind, which was compiled (--all_programs compiles each)")
+    for fault in report.faults:
+        console.print(f"[bold red]fault[/]  {fault}", highlight=False)
+    if not report.faults:
+        seconds = sum(each.facts.compile_s for each in _compiled(report.checked))
+        console.print(f"[bold green]fits[/]   every program compiles ({seconds:.0f} s) and every device holds its part")
+
+
+def _compiled(checked: list[Checked]) -> list[Checked]:
+    """One of each set of facts."""
+    return list({id(each.facts): each for each in checked}.values())
+
+
+def _programs(report: Report, checked: list[Checked]) -> Table:
+    columns = ("program", "stage", "compiled", "temp MiB", "in place GiB", "collectives", "floor ms", "bound")
+    table = Table(*columns, title=checked[0].worker, title_justify="left")
+    for column in (*table.columns[2:5], table.columns[6]):
+        column.justify = "right"
+    for _, group in groupby(checked, lambda each: each.task.kind.split()[0]):
+        for each in group:
+            table.add_row(*_row(report, each))
+        table.add_section()
+    return table
+
+
+def _row(report: Report, each: Checked) -> tuple[str, ...]:
+    facts, work = each.facts, report.work(each)
+    floor = ("", "") if work is None else _floor(work, report)
+    name = label(each.task).rpartition(",")[0]
+    if facts.why:
+        return name, str(each.task.stage), "[red]no[/]", "", "", "", *floor
+    if not each.alike:
+        return name, str(each.task.stage), "=", "", "", "", *floor
+    across = ", ".join(f"{number} {kind}" for kind, number in sorted(facts.collectives.items())) or "none"
+    mark = "[red]![/]" if each.complaints else ""
+    in_place = f"{facts.aliased_bytes / GIB:.2f}" if each.task.donated_bytes else ""
+    numbers = f"{facts.compile_s:.1f} s", f"{facts.temp_bytes / MIB:,.1f}", in_place
+    return name, str(each.task.stage), *numbers, mark + across, *floor
+
+
+def _floor(work: Work, report: Report) -> tuple[str, str]:
+    return f"{work.floor_s(report.target.chip) * 1e3:.3f}", work.bound(report.target.chip)
+
+
+def _memory(report: Report) -> Table:
+    columns = (
+        "GiB a device",
+        "stage",
+        "devices",
+        "weights",
+        "KV",
+        "sampling",
+        "temp",
+        "code",
+        "sum",
+        "of",
+        "KV tokens",
+    )
+    table = Table(*columns, title="memory", title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for stage in report.memory:
+        config = next(each for each in report.plan.workers if each.worker == stage.worker)
+        parts = (stage.weight_bytes, stage.kv_bytes, stage.state_bytes, stage.temp_bytes, stage.code_bytes)
+        total, limit = stage.total_bytes, report.limit_bytes(stage)
+        table.add_row(
+            stage.worker,
+            _span(stage.stages),
+            str(stage.num_devices),
+            *map(_gib, parts),
+            f"[{'green' if total <= limit else 'red'}]{_gib(total)}[/]",
+            _gib(limit),
+            f"{config.num_pages * config.page_size:,}",
+        )
+    return table
+
+
+def _span(stages: tuple[int, ...]) -> str:
+    return str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
+
+
+def _gib(size_bytes: Any) -> str:
+    return f"{size_bytes / GIB:.2f}"

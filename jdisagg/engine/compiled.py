@@ -1,0 +1,73 @@
+"""What the compiler makes of a task: how long it took, the bytes of one device, and what crosses between devices."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from jdisagg.engine.outline import Task
+
+MIB = 1 << 20
+TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Bytes are of one device. `why` says why there is no program; then the numbers are 0."""
+
+    compile_s: float
+    argument_bytes: int = 0
+    output_bytes: int = 0  # those that take no argument's place
+    aliased_bytes: int = 0  # donated arguments that are updated in place
+    temp_bytes: int = 0
+    code_bytes: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    why: str = ""
+
+
+def compile_task(task: Task) -> Facts:
+    """Compiles the task to the end for the chip of its place; nothing runs. A refusal is a result, not an error."""
+    start_s = time.monotonic()
+    try:
+        with jax.sharding.set_mesh(task.place.mesh):
+            compiled = task.program.lower(*task.arguments).compile()
+    except Exception as error:  # tracing, Mosaic, Triton and XLA each raise their own kinds
+        return Facts(time.monotonic() - start_s, why=_first_line(error))
+    seconds, memory = time.monotonic() - start_s, compiled.memory_analysis()
+    assert memory is not None, "this backend says nothing about memory"
+    return Facts(
+        seconds,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.generated_code_size_in_bytes,
+        dict(Counter(_COLLECTIVE.findall(compiled.as_text() or ""))),
+    )
+
+
+def complaints(task: Task, facts: Facts) -> list[str]:
+    """What is wrong with a program that should be sound on every target; empty where nothing is."""
+    if facts.why:
+        return [facts.why]
+    found = []
+    if facts.aliased_bytes < task.donated_bytes:
+        found.append(f"{facts.aliased_bytes:,} of {task.donated_bytes:,} donated bytes are updated in place")
+    if facts.temp_bytes > TEMP_LIMIT_BYTES + task.batch_bytes:
+        found.append(f"{facts.temp_bytes / MIB:,.0f} MiB of temporaries: a pool or a matrix is copied")
+    if facts.collectives != task.collectives:
+        found.append(f"collectives are {facts.collectives or 'none'}, expected {task.collectives or 'none'}")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind = "" if isinstance(error, JaxRuntimeError) else f"{type(error).__name__}: "
+    return kind + (lines[0] if lines else "no reason given")

@@ -1,0 +1,87 @@
+"""Devices that are not there: topologies of TPUs and GPUs that programs compile for and never run on.
+
+A topology's devices are made once and kept: devices of two descriptions of the same machine cannot be mixed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.experimental import topologies
+
+from jdisagg.core.errors import ConfigError, MeshError
+from jdisagg.core.targets import Chip, Target
+from jdisagg.parallel.place import Device
+
+_PLUGINS = ("xla_cuda13", "xla_cuda12")
+
+
+@cache
+def devices_of(target: Target) -> tuple[Device, ...]:
+    """All devices of the target, in the order a run on it would have them.
+
+    Raises ConfigError where the compiler for it is not installed, MeshError where it refuses the shape.
+    """
+    check_compiler(target.chip)
+    try:
+        found = _tpus(target) if target.chip.gpu is None else _gpus(target.chip, target.sides)
+    except JaxRuntimeError as error:
+        raise MeshError(f"target {target}: {str(error).splitlines()[0]}") from error
+    assert len(found) == target.num_devices, (target, found)
+    return found
+
+
+def check_compiler(chip: Chip) -> None:
+    """Raises ConfigError naming the extra that brings the compiler for this chip."""
+    if chip.gpu is None:
+        found = find_spec("libtpu") is not None
+    else:
+        found = find_spec("jax_plugins") is not None and any(find_spec(f"jax_plugins.{name}") for name in _PLUGINS)
+    if not found:
+        extra = f"aot-{chip.platform}"
+        raise ConfigError(f"the compiler for {chip.name} is not installed: pip install 'jdisagg[{extra}]'")
+
+
+def _tpus(target: Target) -> tuple[Device, ...]:
+    name = f"{target.chip.name}:" + "x".join(map(str, target.sides))
+    host = tuple(min(side, 2) for side in (*target.sides, 1)[:3])  # 2 x 2 chips a host, where there are so many
+    if target.sides == (2, 4):
+        host = (2, 4, 1)  # the one slice of eight chips that is a single host
+    host = (*host[:2], 1)
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host).devices
+    return tuple(np.array(found).flat)
+
+
+def _gpus(chip: Chip, sides: tuple[int, ...]) -> tuple[Device, ...]:
+    hosts, gpus = sides
+    found = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology=f"1x{hosts}x{gpus}", target_config=gpu_config(chip)
+    ).devices
+    return tuple(np.array(found).flat)
+
+
+def gpu_config(chip: Chip) -> str:
+    """The chip as XLA's GpuTargetConfigProto, in text."""
+    sheet = chip.gpu
+    assert sheet is not None, chip
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  core_count: {sheet.cores} fpus_per_core: {sheet.fpus_per_core}
+  shared_memory_per_block: 49152 shared_memory_per_core: {sheet.shared_bytes_per_core}
+  shared_memory_per_block_optin: {sheet.shared_bytes_per_block}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: {int(chip.memory_bytes_per_s)} l2_cache_size: {sheet.l2_bytes} clock_rate_ghz: {sheet.clock_ghz}
+  device_memory_size: {chip.memory_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {sheet.compute_capability} minor: 0 }}
+  device_vendor: "NVIDIA Corporation" name: "{sheet.description}" device_address_bits: 64
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+device_description_str: "{sheet.description}"
+"""
