@@ -99,6 +99,9 @@ def ledger_table(ledger: Ledger, num_tokens: int) -> Table:
     parts, total = ledger.parts_ns(), ledger.total_ns
     for part in PARTS:
         table.add_row(part, f"{parts[part] / 1e6:.3f}", f"{100 * parts[part] / max(total, 1):.1f} %")
+        if part == "transfer" and ledger.wire_ns:
+            hidden_ns, _ = ledger.transfer_ns()
+            table.add_row("  hidden behind prefill", f"({hidden_ns / 1e6:.3f})", "")
     table.add_section()
     table.add_row("whole", f"{total / 1e6:.3f}", "100 %")
     return table

@@ -28,11 +28,14 @@ NOT_NEGATIVE = (
     "kv_tokens",
     "queue_timeout_s",
     "handoff_timeout_s",
+    "prefill_timeout_s",
+    "stall_timeout_s",
     "drain_s",
     "reserve_tokens",
     "max_retries",
     "temperature",
 )
+MIN_LEASE_S = 0.1  # it is renewed three times in this
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,14 @@ class Settings:
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )
     turns_ahead: int = _setting(2, "scheduling", "decode turns dispatched before the first one's tokens are read")
-    handoff_timeout_s: float = _setting(30.0, "scheduling", "deadline of every wait of a handoff")
+    handoff_timeout_s: float = _setting(30.0, "scheduling", "deadline of a handoff's waits, prefill apart")
+    prefill_timeout_s: float = _setting(300.0, "scheduling", "from a free bed to the first token")
+    stall_timeout_s: float = _setting(120.0, "scheduling", "longest gap between two tokens of a request")
     max_retries: int = _setting(3, "scheduling", "times a request is prefilled again after a failure")
+    # transfer
+    transfer: str = _setting("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
+                             ("whole", "chunk", "layer", "auto"))  # fmt: skip
+    lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
     # server
     host: str = _setting("127.0.0.1", "server", "address the servers bind")
     http_port: int = _setting(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
@@ -102,6 +111,8 @@ class Settings:
         for name in NOT_NEGATIVE:
             if not getattr(self, name) >= 0:  # NaN is refused as well
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must not be negative")
+        if not self.lease_s >= MIN_LEASE_S:
+            raise ConfigError(f"--lease_s is {self.lease_s}, must be at least {MIN_LEASE_S}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
         for name in ("http_port", "grpc_port"):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.core.events import PrefillDone, RunPrefill, ShipKV
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Commit, Draw, Renew, Resend, StartPrefill
+from jdisagg.core.messages import Abort, Ack, Commit, Draw, Renew, Resend, StartPrefill
 from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Request, Sampled, WorkerId
-from jdisagg.core.worker_config import TransferMode, WorkerConfig, bucket
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig, bucket
 from jdisagg.policy.bed import end_of
 from jdisagg.policy.beds import Beds
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
@@ -24,6 +24,7 @@ from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.parts import Piece, pieces
 from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
+from jdisagg.policy.streaming import Streaming
 
 BEATS = 3  # a lease is renewed: two words of it may be lost
 
@@ -64,6 +65,8 @@ class Prompts:
         self.config, self.pool, self.out, self.beds, self.new_plan_id = config, pool, out, beds, new_plan_id
         self.prompts: dict[Owner, Prompt] = {}
         self.plans: dict[int, tuple[Prompt, ...]] = {}  # in flight: whose chunks, in the plan's order
+        auto = config.role is Role.PREFILL and config.transfer is TransferMode.AUTO
+        self.streaming = Streaming(config) if auto else None
         self.waiting_tokens = 0
         self._waiting: list[Prompt] = []  # with tokens not yet planned, in order
 
@@ -105,7 +108,7 @@ class Prompts:
             return False
         prompts = [(self._waiting[index], tokens) for index, tokens in picked]
         chunks = tuple(self._take_chunk(prompt, tokens, now_s) for prompt, tokens in prompts)
-        self._dispatch(chunks, tuple(prompt for prompt, _ in prompts))
+        self._dispatch(chunks, tuple(prompt for prompt, _ in prompts), now_s)
         self._waiting = [each for each in self._waiting if each.tokens_left]
         return True
 
@@ -138,7 +141,7 @@ class Prompts:
         prompt.pages, prompt.mode = pages, self._mode(prompt)
         self.out.reach(prompt.request.request_id, prompt.owner, Mark.PREFILL_STARTED, now_s)
 
-    def _dispatch(self, chunks: tuple[PrefillChunk, ...], prompts: tuple[Prompt, ...]) -> None:
+    def _dispatch(self, chunks: tuple[PrefillChunk, ...], prompts: tuple[Prompt, ...], now_s: float) -> None:
         plan = PrefillPlan(
             plan_id=self.new_plan_id(),
             chunks=chunks,
@@ -146,6 +149,8 @@ class Prompts:
             table_pages=bucket(max(len(chunk.pages) for chunk in chunks), self.config.table_buckets),
         )
         self.plans[plan.plan_id] = prompts
+        if self.streaming is not None:
+            self.streaming.dispatched(plan.plan_id, plan.num_tokens, now_s)
         ships = [part for prompt in prompts if prompt.mode is not TransferMode.WHOLE for part in self._cut(prompt)]
         self.out.put(RunPrefill(plan, tuple(ships)))
 
@@ -155,10 +160,9 @@ class Prompts:
         """How this prompt's KV leaves; one that ends with its first token ships nothing before that is known."""
         if self._here(prompt) or prompt.request.sampling.max_tokens == 1:
             return TransferMode.WHOLE
-        if self.config.transfer is not TransferMode.AUTO:
+        if self.streaming is None:
             return self.config.transfer
-        several = len(prompt.request.prompt) > self.config.prefill_buckets[-1]
-        return TransferMode.CHUNK if several else TransferMode.WHOLE
+        return self.streaming.mode(len(prompt.request.prompt))
 
     def _cut(self, prompt: Prompt) -> list[KVTransfer]:
         """The parts that may leave now that `planned` tokens are dispatched; they are booked as on their way."""
@@ -190,6 +194,8 @@ class Prompts:
     # ------------------------------------------------------------ results
 
     def prefill_done(self, event: PrefillDone, now_s: float) -> None:
+        if self.streaming is not None:
+            self.streaming.done(event.plan_id, now_s)
         prompts = {each.request.request_id: each for each in self.plans.pop(event.plan_id) if not each.handoff.over}
         for request_id, scored in event.prompt:
             if request_id in prompts:
@@ -229,6 +235,15 @@ class Prompts:
 
     # ------------------------------------------------------------ while the destination waits
 
+    def acknowledged(self, message: Ack) -> None:
+        """The destination has it all: the pages may go."""
+        owner = Owner(message.handoff, message.epoch)
+        prompt = self.prompts.get(owner)
+        parts = [] if prompt is None else prompt.parts
+        if self.end(owner, Signal.ACK) and self.streaming is not None and not any(part.attempt for part in parts):
+            pages = {page for part in parts for page in part.source_pages}
+            self.streaming.shipped(len(parts), len(pages), message.wire_s)
+
     def beat(self, owner: Owner, now_s: float) -> None:
         """Renews the bed's lease while this end lives, so that a lease may be short though a prompt is long."""
         prompt = self.prompts.get(owner)
@@ -266,6 +281,8 @@ class Prompts:
             prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
 
     def plan_failed(self, plan_id: int, reason: str) -> None:
+        if self.streaming is not None:
+            self.streaming.failed(plan_id)
         for prompt in self.plans.pop(plan_id):
             if not prompt.handoff.over:
                 self.end(prompt.owner, Signal.ABORT)

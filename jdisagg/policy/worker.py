@@ -92,8 +92,8 @@ class Worker:
                 self.prompts.start(message, now_s)
             case Commit():
                 self.beds.commit(message, sender, now_s)
-            case Ack(handoff, epoch):
-                self.prompts.end(Owner(handoff, epoch), Signal.ACK)
+            case Ack():
+                self.prompts.acknowledged(message)
             case Resend():
                 self.prompts.resend(message, sender, now_s)
             case Renew():
@@ -178,7 +178,14 @@ class Worker:
 
     def _look(self) -> View:
         free_pages = self.beds.reservable_pages if self.config.role.decodes else self.pool.free_pages
-        return View(free_pages, max(0, self.beds.free_slots), self.prompts.waiting_tokens, self.beds.slots.num_taken)
+        streaming = self.prompts.streaming
+        return View(
+            free_pages=free_pages,
+            free_slots=max(0, self.beds.free_slots),
+            waiting_tokens=self.prompts.waiting_tokens,
+            running=self.beds.slots.num_taken,
+            stream_tokens=0 if streaming is None else streaming.stream_tokens,
+        )
 
     def _tell_view(self, *, again: bool) -> None:
         view = self._look()

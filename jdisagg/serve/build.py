@@ -105,5 +105,8 @@ def router_config(settings: Settings) -> RouterConfig:
         queue_limit=settings.queue_limit,
         queue_timeout_s=settings.queue_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,
+        prefill_timeout_s=settings.prefill_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        lease_s=settings.lease_s,
         max_retries=settings.max_retries,
     )

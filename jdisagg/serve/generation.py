@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
-from jdisagg.core.request import Request, RequestId
+from jdisagg.core.request import FinishReason, Request
 from jdisagg.serve.service import Delta, Service
 from jdisagg.serve.text import Piece, TextOptions, Transcript
 
@@ -28,16 +28,9 @@ def failure_of(piece: Piece) -> AnswerFailed | None:
     return AnswerFailed(piece.finish) if piece.finish_reason == "abort" and piece.finish is not None else None
 
 
-def _unnoted(_: RequestId) -> None:
-    """Nobody counts stop strings."""
-
-
-async def pieces(
-    service: Service, request: Request, options: TextOptions, note_stop: Callable[[RequestId], None] = _unnoted
-) -> AsyncGenerator[Piece]:
+async def pieces(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
     """The answer to one request; the last piece has its `finish_reason`. Closing it early cancels the request.
 
-    `note_stop` hears of a stop string before the request is cancelled for it (see `Metrics.note_stop_string`).
     Raises what `Service.stream` raises, before the first piece.
     """
     transcript = Transcript(service.tokenizer, options)
@@ -45,8 +38,7 @@ async def pieces(
         async for delta in deltas:
             piece = transcript.take(delta)
             if transcript.stopped and piece.finish is None:
-                note_stop(request.request_id)
-                service.cancel(request.request_id)
+                service.cancel(request.request_id, FinishReason.STOP)
                 piece.finish = await _finish_of(deltas)
             yield piece
             if piece.finish_reason is not None:

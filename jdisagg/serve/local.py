@@ -90,8 +90,8 @@ class LocalService:
         if self.journal is not None:
             self.journal.close()
 
-    def cancel(self, request_id: RequestId) -> None:
-        self.driver.post(ROUTER, Cancel(request_id))
+    def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.driver.post(ROUTER, Cancel(request_id, reason))
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """See `Service.stream`."""

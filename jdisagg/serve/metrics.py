@@ -23,9 +23,9 @@ from jdisagg.core.events import (
     ShipKV,
     Submit,
 )
-from jdisagg.core.messages import Preempted, View
+from jdisagg.core.messages import Preempted, Resend, View
 from jdisagg.core.plans import KVTransfer
-from jdisagg.core.request import FinishReason, Request, RequestId
+from jdisagg.core.request import Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.serve.metrics_compat import Aliases
 
@@ -43,7 +43,6 @@ class _Life:
     first_s: float | None = None
     last_s: float = 0.0
     num_output: int = 0
-    stopped: bool = False  # the front found a stop string: the abort that follows is a success
 
 
 class Metrics:
@@ -122,6 +121,13 @@ class Metrics:
         self._decode_runs = self._counter("decode_runs", "Decode turns run", "worker")
         self._decode_batch = self._histogram("decode_batch_sequences", "Sequences in a turn", SEQUENCES, "worker")
         self._ship_bytes = self._counter("shipped_bytes", "KV shipped between workers", "source", "destination")
+        self._transfer_s = self._histogram(
+            "transfer_seconds", "Of a request's KV: hidden behind its prefill, and exposed after it", SECONDS, "share"
+        )
+        self._stream_tokens = self._gauge(
+            "stream_prompt_tokens", "--transfer=auto: prompt tokens from which KV leaves as it is computed", "worker"
+        )
+        self._resends = self._counter("parts_resent", "Parts of KV asked for again, broken or missing", "worker")
         self._ship_s = self._histogram(
             "ship_seconds", "Of a part, from packed to arrived", SECONDS, "source", "destination"
         )
@@ -138,12 +144,6 @@ class Metrics:
         fold = self._folds.get(type(item))
         if fold is not None:
             fold(actor, item, now_s)
-
-    def note_stop_string(self, request_id: RequestId) -> None:
-        """The front found a stop string and cancels: the request ends as "stop", not as "abort"."""
-        life = self._lives.get(request_id)
-        if life is not None:
-            life.stopped = True
 
     def render(self) -> bytes:
         """Prometheus text, the aliases behind our own names."""
@@ -180,8 +180,7 @@ class Metrics:
         if life is None:
             return
         self._start(life)
-        stopped = life.stopped and item.reason is FinishReason.ABORT
-        self._requests.labels(self._model, "stop" if stopped else item.reason.value).inc()
+        self._requests.labels(self._model, item.reason.value).inc()
         self._e2e.labels(self._model).observe(now_s - life.request.arrival_s)
         self._input_length.labels(self._model).observe(len(life.request.prompt))
         self._output_length.labels(self._model).observe(life.num_output)
@@ -190,6 +189,9 @@ class Metrics:
             self._tpot.labels(self._model).observe(mean_s)
         for part, nanoseconds in item.ledger.parts_ns().items():
             self._parts.labels(self._model, part).observe(nanoseconds / 1e9)
+        if item.ledger.wire_ns:
+            for share, nanoseconds in zip(("hidden", "exposed"), item.ledger.transfer_ns(), strict=True):
+                self._transfer_s.labels(self._model, share).observe(nanoseconds / 1e9)
 
     def _reject(self, actor: str, item: Reject, now_s: float) -> None:
         self._start(self._lives.pop(item.request_id, None))
@@ -228,6 +230,8 @@ class Metrics:
     def _send(self, actor: str, item: Send, now_s: float) -> None:
         if isinstance(item.message, Preempted):
             self._preemptions.labels(self._model, actor).inc()
+        elif isinstance(item.message, Resend):
+            self._resends.labels(self._model, actor).inc()
         elif isinstance(item.message, View):
             self._view(actor, item.message)
 
@@ -242,3 +246,5 @@ class Metrics:
             self._sequences.labels(model, worker, "running").set(view.running)
         if worker in self._prefillers:
             self._backlog.labels(model, worker).set(view.waiting_tokens)
+        if view.stream_tokens:
+            self._stream_tokens.labels(model, worker).set(view.stream_tokens)

@@ -9,7 +9,7 @@ from typing import Protocol
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import Request, RequestId, Sampled
+from jdisagg.core.request import FinishReason, Request, RequestId, Sampled
 from jdisagg.model.tokenizer import Tokenizer
 
 
@@ -59,4 +59,6 @@ class Service(Protocol):
         """
         ...
 
-    def cancel(self, request_id: RequestId) -> None: ...
+    def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends the request as `reason`: STOP where a stop string completes its answer."""
+        ...

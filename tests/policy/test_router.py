@@ -221,6 +221,26 @@ def test_an_abort_is_sent_again_until_acknowledged_and_not_for_ever():
     assert len(talk.sent(Abort)) == 3 and len(talk.router.aborts) == 0
 
 
+def test_a_cancel_for_a_stop_string_ends_as_stop():
+    talk = Talk()
+    talk.to_decode()
+    talk.take(Cancel(A, FinishReason.STOP))
+    assert [finish.reason for finish in talk.finishes()] == [FinishReason.STOP] and len(talk.sent(Abort)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sender", "phase", "blamed"), [(D, "prefilling", P), (P, "prefilling", P), (P, "shipping", D)]
+)
+def test_whoever_waited_in_vain_is_not_the_one_to_avoid(sender, phase, blamed):
+    talk = Talk()
+    talk.submit(request("a", 6))
+    talk.says(D, Reserved(A, 1, (1, 2)))
+    if phase == "shipping":
+        talk.drawn(P, 1, 0, 10)
+    talk.says(sender, Abort(A, 1, "nothing was heard", FinishReason.TIMEOUT))
+    assert talk.router.rows[A].avoid == {blamed}
+
+
 def test_an_acknowledged_abort_is_not_sent_again():
     talk = Talk()
     talk.to_decode()

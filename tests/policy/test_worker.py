@@ -419,6 +419,19 @@ def test_where_all_is_held_only_the_first_token_travels(mode):
     assert bench.free_pages == 64
 
 
+def test_a_worker_that_learns_says_from_where_on_it_streams():
+    bench = prefilling(transfer=TransferMode.AUTO, prefill_buckets=(8,))
+    bench.start(request("a", 60))
+    told = bench.said(View)[-1].stream_tokens
+    while bench.pending:
+        bench.now_s += 1e-3
+        bench.read()
+    bench.says(Ack("a", 1, wire_s=2.0), OTHER)
+    learnt = bench.worker.prompts.streaming
+    assert 0 < bench.said(View)[-1].stream_tokens != told and learnt is not None and "ms" in learnt.describe()
+    assert not prefilling(transfer=TransferMode.CHUNK).worker.prompts.streaming
+
+
 def test_a_part_asked_for_again_is_the_same_pages_again():
     bench, each = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,)), request("a", 14)
     bench.start(each)
@@ -514,7 +527,7 @@ def test_a_prompt_that_is_aborted_half_way_commits_nothing_of_what_has_left():
     assert bench.shipped["a"] and not bench.said(Commit) and bench.free_pages == 64 and bench.worker.idle
 
 
-@pytest.mark.parametrize("mode", TransferMode)
+@pytest.mark.parametrize("mode", [TransferMode.WHOLE, TransferMode.CHUNK, TransferMode.LAYER])
 def test_pages_on_their_way_are_booked_as_such(mode):
     bench = prefilling(transfer=mode, prefill_buckets=(8,), prefills_ahead=1, layer_groups=((0, 1), (1, 2)))
     bench.start(request("a", 20))

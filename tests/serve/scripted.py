@@ -89,7 +89,7 @@ class ScriptedService:
     def now_s(self) -> float:
         return time.monotonic()
 
-    def cancel(self, request_id: RequestId) -> None:
+    def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         self.cancelled.add(request_id)
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:

@@ -11,9 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.events import EngineFailed, Finish, Reject, Send, Submit
-from jdisagg.core.ledger import Ledger
-from jdisagg.core.messages import Preempted
+from jdisagg.core.events import EngineFailed, Reject, Send, Submit
+from jdisagg.core.messages import Preempted, Resend
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.serve.generation import pieces
 from jdisagg.serve.metrics import Metrics
@@ -43,7 +42,7 @@ def read(metrics: Metrics) -> dict[tuple[str, str], float]:
 async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ()) -> None:
     async def one(each: Request) -> None:
         options = TextOptions(stop=stop)
-        async with aclosing(pieces(stack.service, each, options, stack.metrics.note_stop_string)) as answer:
+        async with aclosing(pieces(stack.service, each, options)) as answer:
             async for piece in answer:
                 assert piece.finish_reason in (None, "stop", "length")
 
@@ -52,7 +51,7 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
 
 @pytest.fixture(scope="module")
 def ran() -> Iterator[ToyStack]:
-    """A short real run, and the three things that go wrong too seldom to wait for."""
+    """A short real run, and the four things that go wrong too seldom to wait for."""
     with toy_stack() as stack:
         now_s = stack.service.now_s()
         timed = [
@@ -63,6 +62,7 @@ def ran() -> Iterator[ToyStack]:
         observe("router", Submit(request("full")), now_s)
         observe("router", Reject(RequestId("full"), 1.0, "full"), now_s)
         observe("decode-0", Send(WorkerId("router"), Preempted(RequestId("a"), 1, (), "no pages")), now_s)
+        observe("decode-0", Send(WorkerId("prefill-0"), Resend("a", 1, 0)), now_s)
         observe("decode-0", EngineFailed(1, None, "fault"), now_s)
         yield stack
 
@@ -132,18 +132,6 @@ def test_other_servers_names_show_the_same_numbers(ran: ToyStack) -> None:
 def _families(metrics: Metrics, prefix: str) -> set[str]:
     found = text_string_to_metric_families(metrics.render().decode())
     return {family.name for family in found if family.name.startswith(prefix)}
-
-
-def test_a_stop_string_is_no_abort() -> None:
-    metrics = Metrics("m")
-    for name, stopped in (("one", True), ("two", False)):
-        metrics.observe("router", Submit(request(name)), 1.0)
-        if stopped:
-            metrics.note_stop_string(RequestId(name))
-        metrics.observe("router", Finish(RequestId(name), FinishReason.ABORT, Ledger()), 2.0)
-    found = read(metrics)
-    assert found["jdisagg_requests_total", "reason=stop"] == 1
-    assert found["jdisagg_requests_total", "reason=abort"] == 1
 
 
 def test_waiting_turns_to_running_when_a_prefill_holds_the_request() -> None:

@@ -50,7 +50,7 @@ class Front:
 
     def respond(self, job: Job) -> Response:
         renderer = Renderer(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
-        return Generation(job, renderer, self.service, self.settings, self.metrics.note_stop_string)
+        return Generation(job, renderer, self.service, self.settings)
 
     def model(self, name: str) -> dict[str, Any]:
         return {

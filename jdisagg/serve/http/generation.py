@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import Response
@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
-from jdisagg.core.request import RequestId
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, Batch, failure_of, merged, pieces
 from jdisagg.serve.http.errors import describe
@@ -38,11 +37,9 @@ class Generation(Response):
         renderer: Renderer,
         service: Service,
         settings: FrontSettings,
-        note_stop: Callable[[RequestId], None],
     ) -> None:
         super().__init__()
         self._job, self._renderer, self._service, self._settings = job, renderer, service, settings
-        self._note_stop = note_stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._streamed(send) if self._job.stream else self._whole(send))
@@ -58,7 +55,7 @@ class Generation(Response):
 
     def _batches(self) -> AsyncGenerator[Batch]:
         job = self._job
-        answers = [pieces(self._service, each.request, job.options, self._note_stop) for each in job.choices]
+        answers = [pieces(self._service, each.request, job.options) for each in job.choices]
         return merged(answers, self._settings.choices_at_once)
 
     async def _whole(self, send: Send) -> None:
