@@ -3,6 +3,8 @@
 The blocks are those of the XLA code, each of one sequence, those with the most tiles first, so that short ones fill the
 gaps at the end. All query heads of a KV head lie in one block next to each other: a tile is loaded once for them, and
 a block spans few tokens, so that little is computed past the diagonal. The inner loop is decode attention's.
+
+Hopper's own way (Mosaic GPU: bulk copies, warps that only load) is not taken: nothing has measured that it wins here.
 """
 
 from functools import partial

@@ -1,6 +1,7 @@
 """The GPU kernels, interpreted on the CPU: numbers for the shapes, and bits that no neighbour changes."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from pallas_kernels.paged_attention import gpu as attention_gpu
 from pallas_kernels.prefill_attention import gpu as prefill_gpu
-from pallas_kernels.quantized import dequantize, quantize_pages
+from pallas_kernels.quantized import QuantizedPages, dequantize, quantize_pages
 from pallas_kernels.write_kv_pages import gpu as write_gpu
 from pallas_kernels.write_kv_pages import reference as write_reference
 from tests.pallas_kernels import test_paged_attention as decode
@@ -98,6 +99,22 @@ def test_packed_chunks_in_small_blocks_take_every_option(options):
 def test_more_query_heads_than_a_block_has_rows():
     packed = [(5, 9), (0, 3), (20, 33)]
     prefill.check(partial(attend_packed, blocks=SMALL_BLOCKS), prefill.inputs(Shape(16, 1, 24, 16), packed))
+
+
+@pytest.mark.parametrize(("pages", "kernels"), [(2**16, True), (2**16 + 1, False)])
+def test_bytes_that_a_kernel_cannot_point_at_are_left_to_xla(pages, kernels):
+    pool: Any = QuantizedPages(array((pages, 8, 2, 16, 128), jnp.int8), array((pages, 8, 32), jnp.float32))
+    q, k, table, ints = array((4, 32, 128)), array((4, 8, 128)), array((4, 9), jnp.int32), array((4,), jnp.int32)
+    calls = [
+        jax.make_jaxpr(attend)(q, pool, table, ints),
+        jax.make_jaxpr(attend_packed)(q, pool, table, ints, array((5,), jnp.int32)),
+        jax.make_jaxpr(write_gpu.write_kv_pages)(pool, k, k, ints, ints),
+    ]
+    assert ["pallas_call" in str(call) for call in calls] == [kernels] * 3
+
+
+def array(shape, dtype=jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.mark.parametrize(("shape", "pool"), [(shape, pool) for shape, _, pool in CASES], ids=str)
