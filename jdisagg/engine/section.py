@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.sampling import token_logprobs
-from jdisagg.kv.pools import POOL_SPEC, StagePages, decode_attend, prefill_attend
+from jdisagg.kv.pools import POOL_SPEC, StagePages, decode_attend, pool_format, prefill_attend
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.sources import Source
@@ -44,8 +44,9 @@ class SectionPrograms:
         self.config, self.layers, self.place, self.params = config, layers, place, params
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         batch = (self.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE)
-        self.decode_program = place.program(self._decode, batch, (POOL_SPEC, WHOLE), donate=(1,))
-        self.prefill_program = place.program(self._prefill, (*batch, WHOLE), (POOL_SPEC, WHOLE), donate=(1,))
+        out = {"out_specs": (POOL_SPEC, WHOLE), "donate": (1,), "out_formats": (pool_format(place), None)}
+        self.decode_program = place.program(self._decode, batch, **out)
+        self.prefill_program = place.program(self._prefill, (*batch, WHOLE), **out)
         self.head_program = place.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
         self.score_program = place.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from jdisagg.core.kv_layout import KVLayout, heads_per_shard
@@ -15,6 +16,11 @@ from jdisagg.parallel.place import AXIS, Place
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 
 POOL_SPEC = PartitionSpec(None, AXIS)
+
+
+def pool_format(place: Place) -> Format:
+    """A page is one run of memory: kernels take pools so, and would get a copy of one that is laid out otherwise."""
+    return place.row_major(POOL_SPEC, 5)
 
 
 class StagePages:
@@ -27,7 +33,7 @@ class StagePages:
     def __init__(self, layout: KVLayout, layers: range, num_pages: int, place: Place) -> None:
         self.layout, self.layers, self.place = layout, layers, place
         pool = pool_outline(layout, num_pages, place)
-        make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)
+        make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool_format(place))
         # Each by its own call, so that no two pools share a buffer; awaited, so that the calls never pile up.
         self.pools: list[Array] = [jax.block_until_ready(make()) for _ in layers]
 
@@ -41,7 +47,7 @@ def pool_outline(layout: KVLayout, num_pages: int, place: Place) -> jax.ShapeDty
     """The shape and sharding of one layer's pool; nothing is allocated."""
     heads = heads_per_shard(layout.num_kv_heads, place.tp) * place.tp
     shape = (num_pages + 1, heads, 2, layout.page_size, layout.head_dim)
-    return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=place.sharding(POOL_SPEC))
+    return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=pool_format(place))
 
 
 def decode_attend(

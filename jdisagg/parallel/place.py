@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jdisagg.parallel.pace import LAUNCHES
@@ -64,25 +65,47 @@ class Place:
         shape[axis] *= self.tp
         return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(spec), list(shards))
 
+    def row_major(self, spec: PartitionSpec, rank: int) -> Format:
+        """As `sharding`, for arrays whose memory is to be laid out in the order of their dimensions on every platform.
+
+        A TPU left to itself puts another dimension last where the last one is shorter than 128 lanes.
+        """
+        return Format(Layout(tuple(range(rank))), self.sharding(spec))
+
     def program(
-        self, function: Callable[..., Any], in_specs: Any = None, out_specs: Any = None, donate: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        in_specs: Any = None,
+        out_specs: Any = None,
+        donate: tuple[int, ...] = (),
+        out_formats: Any = None,
     ) -> Program:
-        """`function` of one shard as a program of the whole place. The specs are those of `jax.shard_map`."""
+        """`function` of one shard as a program of the whole place. The specs are those of `jax.shard_map`.
+
+        out_formats: a Format or None for each result, where their layout is not for the compiler to choose.
+        """
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return Program(function, donate, paced=self.tp > 1)
+        return Program(function, donate, out_formats, paced=self.tp > 1)
 
 
 class Program:
     """A jitted pure function that knows how often it was compiled. Paced ones return a non-donated array last."""
 
-    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, paced: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        donate: tuple[int, ...] = (),
+        out_formats: Any = None,
+        *,
+        paced: bool = False,
+    ) -> None:
         # Through a function of its own: jit keeps one cache a function, and counts here are this program's alone.
         @wraps(function)
         def own(*arguments: Any) -> Any:
             return function(*arguments)
 
-        self._jit: Any = jax.jit(own, donate_argnums=donate)
+        self._jit: Any = jax.jit(own, donate_argnums=donate, out_shardings=out_formats)
         self._paced = paced
 
     def __call__(self, *arguments: Any) -> Any:
