@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,15 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint, offline, servers
 from jdisagg.serve.build import build
+from jdisagg.serve.cluster.assemble import (
+    ROUTER_ROLE,
+    WorkerProcess,
+    build_router,
+    build_workers,
+    num_devices,
+    read_secret,
+    roles_of,
+)
 from jdisagg.serve.local import LocalService
 
 FAILED = 1
@@ -55,6 +66,8 @@ def run(settings: Settings) -> int:
     """Builds the stack and does what the settings ask of it."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
     console = Console(stderr=bool(settings.prompt), soft_wrap=True)
+    if roles_of(settings) != roles_of(Settings()):
+        return run_in_cluster(settings, console)
     mesh = MeshSpec.parse(settings.mesh)
     once = bool(settings.prompt or settings.prompts)
     sockets = servers.Sockets() if once else servers.bind(settings)
@@ -74,6 +87,48 @@ def run(settings: Settings) -> int:
         return uvloop.run(serve(service, settings, sockets, console, plan.model_folder))
     finally:
         service.stop()
+
+
+def run_in_cluster(settings: Settings, console: Console) -> int:
+    """Plays some of the roles; the others are other processes'."""
+    roles = roles_of(settings)
+    read_secret(settings)
+    if settings.prompt or settings.prompts:
+        raise ConfigError(f"--role={settings.role} serves; give prompts to the whole stack, or to the router's server")
+    sockets = servers.bind(settings) if ROUTER_ROLE in roles else None
+    count = num_devices(MeshSpec.parse(settings.mesh), roles)
+    found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
+    plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
+    banner.show(console, plan, found[0].platform)
+    bar, told = banner.compile_bar(console)
+    if sockets is not None:
+        with bar:
+            process = build_router(plan, settings, found, told)
+        process.start()
+        console.print(f"[bold]router[/]   workers join at {settings.host}:{process.reception.port}", highlight=False)
+        try:
+            return uvloop.run(serve(process.service, settings, sockets, console, plan.model_folder))
+        finally:
+            process.stop()
+    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with bar:
+        workers = build_workers(plan, settings, found, told, ends.put)
+    return visit(workers, settings, console, ends)
+
+
+def visit(workers: WorkerProcess, settings: Settings, console: Console, ends: queue.SimpleQueue[str]) -> int:
+    """Works for the router until the first Ctrl-C or SIGTERM, then leaves it; a second one stops at once."""
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED) if stopping.is_set() else ends.put(""))
+    workers.start()
+    console.print(f"[bold]ready[/]    {', '.join(workers.node.machines)} for {settings.router}", highlight=False)
+    why = ends.get()
+    stopping.set()
+    workers.stop()
+    if why:
+        print(f"jdisagg: {why}", file=sys.stderr)
+    return FAILED if why else 0
 
 
 def _jobs(settings: Settings) -> list[offline.Job]:

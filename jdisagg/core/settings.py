@@ -79,6 +79,19 @@ class Settings:
     transfer: str = _setting("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
                              ("whole", "chunk", "layer", "auto"))  # fmt: skip
     lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
+    # cluster
+    role: str = _setting(
+        "all", "cluster", "what this process plays: router, prefill, decode, several with commas, or all"
+    )
+    router: str = _setting("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
+    control_port: int = _setting(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
+    kv_listen: str = _setting("127.0.0.1:0", "cluster", "HOST:PORT where other processes pull KV; port 0: any free one")
+    transport: str = _setting("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
+                              ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
+    secret_file: str = _setting("", "cluster", "file with the secret that all processes share, 16 bytes or more")
+    tls_cert: str = _setting("", "cluster", "certificate (PEM) of this process, for control words and tcp KV")
+    tls_key: str = _setting("", "cluster", "its private key (PEM)")
+    tls_ca: str = _setting("", "cluster", "authority (PEM) that the other processes' certificates are of")
     # server
     host: str = _setting("127.0.0.1", "server", "address the servers bind")
     http_port: int = _setting(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
@@ -115,7 +128,7 @@ class Settings:
             raise ConfigError(f"--lease_s is {self.lease_s}, must be at least {MIN_LEASE_S}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
-        for name in ("http_port", "grpc_port"):
+        for name in ("http_port", "grpc_port", "control_port"):
             if not -1 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must lie in [-1, 65535]")
         if bool(self.prompts) != bool(self.output):

@@ -108,13 +108,18 @@ class MeshMachine:
 
     # ------------------------------------------------------------ warm-up
 
-    def warm(self, progress: Progress = lambda label, done, total: None, peers: Sequence[MeshMachine] = ()) -> None:
-        """Compiles every declared program by running it on null pages and idle slots.
+    def warm(
+        self,
+        progress: Progress = lambda label, done, total: None,
+        peers: Sequence[MeshMachine] = (),
+        more: Sequence[Job] = (),
+    ) -> None:
+        """Compiles every declared program by running it on null pages and idle slots, and `more` jobs like these.
 
         `peers` are the machines this one ships to (their inserts are compiled too). `progress(label, done, total)` is
         called before each program and once after the last, with done == total.
         """
-        jobs = self._warm_jobs(peers)
+        jobs = [*self._warm_jobs(peers), *more]
         for done, (label, job) in enumerate(jobs):
             progress(label, done, len(jobs))
             jax.block_until_ready(job())

@@ -98,7 +98,7 @@ class Far(Protocol):
         """Packs, and offers what was packed; the other process calls `land`. Raises where there is no way there."""
         ...
 
-    def lose(self, worker: WorkerId) -> None:
+    def give_up(self, worker: WorkerId) -> None:
         """The router is to know that a worker of this process is of no more use."""
         ...
 
@@ -218,7 +218,7 @@ class LiveDriver:
             self._round.append((ROUTER, WorkerLost(worker)))
         else:
             assert self._far is not None, "the router is not here"
-            self._far.lose(worker)
+            self._far.give_up(worker)
 
     def _observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
         for observer in self._observers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
@@ -15,7 +14,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.engine.machine import Machine
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome
+from jdisagg.serve.driver import Actor, Far, LiveDriver, Observer, Outcome
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.service import Delta, Draining, Rejected
 
@@ -58,8 +57,13 @@ class LocalService:
         metrics: Metrics | None = None,
         journal: Journal | None = None,
         recompiles: Callable[[], int] = lambda: 0,
+        far: Far | None = None,
+        able: Callable[[], bool] | None = None,
     ) -> None:
-        """`metrics` and `journal` are among the observers where they are to be fed; here they are for the fronts."""
+        """`metrics` and `journal` are among the observers where they are to be fed; here they are for the fronts.
+
+        With workers in other processes, `far` is the way to them and `able` says whether every phase has one.
+        """
         self.model_name, self.model_config = model_name, model_config
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal = recompiles, metrics, journal
@@ -67,12 +71,13 @@ class LocalService:
         self._dead = False
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
-            router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, clock=time.monotonic
+            router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, far=far
         )
+        self._able = able or (lambda: self.driver.able)
 
     @property
     def ready(self) -> bool:
-        return self.driver.alive and self.driver.able and not (self._dead or self.draining)
+        return self.driver.alive and self._able() and not (self._dead or self.draining)
 
     @property
     def running(self) -> int:

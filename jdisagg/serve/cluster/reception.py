@@ -40,6 +40,10 @@ class Host(Protocol):
         """A peer has proved itself; what to answer. A JdisaggError sends it away with its text."""
         ...
 
+    def welcomed(self, link: Link) -> None:
+        """The answer is on its way: from now on the link takes words."""
+        ...
+
     def hear(self, link: Link, body: dict[str, Any]) -> None: ...
 
     def lose(self, link: Link, why: str) -> None:
@@ -96,6 +100,7 @@ class Reception:
         link.send(answer)
         with self._lock:
             self._links.add(link)
+        self._host.welcomed(link)
         reader = threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True)
         reader.start()
         call.add_callback(lambda: link.hang_up("the stream ended"))

@@ -43,6 +43,9 @@ class HostNotes(Notes):
         self.told.put(("admit", hello["role"]))
         return {"number": 7}
 
+    def welcomed(self, link: Link) -> None:
+        assert link is self._link
+
     def hear(self, link: Link, body: dict[str, Any]) -> None:
         self.told.put(("hear", body))
 

@@ -1,0 +1,298 @@
+"""Builds what one process of a cluster runs: the router with its reception, or workers that visit it.
+
+Every process is started with the same --mesh, which says what prefill and decode workers look like, and plays the
+roles that --role names. A worker's name is the mesh's with a suffix drawn at its start, so that a process that comes
+back is another worker to everybody, and late words for its former self find nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jax
+import jax.numpy as jnp
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.journal import Header, Journal
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.warmup import Job
+from jdisagg.kv.shipping import StageShape, shapes_of
+from jdisagg.kv.transport.choose import capability
+from jdisagg.kv.transport.terms import SHORTEST_SECRET, Identity, Terms
+from jdisagg.model.checkpoint import open_source
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.build import Progress, journal_sink, router_config
+from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
+from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
+from jdisagg.serve.cluster.reception import Reception
+from jdisagg.serve.cluster.visit import Visit
+from jdisagg.serve.cluster.warm import arrival_jobs, departure_jobs
+from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.local import LocalService
+from jdisagg.serve.metrics import Metrics
+
+ROUTER_ROLE = "router"
+ROLES = (ROUTER_ROLE, "prefill", "decode")
+
+
+def roles_of(settings: Settings) -> frozenset[str]:
+    """What --role names. Raises ConfigError."""
+    if settings.role == "all":
+        return frozenset(ROLES)
+    roles = frozenset(settings.role.split(","))
+    if not roles <= set(ROLES):
+        raise ConfigError(f"--role={settings.role}: roles are {', '.join(ROLES)}, several with commas, or all")
+    if ROUTER_ROLE not in roles and not settings.router:
+        raise ConfigError(f"--role={settings.role} needs --router=HOST:PORT, the control port of the router's process")
+    if ROUTER_ROLE in roles and settings.router:
+        raise ConfigError(f"--role={settings.role} has the router, and --router={settings.router} names another")
+    return roles
+
+
+def read_secret(settings: Settings) -> bytes:
+    """The cluster's shared secret. Raises ConfigError."""
+    if not settings.secret_file:
+        raise ConfigError("processes of a cluster need --secret_file=FILE, the same 16 bytes or more in each of them")
+    try:
+        secret = Path(settings.secret_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--secret_file={settings.secret_file}: {error.strerror}") from error
+    if len(secret) < SHORTEST_SECRET:
+        raise ConfigError(f"--secret_file={settings.secret_file} has {len(secret)} bytes, needs {SHORTEST_SECRET}")
+    return secret
+
+
+def identity_of(plan: Blueprint, settings: Settings) -> Identity:
+    """What all processes must agree on: the weights (by their files' sizes), the model's numbers, the KV's pages."""
+    text = json.dumps(asdict(plan.model), sort_keys=True) + settings.load_format + str(settings.seed)
+    files = sorted((path.name, path.stat().st_size) for path in plan.model_folder.glob("*.safetensors"))
+    model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
+    kv = plan.kv
+    layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.page_size}x{kv.head_dim}"
+    return Identity(f"{plan.model_name}:{model}", layout, kv.dtype)
+
+
+def own_workers(plan: Blueprint, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
+    """The workers of these roles by their names in the mesh, renamed for this process."""
+    suffix = secrets.token_hex(2)
+    mine = [config for config in plan.workers if plays(config.role, roles)]
+    return {config.worker: replace(config, worker=WorkerId(f"{config.worker}-{suffix}")) for config in mine}
+
+
+def plays(role: Role, roles: frozenset[str]) -> bool:
+    """Whether a process of these roles has the mesh's workers of `role`; a colocated worker needs both."""
+    return {"prefill", "decode"} <= roles if role is Role.COLOCATED else role.value in roles
+
+
+def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
+    """Devices that the workers of these roles stand on."""
+    return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
+
+
+def load(
+    plan: Blueprint, settings: Settings, devices: Sequence[Any], own: Mapping[WorkerId, WorkerConfig]
+) -> dict[WorkerId, MeshMachine]:
+    """Machines of the process's workers, on its devices in the mesh's order."""
+    ids = sorted({device for name in own for device in plan.place(name).device_ids})
+    here = dict(zip(ids, devices, strict=False))
+    source = open_source(plan.model_folder, settings.load_format, plan.model, settings.seed)
+    return {
+        config.worker: MeshMachine(
+            config,
+            plan.model,
+            source,
+            plan.kv,
+            plan.layers,
+            [here[device] for device in plan.place(name).device_ids],
+            jnp.dtype(plan.dtype),
+        )
+        for name, config in own.items()
+    }
+
+
+def warm(plan: Blueprint, machines: Mapping[WorkerId, MeshMachine], progress: Progress) -> None:
+    """Every declared program, shipments to and from workers of other processes included."""
+    near = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
+    for machine in machines.values():
+        name, peers = machine.config.worker, near if machine.config.role is Role.PREFILL else []
+        told = partial(_tell, progress, name)
+        machine.warm(told, peers, more=_far_jobs(plan, machine))
+
+
+def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: int) -> None:
+    progress(f"{worker} {label}", done, total)
+
+
+def _far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
+    tps = {role: {place.tp for place in plan.mesh.workers() if place.role is role} for role in Role}
+    if machine.config.role is Role.PREFILL:
+        stages = [[StageShape(run, tp) for run in plan.layers] for tp in tps[Role.DECODE]]
+        return [job for shapes in stages for job in departure_jobs(machine, shapes)]
+    if machine.config.role is Role.DECODE:
+        return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, tp)]
+    return []
+
+
+def crossing_of(plan: Blueprint, settings: Settings) -> Crossing:
+    terms = Terms(read_secret(settings), identity_of(plan, settings), listen=settings.kv_listen)
+    mine = capability(jax.devices()[0].platform)
+    return Crossing(terms, mine, settings.transport, settings.handoff_timeout_s)
+
+
+def peers_of(machines: Mapping[WorkerId, MeshMachine], crossing: Crossing) -> list[PeerRecord]:
+    return [PeerRecord(machine.config, tuple(shapes_of(machine.pages)), crossing.mine) for machine in machines.values()]
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """Workers alone, and their link to the router."""
+
+    driver: LiveDriver
+    node: WorkerNode
+    visit: Visit
+
+    def start(self) -> None:
+        self.driver.start()
+        self.visit.start()
+
+    def stop(self) -> None:
+        """Leaves the router first, so that it takes our sequences elsewhere at once."""
+        self.visit.stop()
+        self.driver.stop()
+        self.node.close()
+
+
+def build_workers(
+    plan: Blueprint,
+    settings: Settings,
+    devices: Sequence[Any],
+    progress: Progress,
+    ended: Callable[[str], None],
+) -> WorkerProcess:
+    """`ended` is told why this process can do no more: the router refuses it, or its driver died."""
+    own = own_workers(plan, roles_of(settings))
+    crossing = crossing_of(plan, settings)
+    machines = load(plan, settings, devices, own)
+    warm(plan, machines, progress)
+    node = WorkerNode(crossing, machines, peers_of(machines, crossing))
+    node.driver = LiveDriver(
+        None,
+        {name: Worker(machine.config) for name, machine in machines.items()},
+        machines,
+        deliver=lambda told: None,
+        died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
+        far=node,
+    )
+    terms = crossing.terms
+    credentials = channel_credentials(settings)
+    visit = Visit(settings.router, terms.secret, terms.identity, node, credentials=credentials, refused=ended)
+    return WorkerProcess(node.driver, node, visit)
+
+
+@dataclass(frozen=True)
+class RouterProcess:
+    """The router, its reception, and the service that the fronts serve."""
+
+    service: LocalService
+    node: RouterNode
+    reception: Reception
+
+    def start(self) -> None:
+        self.service.start()
+        self.reception.start()
+
+    def stop(self) -> None:
+        self.reception.stop()
+        self.service.stop()
+        self.node.close()
+
+
+def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], progress: Progress) -> RouterProcess:
+    """The router, and the workers whose roles this process plays as well."""
+    roles = roles_of(settings)
+    own = own_workers(plan, roles)
+    crossing = crossing_of(plan, settings)
+    tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
+    machines = load(plan, settings, devices, own) if own else {}
+    node = RouterNode(crossing, machines, peers_of(machines, crossing))
+    address = f"{settings.host}:{settings.control_port}"
+    terms = crossing.terms
+    reception = Reception(address, terms.secret, terms.identity, node, credentials=server_credentials(settings))
+    warm(plan, machines, progress)
+    config = replace(router_config(settings), workers_return=True)
+    service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()], first_epoch=first_epoch()))
+    node.driver = service.driver
+    return RouterProcess(service, node, reception)
+
+
+def _service(
+    plan: Blueprint, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router
+) -> LocalService:
+    configs = tuple(machine.config for machine in node.machines.values())
+    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
+    metrics = Metrics(plan.model_name, configs, plan.kv.bytes_per_page, lambda: _recompiles(node), compat)
+    journal = Journal(Header(router.config, configs), sink=journal_sink(settings.record_dir))
+    return LocalService(
+        router,
+        {name: Worker(machine.config) for name, machine in node.machines.items()},
+        node.machines,
+        model_name=plan.model_name,
+        model_config=plan.model,
+        max_model_len=plan.max_model_len,
+        tokenizer=tokenizer,
+        observers=(journal.observe, metrics.observe),
+        metrics=metrics,
+        journal=journal,
+        recompiles=lambda: _recompiles(node),
+        far=node,
+        able=lambda: node.able,
+    )
+
+
+def _recompiles(node: Node) -> int:
+    return sum(machine.recompiles() for machine in node.machines.values())
+
+
+def first_epoch() -> int:
+    """Over every epoch that a router started earlier has given, at up to a million a second."""
+    return int(time.time() * 1e6)
+
+
+def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
+    """TLS for the control port where --tls_cert is given; with --tls_ca, peers must show a certificate of it."""
+    if not settings.tls_cert:
+        return None
+    pair = [(_bytes("tls_key", settings.tls_key), _bytes("tls_cert", settings.tls_cert))]
+    authority = _bytes("tls_ca", settings.tls_ca) if settings.tls_ca else None
+    return grpc.ssl_server_credentials(pair, authority, require_client_auth=authority is not None)
+
+
+def channel_credentials(settings: Settings) -> grpc.ChannelCredentials | None:
+    if not (settings.tls_ca or settings.tls_cert):
+        return None
+    authority = _bytes("tls_ca", settings.tls_ca) if settings.tls_ca else None
+    key = _bytes("tls_key", settings.tls_key) if settings.tls_key else None
+    return grpc.ssl_channel_credentials(authority, key, _bytes("tls_cert", settings.tls_cert) if key else None)
+
+
+def _bytes(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--{flag}={path}: {error.strerror}") from error

@@ -1,0 +1,171 @@
+"""KV between this process and workers of others: packed for the other's shape, offered, pulled, laid ready to insert.
+
+The source packs as for a stage of its own process and offers the pieces as they are cut; the *notice* (transfer,
+ticket, and which pieces belong to which pages) goes by the control link; the destination pulls the pieces onto the
+devices that want them. Nothing is reshaped on the way. A pull that fails is a part that arrived broken: the worker asks
+for it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jdisagg.core.errors import BadTicket, TransportError
+from jdisagg.core.events import KVArrived
+from jdisagg.core.journal import decode, encode
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.kv.shipping import Departure, Move, StageShape, devices_of, joined, pack_pages
+from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
+from jdisagg.kv.transport.protocol import Transport
+from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.ticket import Parcel, Ticket, read_ticket
+
+log = logging.getLogger("jdisagg.cluster")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord:
+    """A worker as those of other processes must know it."""
+
+    config: WorkerConfig
+    stages: tuple[StageShape, ...]
+    capability: Capability
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.config.worker
+
+    def to_json(self) -> dict[str, Any]:
+        stages = [[stage.layers.start, stage.layers.stop, stage.tp] for stage in self.stages]
+        return {"config": encode(self.config), "stages": stages, "capability": self.capability.to_json()}
+
+
+def read_peer(record: dict[str, Any]) -> PeerRecord:
+    """Of a peer's JSON. Raises BadTicket where it is none."""
+    try:
+        stages = tuple(StageShape(range(int(first), int(stop)), int(tp)) for first, stop, tp in record["stages"])
+        config = decode(record["config"])
+        assert isinstance(config, WorkerConfig), config
+        return PeerRecord(config, stages, read_capability(record["capability"]))
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise BadTicket(f"a peer describes no worker: {str(record)[:80]}") from error
+
+
+@dataclass(frozen=True)
+class FarParcel:
+    """A part that came from another process; see `machine.Parcel`."""
+
+    transfer: KVTransfer
+    moves: list[Move]
+
+    def wait_packed(self) -> None:
+        """It was pulled: it has been packed."""
+
+    def wait(self) -> None:
+        """It was pulled: it is here."""
+
+    def intact(self) -> bool:
+        return bool(self.moves)
+
+
+class Crossing:
+    """This process's transports, opened when first used. Any thread may call."""
+
+    def __init__(self, terms: Terms, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0) -> None:
+        """`wanted` names the transport to use with everybody; offers and pulls end after `timeout_s`."""
+        self.terms, self.mine, self._wanted, self._timeout_s = terms, mine, wanted, timeout_s
+        self._lock = threading.Lock()
+        self._transports: dict[str, Transport] = {}
+        self._tickets: dict[tuple[str, int], list[Ticket]] = {}  # offered, by handoff and epoch
+
+    # ------------------------------------------------------------ source
+
+    def ship(self, machine: MeshMachine, transfer: KVTransfer, peer: PeerRecord) -> dict[str, Any]:
+        """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
+        pages = transfer.source_pages, transfer.destination_pages
+        departures = pack_pages(machine.pages, machine.docks, peer.stages, *pages, transfer.layers)
+        transport = self._open(choose(self.mine, peer.capability, self._wanted))
+        parcel = Parcel(transfer.handoff, transfer.epoch, transfer.part)
+        pieces = [piece for departure in departures for piece in departure.pieces]
+        ticket = transport.offer(parcel, pieces, time.monotonic() + self._timeout_s)
+        self._remember(ticket)
+        moves = [_move_json(departure) for departure in departures]
+        return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
+
+    def call_off(self, handoff: str, epoch: int) -> None:
+        """The handoff is over: what is still offered for it is let go."""
+        with self._lock:
+            tickets = self._tickets.pop((handoff, epoch), [])
+        for ticket in tickets:
+            self._transports[ticket.transport].cancel(ticket)
+
+    def _remember(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._tickets.setdefault((ticket.parcel.handoff, ticket.parcel.epoch), []).append(ticket)
+            while len(self._tickets) > 10_000:  # long over: their offers have ended by their own deadlines
+                del self._tickets[next(iter(self._tickets))]
+
+    # ------------------------------------------------------------ destination
+
+    def fetch(self, machine: MeshMachine, notice: dict[str, Any]) -> tuple[FarParcel, KVArrived]:
+        """Pulls what the notice offers; blocks. A failed pull is a part that is not intact."""
+        transfer = decode(notice["transfer"])
+        assert isinstance(transfer, KVTransfer), transfer
+        began_s = time.monotonic()
+        try:
+            parcel = FarParcel(transfer, self._pull(machine, notice, began_s + self._timeout_s))
+        except TransportError as error:
+            log.warning("part %d of %s did not come: %s", transfer.part, transfer.handoff, error)
+            parcel = FarParcel(transfer, [])
+        return parcel, KVArrived(transfer, parcel.intact(), time.monotonic() - began_s)
+
+    def _pull(self, machine: MeshMachine, notice: dict[str, Any], deadline_s: float) -> list[Move]:
+        ticket = read_ticket(notice["ticket"])
+        places = [machine.pages[stage].place for stage, *_ in notice["moves"]]
+        counts = [atoms for *_, atoms in notice["moves"]]
+        devices = [device for place, atoms in zip(places, counts, strict=True) for device in devices_of(place, atoms)]
+        transport = self._open(ticket.transport)
+        arrays = iter(transport.pull(ticket, devices, deadline_s))
+        moves = []
+        for place, (stage, first, stop, pages, atoms) in zip(places, notice["moves"], strict=True):
+            landed = [next(arrays) for _ in range(atoms * place.tp)]
+            moves.append(Move(stage, range(first, stop), joined(landed, place), np.array(pages, np.int32)))
+        transport.ack(ticket)
+        return moves
+
+    # ------------------------------------------------------------ both
+
+    def _open(self, name: str) -> Transport:
+        with self._lock:
+            if name not in self._transports:
+                self._transports[name] = open_transport(name, self.terms)
+            return self._transports[name]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of offers and pulls that have not ended."""
+        held = [transport.held() for transport in self._transports.values()]
+        return sum(each.offer_bytes + each.pull_bytes for each in held)
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+
+def _move_json(departure: Departure) -> list[Any]:
+    layers, atoms = departure.layers, departure.heads.atoms_per_destination
+    return [departure.stage, layers.start, layers.stop, departure.pages.tolist(), atoms]
+
+
+def records(peers: Iterable[PeerRecord]) -> list[dict[str, Any]]:
+    return [peer.to_json() for peer in peers]
