@@ -11,18 +11,26 @@ program is lowered for, `reference` is the definition in plain `jnp`, and `xla` 
 
 from pallas_kernels.contents import check_call
 from pallas_kernels.errors import KernelError
+from pallas_kernels.pack_kv_pages import pack_kv_pages
+from pallas_kernels.pack_kv_pages.wire_error import wire_error
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.quantized import QuantizedPages, dequantize, quantize_pages
+from pallas_kernels.unpack_kv_pages import unpack_kv_pages
+from pallas_kernels.wire_format import PackedPages
 from pallas_kernels.write_kv_pages import write_kv_pages
 
 __all__ = [
     "KernelError",
+    "PackedPages",
     "QuantizedPages",
     "check_call",
     "dequantize",
+    "pack_kv_pages",
     "paged_attention",
     "prefill_attention",
     "quantize_pages",
+    "unpack_kv_pages",
+    "wire_error",
     "write_kv_pages",
 ]

@@ -1,0 +1,46 @@
+"""Pages of a layer group into one buffer that can travel. Checks the arguments, picks the platform's code."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.pack_kv_pages import xla
+from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.wire_format import PackedPages, Pool, bits_of, check_pools, fold_scales
+
+
+def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", digests: bool = True) -> PackedPages:
+    """Page `page_ids[n]` of every pool, contiguous, quantised on the way where the wire says so.
+
+    pools: one for each of L layers, [P, Hkv, 2, page_size, D] of f32 or bf16, or `QuantizedPages`, which travel raw.
+    page_ids: i32[N], N at least 1; page 0 where the buffer is padded.
+    wire: "raw" (the pool's own bits), or "int8", "fp8" (e4m3), "int4" with a scale for each row: a token's K or V of a
+    head. With `top` the row's largest magnitude a number is off by at most top / 254 in int8, top / 14 in int4, and
+    in fp8 by 1 / 16 of itself or top / 2**18, whichever is more.
+    digests: whether to compute them; they depend on what travels alone (`reference.digest_pages`).
+    Raises KernelError for what does not fit.
+    """
+    check_pools(pools, page_ids, wire)
+    layers: Any = list(pools)  # all floats, or all quantised
+    if isinstance(layers[0], QuantizedPages):
+        return pack_quantized(layers, page_ids, digests)
+    return pack_floats(layers, page_ids, wire, digests)
+
+
+def pack_floats(pools: Sequence[Array], page_ids: Array, wire: str, digests: bool) -> PackedPages:
+    """Any pools of one dtype: floats, or for wire "raw" bytes."""
+    options = {"wire": wire, "digests": digests}
+    return jax.lax.platform_dependent(list(pools), jnp.asarray(page_ids), default=partial(xla.pack_kv_pages, **options))
+
+
+def pack_quantized(pools: Sequence[QuantizedPages], page_ids: Array, digests: bool) -> PackedPages:
+    """Values as bytes by the platform's code; scales, a small part, by XLA's gather."""
+    packed = pack_floats([bits_of(pool.values) for pool in pools], page_ids, "raw", digests)
+    scales = jnp.stack([pool.scales[page_ids] for pool in pools])
+    values = jax.lax.bitcast_convert_type(packed.values, pools[0].values.dtype)
+    folded = packed.digests
+    return PackedPages(values, scales, folded if folded is None else folded + fold_scales(scales, values.shape[-1]))

@@ -1,0 +1,47 @@
+"""Packing KV, the definition: pages gathered, rows quantised one by one, and the digest of what leaves."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.wire_format import LARGEST, TINY, PackedPages, column_weights, row_weights, words_of
+
+
+def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str) -> PackedPages:
+    """L pools [P, Hkv, 2, page_size, D] and i32[N] -> their pages as they travel."""
+    pages = jnp.stack([pool[page_ids] for pool in pools])
+    values, scales = (pages, None) if wire == "raw" else quantise(pages, wire)
+    return PackedPages(values, scales, digest_pages(values, scales))
+
+
+def quantise(pages: Array, wire: str) -> tuple[Array, Array]:
+    """Floats [..., 2, page_size, D] -> codes [..., 2, page_size, D'] and scales f32 [..., 2 * page_size].
+
+    int4 holds number d of a row in the low nibble of byte d, number d + D / 2 in its high one.
+    """
+    pages = pages.astype(jnp.float32)
+    top = jnp.maximum(jnp.max(jnp.abs(pages), axis=-1), TINY)
+    scaled = jnp.clip(pages * (LARGEST[wire] / top)[..., None], -LARGEST[wire], LARGEST[wire])
+    scales = (top * jnp.float32(1 / LARGEST[wire])).reshape(*top.shape[:-2], -1)
+    if wire == "fp8":
+        return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8), scales
+    codes = jnp.round(scaled).astype(jnp.int8)
+    if wire == "int8":
+        return codes, scales
+    low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8) & 0xF, 2, axis=-1)
+    return low | high << 4, scales
+
+
+def digest_pages(values: Array, scales: Array | None) -> Array:
+    """Values [..., 2, page_size, D'] and scales f32 [..., 2 * page_size] -> u32 [...], one a head's page.
+
+    Multilinear hashing mod 2**32 (Lemire and Kaser 2014) with fixed odd weights of row times column: whatever changes
+    in one word changes the sum, and exchanged tokens, or K and V, do but for chance. Neither page, layer nor head
+    numbers take part, so a page keeps its digest wherever it goes and however heads and layers are cut.
+    """
+    columns = column_weights(values.shape[-1])
+    rows = jnp.sum(words_of(values) * columns[:-1], axis=-1, dtype=jnp.uint32)
+    rows = rows.reshape(*rows.shape[:-2], -1)
+    rows = rows if scales is None else rows + words_of(scales) * columns[-1]
+    return jnp.sum(rows * row_weights(values.shape[-2]), axis=-1, dtype=jnp.uint32)

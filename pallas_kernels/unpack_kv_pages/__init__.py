@@ -1,0 +1,62 @@
+"""Pages that arrived, into the pools of a layer group, in place. Checks the arguments, picks the platform's code."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.unpack_kv_pages import xla
+from pallas_kernels.wire_format import PackedPages, bits_of, check_packed, fold_scales
+
+Pool = TypeVar("Pool", Array, QuantizedPages)
+
+
+def unpack_kv_pages(
+    pools: Sequence[Pool], packed: PackedPages, page_ids: Array, *, digests: bool = True
+) -> tuple[list[Pool], Array | None]:
+    """The pools with page `page_ids[n]` holding the n-th packed page, and u32 [L, N, Hkv], digests of what arrived.
+
+    pools: as for `pack_kv_pages`, updated in place where the caller's jit donates them. Floats of either dtype take raw
+    floats of either, every quantised wire, and `QuantizedPages` that travelled; `QuantizedPages` take their own kind,
+    and the wire of the same numbers, as they come.
+    packed: its `digests` are not read: whoever sent them compares them with the result.
+    page_ids: i32[N], 0 for padding: the null page may hold anything afterwards. Other pages are named once.
+    Raises KernelError for what does not fit.
+    """
+    layers: Any = list(pools)  # all floats, or all quantised
+    values, wire = packed.values, check_packed(pools, packed, page_ids)
+    packed = packed._replace(values=bits_of(values) if values.dtype == jnp.float8_e4m3fn else values, digests=None)
+    if isinstance(layers[0], QuantizedPages):
+        written: Any = unpack_quantized(layers, packed, page_ids, digests)
+    else:
+        written = unpack_floats(layers, packed, page_ids, wire, digests)
+    return written
+
+
+def unpack_floats(
+    pools: Sequence[Array], packed: PackedPages, page_ids: Array, wire: str, digests: bool
+) -> tuple[list[Array], Array | None]:
+    """Any pools of one dtype: floats, or for wire "raw" bytes."""
+    options = {"wire": wire, "digests": digests}
+    return jax.lax.platform_dependent(
+        list(pools), packed, jnp.asarray(page_ids), default=partial(xla.unpack_kv_pages, **options)
+    )
+
+
+def unpack_quantized(
+    pools: Sequence[QuantizedPages], packed: PackedPages, page_ids: Array, digests: bool
+) -> tuple[list[QuantizedPages], Array | None]:
+    """Values as bytes by the platform's code; scales, a small part, by XLA's scatter."""
+    values, scales, _ = packed
+    assert scales is not None
+    arrived, dtype = PackedPages(bits_of(values), None, None), pools[0].values.dtype
+    written, folded = unpack_floats([bits_of(pool.values) for pool in pools], arrived, page_ids, "raw", digests)
+    found = [
+        QuantizedPages(jax.lax.bitcast_convert_type(bits, dtype), pool.scales.at[page_ids].set(part))
+        for pool, bits, part in zip(pools, written, scales, strict=True)
+    ]
+    return found, None if folded is None else folded + fold_scales(scales, values.shape[-1])
