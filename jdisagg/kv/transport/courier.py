@@ -158,7 +158,8 @@ class Courier:
         if self.terms.link is None:
             return 0.0
         copied_s = grant.get("copied_s", 0.0)
-        assert isinstance(copied_s, float), grant
+        if not isinstance(copied_s, float) or copied_s < 0:
+            raise BadTicket(f"the source granted {ticket.id} with a time of {str(copied_s)[:40]!r}")
         return self.terms.link.send(self.terms.clock() - copied_s, ticket.nbytes)
 
     @contextlib.contextmanager
