@@ -15,6 +15,7 @@ import pytest
 
 from jdisagg.core.errors import PeerDead, TransferCancelled, TransferFull, TransferRefused, TransferTimeout
 from jdisagg.kv.transport.choose import available
+from jdisagg.kv.transport.courier import Courier
 from jdisagg.kv.transport.ticket import DTYPES, read_ticket
 from tests.kv.transport.peer import Side
 from tests.kv.transport.peers import Peer
@@ -177,11 +178,18 @@ def cancel_once_it_pulls(side: Side, name: str, ticket: dict[str, Any]) -> None:
 def test_the_source_cancels_a_pull_in_the_middle(name: str, here: Side, peer: Peer):
     offered = [here.offer(name, count=1, nbytes=MIB, seed=1, late=True) for _ in range(8)]
     peer.tell("pull", ticket=offered[-1]["ticket"])
-    time.sleep(0.1)
+    until(lambda: is_granted(here, offered[-1]["ticket"]))
     for each in offered:
         here.cancel(each["ticket"])
     answer = peer.hear()
     assert answer["error"] == "TransferCancelled" and answer["took_s"] < 1.0 + SLACK_S, answer
+
+
+def is_granted(side: Side, ticket: dict[str, Any]) -> bool:
+    """Whether the source has heard of the pull, and is at work on it."""
+    courier = side.transports[ticket["transport"]]
+    assert isinstance(courier, Courier)
+    return courier._offers._offers[ticket["id"]].pulled
 
 
 @pytest.mark.parametrize("name", NAMES)
