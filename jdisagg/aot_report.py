@@ -21,6 +21,9 @@ from jdisagg.engine.compiled import MIB
 from jdisagg.engine.outline import Task
 from jdisagg.serve.blueprint import Blueprint
 
+# Rows of a table that stand together.
+SECTIONS = {"prefill": "prefill", "head": "prefill", "score": "prefill", "decode": "decode", "draw": "draw"}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -163,7 +166,7 @@ def show(console: Console, report: Report) -> None:
     for line in report.summaries():
         console.print(f"[bold]floor[/]  {line}", highlight=False)
     if any(not each.alike for each in report.checked):
-        console.print("[bold]=[/]      as the largest of its kind, which was compiled (--all_programs compiles each)")
+        console.print("[bold]=[/]      no larger than another of its kind that was compiled (--all_programs: each is)")
     for fault in report.faults:
         console.print(f"[bold red]fault[/]  {fault}", highlight=False)
     if not report.faults:
@@ -181,7 +184,8 @@ def _programs(report: Report, checked: list[Checked]) -> Table:
     table = Table(*columns, title=checked[0].worker, title_justify="left")
     for column in (*table.columns[2:5], table.columns[6]):
         column.justify = "right"
-    for _, group in groupby(checked, lambda each: each.task.kind.split()[0]):
+    shown = [each for each in checked if each.alike or report.work(each)]
+    for _, group in groupby(shown, lambda each: SECTIONS.get(each.task.kind.split()[0], "rest")):
         for each in group:
             table.add_row(*_row(report, each))
         table.add_section()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax
 from jdisagg.core.errors import MeshError
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+_DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd")  # TPU (two kinds of driver), NVIDIA, WSL, AMD
 MOST_VIRTUAL = 256  # CPU devices; each has threads of its own
 
 
@@ -24,6 +27,8 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "") -> lis
     """
     virtual = min(num_devices, MOST_VIRTUAL)
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * virtual)))
+    if platform == "auto" and not jax.config.read("jax_platforms") and not accelerator_at_hand():
+        platform = "cpu"
     if platform != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[platform])
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -42,6 +47,14 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "") -> lis
             f"the mesh needs devices 0 to {num_devices - 1}, this machine has {len(devices)} ({devices[0].platform})"
         )
     return devices[:num_devices]
+
+
+def accelerator_at_hand() -> bool:
+    """Whether a driver shows a device: where none does, libtpu and the CUDA plugin would search for seconds and warn.
+
+    They may be installed only to compile (`jdisagg.aot`). On systems other than Linux jax is left to look for itself.
+    """
+    return sys.platform != "linux" or any(next(Path("/dev").glob(name), None) for name in _DEVICE_FILES)
 
 
 def memory_bytes(device: Any) -> int | None:
