@@ -1,164 +1,176 @@
-"""The attention kernels against their floors on the device at hand: `python benchmarks/kernels.py --output=FILE.json`.
+"""The kernels against their floors and their peers, on the device at hand.
 
-Decode attention is held against copying the pages it reads, prefill attention against the f32 matmul rate, each pair
-interleaved in this run. `best` is the least time of all rounds, what a quiet machine gives; `median` says how noisy
-this one was, and `cpu` is the ratio in CPU seconds, which other people's jobs disturb least.
+    python -m benchmarks.kernels --output=benchmarks/results/kernels_cpu.json
+    python -m benchmarks.kernels --suite=tiny --rounds=1
+
+The floor of a memory-bound operation is its bytes over the speed of a copy measured beside it, that of prefill
+attention its products over the speed of a square product; decode on a CPU is held against copying the very pages it
+reads. `share` is floor over best time: 1 is as fast as the device goes, and a target says how near we mean to come.
+Best is the least time of all rounds, what a quiet machine gives; the median says how noisy this one was.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
-import statistics
+import re
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from pallas_kernels import paged_attention, prefill_attention
-
-LAYERS = 8
-HEAD_DIM = 64
-HEADS = [(8, 4), (12, 4)]  # query heads, KV heads
-PAGE_SIZES = [16, 32, 64]
-DECODE_TOKENS = [128, 512, 2048]
-# name: rows of q and tokens held of each sequence, rows of padding
-PREFILL = {
-    "8 x 128": ([(128, 128)] * 8, 0),
-    "8 x 128, 512 held": ([(128, 512)] * 8, 0),
-    "1 x 1024": ([(1024, 1024)], 0),
-    "256 of 2048": ([(256, 2048)], 0),
-    "16 x 32, half padding": ([(32, 32)] * 16, 512),
-}
+from benchmarks import machine, report
+from benchmarks.kernels_cases import Case, accelerator_cases, cpu_cases, tiny_cases
+from benchmarks.kernels_ours import Contest, Sizes, contest_of, copy_floor, matmul_floor
+from benchmarks.kernels_peers import Ground, fastest, peers_of
+from benchmarks.kernels_timing import race
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """One measurement: `reached` and `floor` in ms for decode, in GFLOP/s for prefill; `ratio` to the floor."""
+    """One case, measured. Milliseconds are of one operation."""
 
     operation: str
     shape: str
     page_size: int
-    unit: str
-    reached: float
-    floor: float
-    ratio: float
-    cpu_ratio: float  # the same, of the process's CPU seconds
-    median: float
+    headline: bool
+    best_ms: float
+    median_ms: float
+    floor_ms: float
+    share: float  # floor_ms / best_ms
+    cpu_share: float  # the same of CPU seconds: what other people's jobs disturb least; says nothing of accelerators
+    target: float | None
+    peers: dict[str, float | str] = field(default_factory=dict)  # best ms, or why there is no figure
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.target is None else "met" if self.share >= self.target else "missed"
 
 
-def interleave(calls: list[Callable[[], object]], rounds: int) -> np.ndarray:
-    """Seconds [calls, (wall, CPU), rounds], the calls taking turns, after one round that compiles."""
-    seconds = np.zeros((len(calls), 2, rounds + 1))
-    for turn in range(rounds + 1):
-        for index, call in enumerate(calls):
-            wall, cpu = time.perf_counter(), time.process_time()
-            jax.block_until_ready(call())
-            seconds[index, :, turn] = time.perf_counter() - wall, time.process_time() - cpu
-    return seconds[:, :, 1:]
+def measure(case: Case, sizes: Sizes, platform: str, rounds: int) -> Row:
+    """One case: we and our floor take turns, then each peer, made and dropped one after another."""
+    contest = contest_of(case, sizes, platform)
+    ours, floor = race([contest.ours, contest.floor], rounds)
+    floor_s, floor_cpu_s = floor.best_s * contest.floor_share, floor.cpu_s * contest.floor_share
+    peers = measure_peers(contest, sizes, platform, rounds) if case.with_peers else {}
+    return Row(
+        case.operation, case.shape, case.page_size, case.headline,
+        ours.best_s * 1e3, ours.median_s * 1e3, floor_s * 1e3, floor_s / ours.best_s, floor_cpu_s / ours.cpu_s,
+        case.target, peers,
+    )  # fmt: skip
 
 
-def make_pools(page_size: int, kv_heads: int, held: list[int]) -> tuple[list[jax.Array], jax.Array]:
-    """LAYERS pools f32 that hold these lengths, their pages scattered, and the table i32[rows, W]."""
-    rng = np.random.default_rng(0)
-    needed = [-(-tokens // page_size) for tokens in held]
-    order = iter(rng.permutation(np.arange(1, sum(needed) + 1)))
-    table = np.zeros((len(held), max(needed)), np.int32)
-    for row, pages in enumerate(needed):
-        table[row, :pages] = [next(order) for _ in range(pages)]
-    shape = (sum(needed) + 1, kv_heads, 2, page_size, HEAD_DIM)
-    pools = [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(LAYERS)]
-    return pools, jnp.asarray(table)
+def measure_peers(contest: Contest, sizes: Sizes, platform: str, rounds: int) -> dict[str, float | str]:
+    ground = Ground(contest.case, contest.held, sizes, platform)
+    found: dict[str, float | str] = {}
+    for name, maker in peers_of(contest.case).items():
+        try:
+            peer = maker(ground)
+            found[name] = "does not run this" if peer is None else race([peer], rounds)[0].best_s * 1e3
+        except (ImportError, ValueError, TypeError, NotImplementedError, AssertionError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
+    return found
 
 
-def copy_pages(pools: list[jax.Array], into: np.ndarray, ids: np.ndarray) -> None:
-    """The pages of one layer after another into a buffer that is mapped already, page by page."""
-    for pool in pools:
-        np.take(np.asarray(pool), ids, axis=0, out=into, mode="clip")
-
-
-def measure_decode(page_size: int, heads: tuple[int, int], held: list[int], rounds: int) -> Row:
-    pools, table = make_pools(page_size, heads[1], held)
-    lengths = jnp.asarray(held, jnp.int32)
-    q = jnp.ones((len(held), heads[0], HEAD_DIM))
-
-    @jax.jit
-    def layers(q: jax.Array, pools: list[jax.Array]) -> jax.Array:
-        for pool in pools:
-            q = q + paged_attention(q, pool, table, lengths)
-        return q
-
-    ids = np.asarray(table)[np.asarray(table) > 0]
-    into = np.zeros((len(ids), *pools[0].shape[1:]), np.float32)
-    times = interleave([partial(layers, q, pools), partial(copy_pages, pools, into, ids)], rounds) / LAYERS * 1e3
-    (best, cpu), (floor, cpu_floor) = times.min(axis=2).tolist()
-    shape = f"{heads[0]}/{heads[1]} heads, {len(held)} slots, " + (f"{min(held)}-" * (min(held) < max(held)))
-    ratios = best / floor, cpu / cpu_floor
-    median = statistics.median(times[0, 0].tolist())
-    return Row("paged_attention", f"{shape}{max(held)} tokens", page_size, "ms", best, floor, *ratios, median)
-
-
-def measure_prefill(page_size: int, heads: tuple[int, int], name: str, rounds: int) -> Row:
-    packed, padding = PREFILL[name]
-    pools, table = make_pools(page_size, heads[1], [held for _, held in packed])
-    cu_q_lens = np.cumsum([0] + [rows for rows, _ in packed]).astype(np.int32)
-    q = jnp.ones((int(cu_q_lens[-1]) + padding, heads[0], HEAD_DIM))
-    packing = (table, jnp.asarray([held for _, held in packed], jnp.int32), jnp.asarray(cu_q_lens))
-
-    @jax.jit
-    def layers(q: jax.Array, pools: list[jax.Array]) -> jax.Array:
-        for pool in pools:
-            q = q + prefill_attention(q, pool, *packing)
-        return q
-
-    square = jnp.ones((1024, 1024))
-    product = jax.jit(lambda x: (x @ x) @ x)
-    times = interleave([partial(layers, q, pools), partial(product, square)], rounds)
-    # two products of 2 * D a query head for each key that a row sees
-    seen = sum(rows * held - rows * (rows - 1) / 2 for rows, held in packed)
-    giga = 4 * HEAD_DIM * heads[0] * seen * LAYERS / 1e9
-    (rate, cpu), (floor, cpu_floor) = (np.asarray([[giga], [4 * 1024**3 / 1e9]]) / times.min(axis=2)).tolist()
-    ratios = rate / floor, cpu / cpu_floor
-    median = giga / statistics.median(times[0, 0].tolist())
-    shape = f"{heads[0]}/{heads[1]} heads, {name}"
-    return Row("prefill_attention", shape, page_size, "GFLOP/s", rate, floor, *ratios, median)
-
-
-def measure(rounds: int, quick: bool) -> list[Row]:
+def measure_all(cases: Sequence[Case], sizes: Sizes, platform: str, rounds: int, console: Console) -> list[Row]:
     rows = []
-    for heads in HEADS[:1] if quick else HEADS:
-        for page_size in PAGE_SIZES[:1] if quick else PAGE_SIZES:
-            lengths = [[tokens] * 8 for tokens in DECODE_TOKENS] + [list(range(64, 577, 73))]
-            rows += [measure_decode(page_size, heads, held, rounds) for held in lengths[: 1 if quick else None]]
-        rows += [measure_prefill(16, heads, name, rounds) for name in list(PREFILL)[: 1 if quick else None]]
+    for number, case in enumerate(cases, 1):
+        began = time.perf_counter()
+        rows.append(measure(case, sizes, platform, rounds))
+        row, took_s = rows[-1], time.perf_counter() - began
+        console.print(
+            f"{number}/{len(cases)} {case.operation} {case.shape}, pages of {case.page_size}:"
+            f" {row.best_ms:.3f} ms, {row.share:.0%} of the floor's speed {row.verdict} ({took_s:.0f} s)",
+            highlight=False,
+        )
     return rows
 
 
-def print_table(rows: list[Row]) -> None:
-    heads = f"{'best':>9} {'floor':>9} {'ratio':>6} {'cpu':>6} {'median':>9}"
-    print(f"{'operation':18} {'shape':44} {'page':>4} {heads}  unit")
+def table_of(rows: Sequence[Row], title: str) -> Table:
+    table = Table("operation", "shape", "page", "best ms", "median", "floor", "share", "cpu", "target", "",
+                  "best peer, ms", title=title)  # fmt: skip
     for row in rows:
-        figures = f"{row.reached:9.3f} {row.floor:9.3f} {row.ratio:6.2f} {row.cpu_ratio:6.2f} {row.median:9.3f}"
-        print(f"{row.operation:18} {row.shape:44} {row.page_size:4} {figures}  {row.unit}")
+        peer = fastest(row.peers)
+        table.add_row(
+            row.operation, row.shape, str(row.page_size), f"{row.best_ms:.3f}", f"{row.median_ms:.3f}",
+            f"{row.floor_ms:.3f}", f"{row.share:.2f}", f"{row.cpu_share:.2f}",
+            "" if row.target is None else f"{row.target:.2f}", row.verdict,
+            "" if peer is None else f"{peer[1]:.3f} {peer[0]}",
+        )  # fmt: skip
+    return table
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, help="JSON file for the rows, the device and the versions")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="one shape of each operation")
-    options = parser.parse_args(arguments)
-    rows = measure(options.rounds, options.quick)
-    print_table(rows)
-    if options.output is not None:
-        record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
-        record |= {"command": f"python benchmarks/kernels.py {' '.join(arguments)}"}
-        options.output.write_text(json.dumps(record | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+def rates_of(sizes: Sizes, rounds: int) -> dict[str, Any]:
+    """What the device reaches: bytes copied a second, read and written counted together, and products a second."""
+    (copy, bytes_share), (product, flops_share) = copy_floor(sizes, 1), matmul_floor(sizes, 1)
+    copied, multiplied = race([copy, product], rounds)
+    return {
+        "copy_bytes_per_s": 1 / (copied.best_s * bytes_share),
+        "matmul_flops_per_s": 1 / (multiplied.best_s * flops_share),
+        "dtype": jax.numpy.dtype(sizes.dtype).name,
+    }
+
+
+def record_of(rows: Sequence[Row], rates: dict[str, Any], platform: str) -> dict[str, Any]:
+    """The JSON of one run."""
+    device = jax.devices()[0]
+    name = machine.processor() if platform == "cpu" else device.device_kind
+    return machine.described() | {
+        "device": {"platform": platform, "name": name, "count": jax.device_count()},
+        "rates": rates,
+        "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
+    }
+
+
+def chosen(suite: str, only: str, platform: str) -> list[Case]:
+    """Raises ValueError where nothing is left."""
+    whole = cpu_cases if platform == "cpu" else accelerator_cases
+    cases = tiny_cases() if suite == "tiny" else whole()
+    left = [case for case in cases if re.search(only, f"{case.operation} {case.shape}, pages of {case.page_size}")]
+    if not left:
+        raise ValueError(f"--only={only!r} fits none of the {len(cases)} cases")
+    return left
+
+
+def options_of(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--output", default="", help="JSON file for the rows, the device and the versions")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contestant")
+    parser.add_argument("--suite", choices=("device", "tiny"), default="device", help="the device's cases, or a test's")
+    parser.add_argument("--only", default="", help="cases that this regular expression is found in")
+    parser.add_argument("--no_peers", action="store_true", help="our kernels alone")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = options_of(argv)
+    platform = jax.default_backend()
+    try:
+        cases = chosen(options.suite, options.only, platform)
+    except (ValueError, re.error) as error:
+        print(f"benchmarks.kernels: {error}", file=sys.stderr)
+        return 2
+    if options.no_peers or (platform == "cpu" and options.suite == "device"):
+        cases = [replace(case, with_peers=False) for case in cases]
+    console = Console(width=max(160, Console().width))
+    sizes = Sizes.of(platform, options.suite == "tiny")
+    rates = rates_of(sizes, options.rounds)
+    console.print(
+        f"copy {rates['copy_bytes_per_s'] / 1e9:,.1f} GB/s read and written,"
+        f" {rates['dtype']} products {rates['matmul_flops_per_s'] / 1e12:,.2f} TFLOP/s",
+        highlight=False,
+    )
+    rows = measure_all(cases, sizes, platform, options.rounds, console)
+    console.print(table_of(rows, f"{jax.devices()[0].device_kind}, {jax.numpy.dtype(sizes.dtype).name}"))
+    if options.output:
+        report.write_json(options.output, record_of(rows, rates, platform))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
