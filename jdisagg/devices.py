@@ -27,7 +27,7 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "") -> lis
     """
     virtual = min(num_devices, MOST_VIRTUAL)
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * virtual)))
-    if platform == "auto" and not jax.config.read("jax_platforms") and not accelerator_at_hand():
+    if platform == "auto" and not jax.config.values.get("jax_platforms") and not accelerator_at_hand():
         platform = "cpu"
     if platform != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[platform])
