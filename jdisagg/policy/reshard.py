@@ -3,15 +3,35 @@
 Heads: source shards hold runs of `heads_per_shard` heads, destination shards hold other runs. Both are multiples of
 their greatest common divisor, the *atom*: the source cuts its shard into atoms, each travels whole, and a destination
 shard is a row of atoms. Nothing is ever cut in flight.
+
+Pages: where the two ends have pages of different sizes, as many pages of the one as hold the same tokens as some pages
+of the other make a *group*. Pages travel as they are at the source, in whole groups (the null page fills them up), and
+the destination cuts them anew. Numbers travel in the narrower of the two dtypes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from math import gcd
+from functools import cache
+from math import gcd, lcm
 
-from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
+from jdisagg.core.kv_layout import DTYPE_BYTES, heads_per_shard, kv_head_of_shard
+
+TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
+MOVE_PAGES = 8  # what a move costs beside its pages, in pages: two programs and the puts of its pieces
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """What the other end must know of a stage: its layers, into how many shards its heads are cut, its pages."""
+
+    layers: range
+    tp: int
+    page_size: int
+    dtype: str = "float32"
+
+
+# ------------------------------------------------------------------ heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +72,18 @@ def plan_heads(num_kv_heads: int, source_tp: int, destination_tp: int) -> HeadPl
 
 
 def _atom_of_head(head: int, num_kv_heads: int, source_tp: int, destination: int, atom: int) -> Atom:
-    held = heads_per_shard(num_kv_heads, source_tp)
-    holders = [
-        shard
-        for shard in range(source_tp)
-        if kv_head_of_shard(num_kv_heads, source_tp, shard)
-        <= head
-        < kv_head_of_shard(num_kv_heads, source_tp, shard) + held
-    ]
+    holders = shards_with(head, num_kv_heads, source_tp)
     shard = holders[destination % len(holders)]
     return Atom(shard, (head - kv_head_of_shard(num_kv_heads, source_tp, shard)) // atom)
+
+
+def shards_with(head: int, num_kv_heads: int, tp: int) -> list[int]:
+    """The shards that hold this head."""
+    held = heads_per_shard(num_kv_heads, tp)
+    return [shard for shard in range(tp) if 0 <= head - kv_head_of_shard(num_kv_heads, tp, shard) < held]
+
+
+# ------------------------------------------------------------------ layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +106,169 @@ def plan_layers(source: tuple[range, ...], destination: tuple[range, ...]) -> tu
     return tuple(runs)
 
 
-TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
+# ------------------------------------------------------------------ pages
 
 
-def plan_moves(pages: int, buckets: tuple[int, ...] = TRANSFER_BUCKETS) -> tuple[tuple[int, int, int], ...]:
-    """(start, stop, bucket) of each move of a transfer of `pages` pages: full largest buckets, then the rest's own."""
-    moves, start = [], 0
-    while start < pages:
-        stop = min(start + buckets[-1], pages)
-        moves.append((start, stop, buckets[bisect_left(buckets, stop - start)]))
-        start = stop
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """The fewest tokens that fill whole pages at both ends: `source` pages here, `destination` pages there."""
+
+    source: int
+    destination: int
+
+    def buckets(self, pages: tuple[int, ...] = TRANSFER_BUCKETS) -> tuple[int, ...]:
+        """Declared sizes in groups: at the end with the smaller pages, at most so many pages (one group at least)."""
+        return tuple(sorted({max(1, each // max(self.source, self.destination)) for each in pages}))
+
+
+def group_pages(source_page_size: int, destination_page_size: int) -> PageGroup:
+    tokens = lcm(source_page_size, destination_page_size)
+    return PageGroup(tokens // source_page_size, tokens // destination_page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Places in the two page lists that one move takes, and its declared size in groups."""
+
+    source: tuple[int, int]
+    destination: tuple[int, int]
+    groups: int
+
+
+def plan_spans(source_pages: int, destination_pages: int, group: PageGroup) -> tuple[Span, ...]:
+    """The moves of a transfer whose two page lists hold the same tokens, the last group of either perhaps in part."""
+    groups = -(-source_pages // group.source)
+    assert groups == -(-destination_pages // group.destination), (source_pages, destination_pages, group)
+    spans = []
+    for start, stop, size in plan_moves(groups, group.buckets(), max(group.source, group.destination)):
+        from_, to = (
+            (start * each, min(stop * each, held))
+            for each, held in ((group.source, source_pages), (group.destination, destination_pages))
+        )
+        spans.append(Span(from_, to, size))
+    return tuple(spans)
+
+
+def plan_moves(
+    pages: int, buckets: tuple[int, ...] = TRANSFER_BUCKETS, weight: int = 1
+) -> tuple[tuple[int, int, int], ...]:
+    """(start, stop, bucket) of each move of a transfer of `pages` pages: the cheapest list of declared sizes.
+
+    A move costs `weight` for each page of its bucket, filled or not, and MOVE_PAGES; largest moves come first.
+    """
+    whole, rest = divmod(pages, buckets[-1])
+    sizes, start, moves = (buckets[-1],) * whole + _cheapest(rest, buckets, weight)[2], 0, []
+    for size in sizes:
+        moves.append((start, min(start + size, pages), size))
+        start += size
     return tuple(moves)
+
+
+@cache
+def _cheapest(pages: int, buckets: tuple[int, ...], weight: int) -> tuple[int, int, tuple[int, ...]]:
+    """What the cheapest moves of `pages` pages cost, how many they are, and their sizes, descending."""
+    if pages <= 0:
+        return 0, 0, ()
+    found = []
+    for size in buckets:
+        cost, number, sizes = _cheapest(pages - size, buckets, weight)
+        found.append((cost + size * weight + MOVE_PAGES, number + 1, tuple(sorted((size, *sizes), reverse=True))))
+    return min(found)
+
+
+# ------------------------------------------------------------------ the whole plan
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of some layers from one stage to another, whatever the number of pages."""
+
+    source_stage: int
+    destination_stage: int
+    layers: range
+    heads: HeadPlan
+    group: PageGroup
+    dtype: str  # of the numbers on their way
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One pack, one put and one insert, of fixed shapes."""
+
+    route: Route
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    wire_bytes: int  # of values, padding included
+    programs: int
+    pieces: int  # arrays of one device that are put
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """All moves of one transfer of `num_tokens` tokens of `layers`."""
+
+    source: tuple[StageShape, ...]
+    destination: tuple[StageShape, ...]
+    num_kv_heads: int
+    num_tokens: int
+    layers: range
+    moves: tuple[Move, ...]
+
+    def cost(self, head_dim: int) -> Cost:
+        total, pieces = 0, 0
+        for move in self.moves:
+            route, held = move.route, self.source[move.route.source_stage]
+            heads = len(route.heads.pieces) * route.heads.atoms_per_destination * route.heads.atom_heads
+            tokens = move.span.groups * route.group.source * held.page_size
+            total += len(route.layers) * tokens * heads * 2 * head_dim * DTYPE_BYTES[route.dtype]
+            pieces += len(route.heads.pieces) * route.heads.atoms_per_destination
+        return Cost(total, 2 * len(self.moves), pieces)
+
+
+def plan_routes(
+    source: tuple[StageShape, ...],
+    destination: tuple[StageShape, ...],
+    num_kv_heads: int,
+    layers: range | None = None,
+) -> tuple[Route, ...]:
+    """The ways of `layers` (None: all) between two cuts of one model, in layer order."""
+    wanted = range(0, destination[-1].layers.stop) if layers is None else layers
+    cut = tuple(layers_within(stage.layers, wanted) for stage in source)
+    routes = []
+    for run in plan_layers(cut, tuple(stage.layers for stage in destination)):
+        here, there = source[run.source_stage], destination[run.destination_stage]
+        heads = plan_heads(num_kv_heads, here.tp, there.tp)
+        group = group_pages(here.page_size, there.page_size)
+        dtype = narrower(here.dtype, there.dtype)
+        routes.append(Route(run.source_stage, run.destination_stage, run.layers, heads, group, dtype))
+    return tuple(routes)
+
+
+def plan_reshard(
+    source: tuple[StageShape, ...],
+    destination: tuple[StageShape, ...],
+    num_kv_heads: int,
+    num_tokens: int,
+    layers: range | None = None,
+) -> Reshard:
+    """The cheapest moves of declared sizes that bring the KV of `num_tokens` tokens from the one cut to the other."""
+    moves = []
+    for route in plan_routes(source, destination, num_kv_heads, layers):
+        stages = source[route.source_stage], destination[route.destination_stage]
+        held, wanted = (-(-num_tokens // stage.page_size) for stage in stages)
+        moves += [Move(route, span) for span in plan_spans(held, wanted, route.group)]
+    wanted_layers = range(0, destination[-1].layers.stop) if layers is None else layers
+    return Reshard(source, destination, num_kv_heads, num_tokens, wanted_layers, tuple(moves))
+
+
+def narrower(one: str, other: str) -> str:
+    """What numbers travel in: nothing that the destination could keep is lost, and no byte is sent for nothing."""
+    return min(one, other, key=lambda dtype: DTYPE_BYTES[dtype])
+
+
+def layers_within(layers: range, wanted: range) -> range:
+    """Those of both."""
+    return range(max(layers.start, wanted.start), min(layers.stop, wanted.stop))
