@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.tuning import tuned
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LOG2_E = log2(jnp.e)
@@ -52,10 +53,6 @@ class Rule(NamedTuple):
     window: int | None
     soft_cap: float | None
     precision: lax.DotAlgorithmPreset | lax.Precision | None  # of the products
-
-
-# Measured choices, by (dtype of the pool, head size, slots * KV heads); none yet.
-TUNED: dict[tuple[str, int, int], Blocks] = {}
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
@@ -119,9 +116,8 @@ def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
     """The tuned choice, or one that has enough programs in flight for memory to be the bound."""
     values = stored(kv_pages)
     across = max(1, q.shape[0] * values.shape[1])
-    key = values.dtype.name, values.shape[4], across
-    if key in TUNED:
-        return TUNED[key]
+    if found := tuned("paged_attention", q, kv_pages):
+        return Blocks(**found)
     parts = max(1, min(MAX_PARTS, PROGRAMS // across, PART_NUMBERS // max(1, q.size)))
     return Blocks(parts, 2 if across <= 8 else 4, tile_tokens(q, kv_pages), warps=4, stages=3)
 

@@ -27,6 +27,7 @@ from pallas_kernels.tpu_blocks import (
     pool_specs,
     product_precision,
 )
+from pallas_kernels.tuning import tuned
 
 BLOCK_BYTES = 1 << 20  # of K and V in VMEM; two such blocks hide the latency of HBM, and more would not fit f32 copies
 BLOCK_TOKENS = 1024
@@ -50,7 +51,8 @@ def paged_attention(
 ) -> Array:
     """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
     slots = max(1, TABLE_BYTES // (4 * page_table.shape[1]))
-    pages = block_pages or pages_of_block(kv_pages, page_table.shape[1])
+    pages = block_pages or tuned("paged_attention", q, kv_pages).get("block_pages", 0)
+    pages = min(pages or pages_of_block(kv_pages), page_table.shape[1])
     options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
     options |= {"cores": cores or num_cores()}
     parts = [
@@ -108,10 +110,10 @@ def attend_slots(
     return out[:slots].reshape(q.shape)
 
 
-def pages_of_block(kv_pages: Array | QuantizedPages, width: int) -> int:
-    """Pages fetched together: no more than the `width` of a table row."""
+def pages_of_block(kv_pages: Array | QuantizedPages) -> int:
+    """Pages fetched together where nothing was measured."""
     page_size = stored(kv_pages).shape[3]
-    return max(1, min(BLOCK_BYTES // page_bytes(kv_pages), BLOCK_TOKENS // page_size, width))
+    return max(1, min(BLOCK_BYTES // page_bytes(kv_pages), BLOCK_TOKENS // page_size))
 
 
 def attend_slot(

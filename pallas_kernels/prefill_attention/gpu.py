@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.gpu import (
 )
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.tuning import tuned
 
 ROW_BYTES = 1 << 15  # of queries in a block, as the products take them: 128 rows of 128 numbers in bf16
 MAX_ROWS = 128  # two warp groups of 64 rows, Hopper's matrix instruction
@@ -42,10 +43,6 @@ class Blocks(NamedTuple):
     tile: int  # KV tokens of a step
     warps: int
     stages: int
-
-
-# Measured choices, by (dtype of the products, dtype of the pool, head size); none yet.
-TUNED: dict[tuple[str, str, int], Blocks] = {}
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
@@ -89,9 +86,8 @@ def prefill_attention(
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
     """The tuned choice, or one whose sums stay in registers and whose tiles leave room for two programs a core."""
     values, products = stored(kv_pages), product_dtype(q.dtype, kv_pages)
-    key = products.name, values.dtype.name, q.shape[2]
-    if key in TUNED:
-        return TUNED[key]
+    if found := tuned("prefill_attention", q, kv_pages):
+        return Blocks(**found)
     row_bytes = pl.next_power_of_2(q.shape[2]) * products.itemsize
     useful = pl.next_power_of_2(q.shape[0] * pl.next_power_of_2(q.shape[1] // values.shape[1]))
     rows = max(MIN_ROWS, min(MAX_ROWS, ROW_BYTES // row_bytes, useful))

@@ -28,6 +28,7 @@ from pallas_kernels.tpu_blocks import (
     pool_specs,
     product_precision,
 )
+from pallas_kernels.tuning import tuned
 
 MAX_ROWS, MIN_ROWS = 256, 16  # query rows of a block
 GROUP_ROWS = 512  # of one KV head's queries in a block; times TILE_TOKENS, the logits that exist at once
@@ -61,8 +62,10 @@ def prefill_attention(
         options = {"scale": scale, "window": window, "soft_cap": soft_cap}
         return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
     cores = cores or num_cores()
-    pages = block_pages or min(pages_of_block(kv_pages, page_table.shape[1]), max(1, TILE_TOKENS // page_size))
-    rows = block_rows or rows_of_block(tokens, heads, heads // kv_heads, size)
+    found = tuned("prefill_attention", q, kv_pages)
+    pages = block_pages or found.get("block_pages", min(pages_of_block(kv_pages), max(1, TILE_TOKENS // page_size)))
+    pages = min(pages, page_table.shape[1])
+    rows = block_rows or found.get("block_rows", rows_of_block(tokens, heads, heads // kv_heads, size))
     blocks = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=window, query_rows=rows)
     spare = -blocks.start.shape[0] % cores  # blocks of nothing, so that each core has as many
     sequence, start, position, first, stop = (jnp.pad(part, (0, spare)) for part in blocks[:5])

@@ -126,7 +126,7 @@ def amend_block(place_ref, group_leader_ref, page_leader_ref, total_ref, rows, _
     """One block of rows, all its groups at once: read, amend, write. The last `refs`: the pool, written and read."""
     *results, groups, semaphore = refs
     pool = QuantizedPages(*results) if isinstance(groups, QuantizedPages) else results[0]
-    block, _, _, group, _ = stored(groups).shape
+    block, group = stored(groups).shape[:4:3]
     start = pl.program_id(0) * block
     real = jnp.clip(total_ref[0] - start, 0, block)
 

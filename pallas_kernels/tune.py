@@ -1,0 +1,195 @@
+"""Measures block sizes on the device at hand and keeps the fastest: `python -m pallas_kernels.tune [--dry_run]`.
+
+Each candidate is compiled, run once, then timed `--repeats` times; its median counts, and the rule's own choice is the
+first candidate, so that a table entry is never slower than none. Candidates that do not compile are passed over.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from pprint import pformat
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.paged_attention import gpu as decode_gpu
+from pallas_kernels.paged_attention import tpu as decode_tpu
+from pallas_kernels.prefill_attention import gpu as prefill_gpu
+from pallas_kernels.prefill_attention import tpu as prefill_tpu
+from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
+from pallas_kernels.tuned import TUNED
+from pallas_kernels.tuning import key_of
+
+DATA = Path(__file__).with_name("tuned.py")
+HEADER = DATA.read_text(encoding="utf-8").split("\n\n")[0]
+MODELS = {"llama3_8b": "128x8x4x32", "llama3_70b_tp8": "128x1x8x32", "small": "64x4x2x32"}
+TINY = "16x2x2x16"
+Blocks = dict[str, int]
+
+
+class Work(NamedTuple):
+    """One thing to tune: an operation at a size."""
+
+    operation: str
+    head_dim: int
+    kv_heads: int
+    groups: int
+    page_size: int
+    q_dtype: str
+    pool_dtype: str
+    rows: int  # slots of a decode step, tokens of a chunk
+    context: int  # tokens held by each slot
+
+
+def candidates(platform: str, work: Work) -> Iterator[Blocks]:
+    """What is worth a try; {} is the kernel's own rule."""
+    yield {}
+    decode = work.operation == "paged_attention"
+    if platform == "gpu":
+        if decode:
+            for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):
+                yield {"parts": parts, "tiles": 2, "tile": tile, "warps": warps, "stages": 3}
+        else:
+            for rows, tile, warps in product((64, 128), (32, 64, 128), (4, 8)):
+                yield {"rows": rows, "tile": tile, "warps": warps, "stages": 3}
+        return
+    tokens = (128, 256, 512, 1024) if decode else (128, 256, 512)
+    for pages in sorted({max(1, count // work.page_size) for count in tokens}):
+        yield from (
+            {"block_pages": pages, **more} for more in ([{}] if decode else [{"block_rows": n} for n in (64, 128, 256)])
+        )
+
+
+def arguments_of(work: Work) -> tuple[Any, ...]:
+    """Arrays of the operation in order, without sinks: slots hold the whole context, a chunk is its last rows."""
+    rng = np.random.default_rng(0)
+    slots = work.rows if work.operation == "paged_attention" else 1
+    width = -(-work.context // work.page_size)
+    pool: Array | QuantizedPages = jnp.asarray(
+        rng.standard_normal((slots * width + 1, work.kv_heads, 2, work.page_size, work.head_dim)), jnp.float32
+    )
+    if work.pool_dtype in LARGEST:
+        pool = quantize_pages(pool, jnp.dtype(work.pool_dtype))
+    else:
+        pool = pool.astype(work.pool_dtype)
+    heads = work.kv_heads * work.groups
+    q = jnp.asarray(rng.standard_normal((work.rows, heads, work.head_dim)), work.q_dtype)
+    table = jnp.asarray(1 + rng.permutation(slots * width).reshape(slots, width), jnp.int32)
+    lengths = jnp.full(slots, work.context, jnp.int32)
+    if work.operation == "paged_attention":
+        return q, pool, table, lengths, None
+    return q, pool, table, lengths, jnp.asarray([0, min(work.rows, work.context)], jnp.int32), None
+
+
+def kernel_of(platform: str, operation: str, blocks: Blocks, interpret: bool) -> Callable[..., Array]:
+    """The platform's own kernel, cut as told."""
+    options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
+    decode = operation == "paged_attention"
+    if platform == "gpu":
+        module = decode_gpu if decode else prefill_gpu
+        chosen = module.Blocks(**blocks) if blocks else None
+        attend = decode_gpu.paged_attention if decode else prefill_gpu.prefill_attention
+        return lambda *arrays: attend(*arrays, blocks=chosen, **options)  # type: ignore[arg-type]
+    attend = decode_tpu.paged_attention if decode else prefill_tpu.prefill_attention
+    return lambda *arrays: attend(*arrays, **blocks, **options)
+
+
+def seconds(call: Callable[..., Array], arrays: tuple[Any, ...], repeats: int) -> float | None:
+    """The median call, after the one that compiles; None where it does not compile."""
+    try:
+        jax.block_until_ready(call(*arrays))
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        print(f"    passed over: {str(error).splitlines()[0][:100]}")
+        return None
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arrays))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def tune(platform: str, work: Work, repeats: int, interpret: bool) -> Blocks:
+    """The fastest candidate; {} where the rule's own is."""
+    arrays = arguments_of(work)
+    measured = []
+    for blocks in candidates(platform, work):
+        took = seconds(kernel_of(platform, work.operation, blocks, interpret), arrays, repeats)
+        if took is not None:
+            print(f"    {took * 1e6:10.1f} us  {blocks or 'the rule'}")
+            measured.append((took, blocks))
+    return min(measured, key=lambda pair: pair[0])[1] if measured else {}
+
+
+def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str]) -> list[Work]:
+    """Every shape with both operations, every number of rows and every pair of dtypes."""
+    made = []
+    for shape, operation, count, pair in product(shapes, ("paged_attention", "prefill_attention"), rows, dtypes):
+        size, kv_heads, groups, page_size = map(int, MODELS.get(shape, shape).split("x"))
+        queries, pool = pair.split("/")
+        made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context))
+    return made
+
+
+def platform_here(asked: str | None) -> str:
+    """tpu, gpu or, if asked for, cpu; else the program ends in one line."""
+    found = jax.default_backend()
+    if asked == "cpu" or found in ("tpu", "gpu"):
+        return asked or found
+    sys.exit(f"no TPU or GPU here: {jax.devices()[0].device_kind} only; --platform=cpu tries the mechanics, tiny")
+
+
+def write(path: Path, table: dict[tuple[str | int, ...], Blocks]) -> None:
+    """The data file, sorted, so that a new measurement is a small change."""
+    body = pformat(dict(sorted(table.items(), key=repr)), width=116, sort_dicts=False)
+    path.write_text(f"{HEADER}\n\nTUNED: dict[tuple[str | int, ...], dict[str, int]] = {body}\n", encoding="utf-8")
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", default="llama3_8b,llama3_70b_tp8", help=f"of {', '.join(MODELS)} or DxHkvxGxpage")
+    parser.add_argument("--rows", default="1,64,1024", help="slots of a decode step and tokens of a chunk")
+    parser.add_argument("--dtypes", default="bfloat16/bfloat16,bfloat16/int8", help="of queries / of the pool")
+    parser.add_argument("--context", type=int, default=4096, help="tokens held by each slot")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="cpu: TPU kernels interpreted, tiny")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be measured, measure nothing")
+    parser.add_argument("--out", type=Path, default=DATA, help="the data file to write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    flags = parsed(arguments)
+    tiny = flags.platform == "cpu"
+    shapes, rows, context = (
+        ([TINY], [4], 40) if tiny else (flags.shapes.split(","), flags.rows.split(","), flags.context)
+    )
+    works = works_of(shapes, [int(count) for count in rows], context, flags.dtypes.split(","))
+    if flags.dry_run:
+        for work in works:
+            print(*work, sum(1 for _ in candidates(flags.platform or "tpu", work)), "candidates")
+        return
+    platform, table = platform_here(flags.platform), dict(TUNED)
+    for work in works:
+        print(f"{work.operation} {work}")
+        best = tune(platform, work, 1 if tiny else flags.repeats, interpret=tiny)
+        key = tuple(key_of(work.operation, *arguments_of(work)[:2]))
+        table.pop(key, None)
+        if best:
+            table[key] = best
+    if tiny and flags.out == DATA:
+        print("not kept: what is measured by interpretation says nothing")
+        return
+    write(flags.out, table)
+    print(f"{len(table)} choices in {flags.out}")
+
+
+if __name__ == "__main__":
+    main()

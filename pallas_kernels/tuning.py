@@ -1,0 +1,43 @@
+"""Block sizes that were measured, looked up by what decides them; each kernel has a rule for all that is not listed.
+
+`python -m pallas_kernels.tune` measures on the device it runs on and writes `tuned.py`. A choice changes the order of
+sums at most, never their terms.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.tuned import TUNED
+
+
+class Key(NamedTuple):
+    """What a choice was measured for. It holds no table width: a result's bits must not depend on one."""
+
+    operation: str  # paged_attention, prefill_attention
+    device: str  # jax's device_kind: "TPU v5 lite", "NVIDIA H100 80GB HBM3"
+    head_dim: int
+    kv_heads: int  # of a shard
+    groups: int  # query heads of a KV head
+    page_size: int
+    q_dtype: str
+    pool_dtype: str
+    rows: int  # of queries, slots or tokens, rounded up to a power of two
+
+
+def key_of(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> Key:
+    """q [rows, Hq, D] over kv_pages, on the device that programs go to by default."""
+    _, kv_heads, _, page_size, size = stored(kv_pages).shape
+    dtypes = jnp.dtype(q.dtype).name, jnp.dtype(stored(kv_pages).dtype).name
+    rows = 1 << max(q.shape[0] - 1, 0).bit_length()
+    return Key(
+        operation, jax.devices()[0].device_kind, size, kv_heads, q.shape[1] // kv_heads, page_size, *dtypes, rows
+    )
+
+
+def tuned(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> dict[str, int]:
+    """The measured choice, by the names that the kernel gives its parts; empty where nothing was measured."""
+    return TUNED.get(tuple(key_of(operation, q, kv_pages)), {})
