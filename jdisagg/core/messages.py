@@ -33,6 +33,7 @@ class Reserved:
     epoch: int
     pages: tuple[int, ...]
     cached_pages: int = 0
+    page_size: int = 0  # tokens a page; 0: as the prefill worker's
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class StartPrefill:
     timeout_s: float  # to the first token
     lease_s: float  # of the bed: Renew it well within
     cached_pages: int = 0  # leading decode pages that hold their KV already: those are not shipped
+    decode_page_size: int = 0  # tokens a decode page; 0: as this worker's
 
 
 @dataclass(frozen=True, slots=True)

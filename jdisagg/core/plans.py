@@ -91,6 +91,8 @@ class DecodePlan:
 class KVTransfer:
     """One part of a request's KV, from pages of one worker to pages of another. `epoch` fences late writers.
 
+    The two lists begin at the same token and hold the same tokens, each in pages of its own worker's size, so that one
+    may be longer than the other. A destination page of 0 is not written: the destination holds its KV already.
     A handoff ships in parts 0, 1, 2, ...; COMMIT says how many. Parts of one handoff share no (page, layer), may
     arrive in any order, and are the same bytes however often they are shipped.
     """

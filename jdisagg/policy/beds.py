@@ -76,7 +76,7 @@ class Beds:
             detail = f"{self.free_slots} slots and {self.reservable_pages} pages are free"
             self.out.tell_router(Refused(*owner, detail))
         elif bed.handoff.state is State.RESERVED:
-            self.out.tell_router(Reserved(*owner, tuple(bed.pages), bed.cached_pages))
+            self.out.tell_router(Reserved(*owner, tuple(bed.pages), bed.cached_pages, self.config.page_size))
 
     def _make_bed(self, owner: Owner, message: Reserve, now_s: float) -> Bed | None:
         cached = self.held_prefix(message.request)[: len(message.request.prompt) // self.config.page_size]

@@ -22,13 +22,16 @@ class Piece(NamedTuple):
         return min(self.stop * page_size, total) - self.start * page_size
 
 
-def pieces(mode: TransferMode, config: WorkerConfig, sent_pages: int, computed: int, total: int) -> tuple[Piece, ...]:
+def pieces(
+    mode: TransferMode, config: WorkerConfig, sent_pages: int, computed: int, total: int, group_pages: int = 1
+) -> tuple[Piece, ...]:
     """What leaves once `computed` of `total` prompt tokens are computed and `sent_pages` leading pages are away.
 
-    `mode` is WHOLE, CHUNK or LAYER; pieces of one chunk are in the order in which their layers are computed.
+    `mode` is WHOLE, CHUNK or LAYER; pieces of one chunk are in the order in which their layers are computed. Pages
+    leave `group_pages` at a time, but for the sequence's last, so that they fill whole pages of the destination.
     """
     last = computed == total
-    stop = config.pages_for(total) if last else computed // config.page_size
+    stop = config.pages_for(total) if last else computed // config.page_size // group_pages * group_pages
     if stop <= sent_pages or (mode is TransferMode.WHOLE and not last):
         return ()
     groups = config.layer_groups if mode is TransferMode.LAYER and len(config.layer_groups) > 1 else (None,)

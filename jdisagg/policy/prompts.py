@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jdisagg.core.events import PrefillDone, RunPrefill, ShipKV
+from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Commit, Draw, Renew, Resend, StartPrefill
 from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
@@ -24,6 +25,7 @@ from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.parts import Piece, pieces
 from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
+from jdisagg.policy.reshard import PageGroup, group_pages, pages_elsewhere
 from jdisagg.policy.streaming import Streaming
 
 BEATS = 3  # a lease is renewed: two words of it may be lost
@@ -40,7 +42,9 @@ class Prompt:
     decode_worker: WorkerId
     decode_pages: tuple[int, ...]
     lease_s: float  # of its bed
-    sent_pages: int  # leading pages that have left, or that the destination held already
+    cached_pages: int  # leading decode pages that the destination held already
+    group: PageGroup  # of this worker's pages and the destination's
+    sent_pages: int  # leading pages that have left, or whose KV the destination held already
     mode: TransferMode = TransferMode.WHOLE  # settled when it begins
     pages: tuple[int, ...] = ()  # its own; a colocated prompt computes in the bed's
     parts: list[KVTransfer] = field(default_factory=list)  # as shipped
@@ -54,6 +58,12 @@ class Prompt:
     @property
     def tokens_left(self) -> int:
         return len(self.request.prompt) - self.planned
+
+    def pages_there(self, piece: Piece, page_size: int) -> tuple[int, ...]:
+        """Decode pages that hold the tokens of these pages; the null page for those that are held already."""
+        start, stop = pages_elsewhere(piece.start, piece.stop, len(self.request.prompt), page_size, self.group)
+        pages = self.decode_pages[start:stop]
+        return tuple(NULL_PAGE if start + at < self.cached_pages else page for at, page in enumerate(pages))
 
 
 class Prompts:
@@ -77,6 +87,7 @@ class Prompts:
             return  # said twice, or its bed is gone
         handoff = Handoff(owner, End.SOURCE, now_s + message.timeout_s)
         handoff.take(Signal.START)
+        group = group_pages(self.config.page_size, message.decode_page_size or self.config.page_size)
         prompt = Prompt(
             handoff=handoff,
             request=message.request,
@@ -85,7 +96,9 @@ class Prompts:
             decode_worker=message.decode_worker,
             decode_pages=message.decode_pages,
             lease_s=message.lease_s,
-            sent_pages=message.cached_pages,
+            cached_pages=message.cached_pages,
+            group=group,
+            sent_pages=message.cached_pages // group.destination * group.source,
         )
         self.prompts[owner] = prompt
         insort(self._waiting, prompt, key=lambda each: each.order)
@@ -167,7 +180,7 @@ class Prompts:
     def _cut(self, prompt: Prompt) -> list[KVTransfer]:
         """The parts that may leave now that `planned` tokens are dispatched; they are booked as on their way."""
         total = len(prompt.request.prompt)
-        cut = pieces(prompt.mode, self.config, prompt.sent_pages, prompt.planned, total)
+        cut = pieces(prompt.mode, self.config, prompt.sent_pages, prompt.planned, total, prompt.group.source)
         if not cut:
             return []
         prompt.handoff.take(Signal.SHIP)
@@ -185,7 +198,7 @@ class Prompts:
             source=self.config.worker,
             destination=prompt.decode_worker,
             source_pages=prompt.pages[piece.start : piece.stop],
-            destination_pages=prompt.decode_pages[piece.start : piece.stop],
+            destination_pages=prompt.pages_there(piece, self.config.page_size),
             num_tokens=piece.num_tokens(len(prompt.request.prompt), self.config.page_size),
             part=index,
             layers=piece.layers,

@@ -126,6 +126,16 @@ def group_pages(source_page_size: int, destination_page_size: int) -> PageGroup:
     return PageGroup(tokens // source_page_size, tokens // destination_page_size)
 
 
+def pages_elsewhere(start: int, stop: int, num_tokens: int, page_size: int, group: PageGroup) -> tuple[int, int]:
+    """Places in the other end's page list of pages `start` to `stop`, of a sequence of `num_tokens` tokens.
+
+    `start` begins a group; `stop` ends one, or the sequence. page_size: of this end.
+    """
+    assert start % group.source == 0, (start, group)
+    there = page_size * group.source // group.destination
+    return start // group.source * group.destination, -(-min(stop * page_size, num_tokens) // there)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Places in the two page lists that one move takes, and its declared size in groups."""

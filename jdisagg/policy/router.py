@@ -167,6 +167,7 @@ class Router:
             timeout_s=timeout_s,
             lease_s=self.config.lease_s,
             cached_pages=bed.cached_pages,
+            decode_page_size=bed.page_size,
         )
         self.out.send(row.prefill, start)
         self._wait(row, Waiting.PREFILL, now_s + timeout_s)
