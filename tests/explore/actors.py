@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jdisagg.core.events import Effect, Event, Send
+from jdisagg.core.events import Effect, Event, RouterLost, Send
 from jdisagg.core.messages import AbortAck
 from jdisagg.core.request import Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
@@ -88,6 +88,7 @@ class Notes(NamedTuple):
     holds: str  # what it still has to do; empty where it is at rest
     waits: tuple[tuple[str, float], ...]  # timers that must be armed, and until when at the latest
     unfilled: frozenset[Owner]  # beds that are not admitted yet
+    prompts: frozenset[Owner]  # that this worker computes or ships
     decoding: tuple[tuple[WorkerId, Owner], ...]  # what the router believes is admitted, and where
 
 
@@ -146,7 +147,9 @@ class Cast:
         actor: Actor = self.thaw(number)
         try:
             event = self.twist.amend(actor, event)
+            held = pages_held(actor) if isinstance(event, RouterLost) else []
             effects = actor.handle(event, now_s)
+            effects[:0] = held  # a worker without a router says nothing, not even what its pool noted
             if isinstance(actor, Worker):
                 actor.check_invariants()
         except Exception as error:
@@ -154,6 +157,12 @@ class Cast:
         if isinstance(actor, Worker):
             check_acknowledged(actor, effects)
         return self.add(who, actor), self.twist.alter(actor, event, effects)
+
+
+def pages_held(actor: Actor) -> list[Any]:
+    """Notes of giving back all that a worker holds."""
+    assert isinstance(actor, Worker)
+    return [Gave(owner, tuple(sorted(actor.pool.pages_of(owner)))) for owner in sorted(actor.pool.owners())]
 
 
 def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
@@ -170,9 +179,10 @@ def notes_of(actor: Actor) -> Notes:
         decoding = [
             (row.decode, row.owner) for row in actor.rows.values() if row.phase is Phase.DECODING and row.decode
         ]
-        return Notes(_router_holds(actor), tuple(_router_waits(actor)), frozenset(), tuple(decoding))
+        return Notes(_router_holds(actor), tuple(_router_waits(actor)), frozenset(), frozenset(), tuple(decoding))
     unfilled = [owner for owner, bed in actor.beds.beds.items() if bed.handoff.state is not State.ADMITTED]
-    return Notes(_worker_holds(actor), tuple(_worker_waits(actor)), frozenset(unfilled), ())
+    prompts = frozenset(actor.prompts.prompts)
+    return Notes(_worker_holds(actor), tuple(_worker_waits(actor)), frozenset(unfilled), prompts, ())
 
 
 def _router_holds(router: Router) -> str:

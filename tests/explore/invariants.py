@@ -15,12 +15,12 @@ from tests.explore.world import GONE, RUNNING, UNSENT, State, World
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 TOLD = ("cancel", "flip", "burst", "fail")  # faults that somebody is told of at once: they need no deadline
-LASTING = ("lose", "reboot", "cancel")  # faults that no second attempt mends
+LASTING = ("lose", "leave", "reboot", "cancel", "fail")  # faults that no second attempt mends, or that strike twice
 
 
 def check_state(world: World, state: State) -> bool:
     """Raises Violation; whether the state is an end: at rest, with nothing to come."""
-    if not world.quiet(state) or state.strays:
+    if not world.quiet(state) or any(state.queues) or state.strays:
         return False
     unrest = unrest_of(world, state)
     if unrest and is_calm(world, state):
@@ -55,6 +55,6 @@ def check_end(world: World, state: State) -> None:
         need(not held, f"pages {held} of {world.names[number]} are nobody's to give back")
     spent = [had - left for had, left in zip(world.scene.budget, state.budget, strict=True)]
     lasting = sum(getattr(world.scene.budget, kind) - getattr(state.budget, kind) for kind in LASTING)
-    if not lasting and sum(spent) <= world.scene.router.max_retries:
+    if not lasting and not world.scene.slow and sum(spent) <= world.scene.router.max_retries:
         for request_id, client in zip(world.ids, state.clients, strict=True):
             need(client.status in NATURAL, f"{request_id} ends as {client.status}: {sum(spent)} faults cost a request")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, Received, Send, SetTimer
-from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Refused, Resend, Reserved
+from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Refused, Renew, Resend, Reserved
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.router import Router
 from jdisagg.policy.rows import Waiting
@@ -89,7 +89,7 @@ def deadlines() -> Iterator[Mutation]:
 
 
 def words() -> Iterator[Mutation]:
-    yield from (silent(word) for word in (Ack, AbortAck, Reserved, Refused, Commit, Abort, Resend))
+    yield from (silent(word) for word in (Ack, AbortAck, Reserved, Refused, Commit, Abort, Resend, Renew))
 
 
 # ------------------------------------------------------------------ fences
@@ -123,7 +123,7 @@ def _attempts(actor: Actor) -> list[tuple[str, int]]:
 
 
 def fences() -> Iterator[Mutation]:
-    yield from (unfenced(word) for word in (KVArrived,))
+    yield from (unfenced(word) for word in (KVArrived, Commit, Ack, Abort, Reserved, Drawn))
 
 
 def unchecked() -> Mutation:

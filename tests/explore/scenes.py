@@ -24,6 +24,8 @@ class Budget(NamedTuple):
     early: int = 0  # a timer fires though something else could still happen, or before an earlier one
     restart: int = 0  # a worker starts anew, empty, and nobody is told
     lose: int = 0  # a worker is gone for good, and the router is told at some time
+    back: int = 0  # a worker that was lost joins again, empty
+    leave: int = 0  # the router starts anew, every stream to it breaks, and its workers join again once they notice
     reboot: int = 0  # the router starts anew; its clients see their connections cut
     cancel: int = 0  # a client goes away
     again: int = 0  # a client whose connection was cut asks again, under the same id
@@ -36,6 +38,7 @@ class Scene:
     outputs: dict[RequestId, tuple[int, ...]]
     budget: Budget
     router: RouterConfig
+    slow: bool = False  # prefill plans take any time: timers fire meanwhile, in their order
     any_order: bool = False  # messages of one pair of actors may overtake each other, always
 
     def but(self, **changes: Any) -> Scene:

@@ -141,6 +141,29 @@ class Draft:
         self.timers = [timer for timer in self.timers if timer.actor != 0]
         self.clients = [each._replace(status=CUT) if each.status == RUNNING else each for each in self.clients]
 
+    def _back(self, action: Action) -> None:
+        self.actors[action.which] = self.world.fresh_actor(action.which, 0)
+        self._join(action.which)
+
+    def _join(self, number: int) -> None:
+        joined = ev.WorkerJoined(self.world.scene.workers[number - 1])
+        self._post(Post(("news", 0, 0), self.world.item(0, joined)))
+
+    def _leave(self, action: Action) -> None:
+        self._reboot(action)
+        self.actors[0] = self.world.lonely_router(self.life)
+        self.queues = [
+            () if kind in ("mail", "news") and 0 in (a, b) else queue
+            for (kind, a, b), queue in zip(self.world.queue_names, self.queues, strict=True)
+        ]
+        self.strays = [item for item in self.strays if not self._by_router(item)]
+        for number in self.world.machines:
+            self._post(Post(("news", number, number), self.world.item(number, ev.RouterLost())))
+
+    def _by_router(self, item: int) -> bool:
+        to, event, _ = self.world.items[item]
+        return to == 0 or (isinstance(event, ev.Received) and event.sender == ev.ROUTER)
+
     # ------------------------------------------------------------ events and their effects
 
     def _deliver_item(self, item: int) -> None:
@@ -148,6 +171,7 @@ class Draft:
         if self.actors[number] == GONE:
             return
         reaction = self.world.react(self.actors[number], item, self.now_s)
+        self._check_lease(self.actors[number], reaction.after, self.world.items[item].event)
         changed = reaction.after != self.actors[number]
         self.actors[number] = reaction.after
         for move in reaction.moves:
@@ -156,12 +180,22 @@ class Draft:
         self._check_beliefs(number, self.world.items[item].event)
         if changed:
             self._forget_idle_timers(number)
+        if isinstance(self.world.items[item].event, ev.RouterLost):
+            self._join(number)
 
     def _check_waits(self, number: int) -> None:
         armed = {timer.key: timer.at_s for timer in self.timers if timer.actor == number}
         for key, deadline_s in self.world.cast.notes[self.actors[number]].waits:
             ends_s = armed.get(key, math.inf)
             need(key in armed and ends_s <= deadline_s, f"{self.world.names[number]} waits without a deadline: {key}")
+
+    def _check_lease(self, before: int, after: int, event: ev.Event) -> None:
+        """No lease ends while its source lives, where nothing went wrong."""
+        if isinstance(event, ev.TimerFired) and self.budget == self.world.scene.budget:
+            notes = self.world.cast.notes
+            ended = notes[before].unfilled - notes[after].unfilled
+            alive = {owner for actor in self.actors if actor != GONE for owner in notes[actor].prompts}
+            need(not ended & alive, f"{event.key}: a lease ends while the prompt's source lives")
 
     def _check_beliefs(self, number: int, event: ev.Event) -> None:
         """Whoever believes that a bed is complete is right."""

@@ -45,6 +45,10 @@ def _opening(world: World, state: State, action: Action) -> str:
             return f"{world.names[action.which]} crashes and starts again, empty; nobody is told"
         case "lose":
             return f"{world.names[action.which]} crashes for good"
+        case "back":
+            return f"{world.names[action.which]} starts again, empty, and joins"
+        case "leave":
+            return "the router crashes and starts again; its workers notice some time, its clients at once"
         case "reboot":
             return "the router crashes and starts again; its clients see their connections cut"
         case "stray":
@@ -65,6 +69,10 @@ def _item(world: World, number: int) -> str:
             return f"{transfer.source} => {there}: KV of {words(transfer)}"
         case ev.EngineFailed():
             return f"the devices of {there} say that {event.reason}"
+        case ev.RouterLost():
+            return f"{there} learns that its router is gone, and joins the new one"
+        case ev.WorkerJoined(config):
+            return f"the router learns that {config.worker} has joined"
         case ev.WorkerLost(worker):
             return f"the router learns that {worker} is lost"
     return f"the devices of {there} are done with {words(event)}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jdisagg.core.worker_config import TransferMode
-from tests.explore.scenes import Scene, disaggregated
+from tests.explore.scenes import Scene, colocated, disaggregated
 from tests.explore.search import Found, explore
 from tests.explore.story import tell
 from tests.explore.world import World
@@ -33,6 +35,7 @@ def test_messages_may_overtake_each_other_as_they_like():
     assert found.states > 10_000 and endings(found) == {"length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["loss", "dup", "late", "early", "restart", "flip", "burst", "fail"])
 def test_one_fault_of_any_kind_costs_no_request(fault):
     found = whole(ONE.but(**{fault: 1}))
@@ -47,6 +50,40 @@ def test_a_worker_lost_for_good_ends_its_request_with_a_word():
     assert endings(whole(ONE.but(lose=1))) == {"length", "error", "rejected"}
 
 
+def test_a_lost_worker_may_come_back_while_its_request_waits():
+    scene = colocated(1, 1)
+    found = whole(replace(scene, router=replace(scene.router, workers_return=True)).but(lose=1, back=1))
+    assert endings(found) >= {"length", "timeout", "rejected"}
+
+
+@pytest.mark.slow
+def test_workers_that_lose_their_router_join_the_next_one_empty():
+    found = whole(ONE.but(leave=1, again=1))
+    assert endings(found) == {"length", "cut", "rejected"}
+
+
 def test_a_router_that_starts_again_meets_the_remains_of_its_earlier_life():
     found = whole(ONE.but(reboot=1, again=1))
     assert endings(found) == {"length", "cut"}
+
+
+@pytest.mark.slow
+def test_two_requests_fight_for_three_pages():
+    found = whole(disaggregated(2))
+    assert found.states > 20_000 and endings(found) == {"length"}
+
+
+@pytest.mark.parametrize("fault", ["loss", "restart"])
+def test_two_workers_that_do_both_share_two_requests_through_a_fault(fault):
+    assert endings(whole(colocated(2, 2).but(**{fault: 1}))) == {"length"}
+
+
+@pytest.mark.parametrize(("fault", "also"), [("loss", set()), ("fail", {"error"}), ("cancel", {"abort"})])
+def test_one_worker_that_does_both_serves_two_requests_through_a_fault(fault, also):
+    assert endings(whole(colocated(2, 1, num_pages=4, num_slots=2).but(**{fault: 1}))) == {"length"} | also
+
+
+@pytest.mark.slow
+def test_a_lease_outlasts_a_prompt_that_takes_long_as_long_as_its_source_lives():
+    found = whole(ONE.but(slow=True))
+    assert "length" in endings(found)

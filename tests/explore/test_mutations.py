@@ -26,6 +26,8 @@ SCENES: dict[str, Scene] = {
     "early": WHOLE.but(early=1),
     "lose": WHOLE.but(lose=1),
     "again": WHOLE.but(reboot=1, again=1),
+    "late, three tokens": disaggregated(requests=[request(1, max_tokens=3)], transfer=TransferMode.WHOLE).but(late=1),
+    "slow": ONE.but(slow=True),
     "fail": ONE.but(fail=1),
     "flip": ONE.but(flip=1),
 }
@@ -53,7 +55,13 @@ FOUND_IN = {
     "no Abort": "fail",
     "no Resend": "flip",
     "no digest": "flip",
-    "no fence for KVArrived": "fail",
+    "no Renew": "slow",
+    "no fence for KVArrived": "late, three tokens",
+    "no fence for Commit": "late, three tokens",
+    "no fence for Ack": "fail",
+    "no fence for Abort": "late, three tokens",
+    "no fence for Reserved": "late, three tokens",
+    "no fence for Drawn": "late, three tokens",
     "no fresh epochs": "again",
 }
 

@@ -161,6 +161,10 @@ class World:
         clients = (Client(),) * len(self.ids)
         return State(0.0, tuple(fresh), queues, (), (), tuple(devices), clients, self.scene.budget)
 
+    def lonely_router(self, life: int) -> int:
+        """One that no worker has joined yet."""
+        return self.cast.add(0, new_router(self.scene.router, (), life))
+
     def fresh_actor(self, number: int, life: int) -> int:
         if number == 0:
             life = life if self.cast.twist.fresh_epochs else 0
@@ -220,8 +224,10 @@ class World:
     # ------------------------------------------------------------ what may happen
 
     def quiet(self, state: State) -> bool:
-        """Nothing is under way (what was overtaken does not count) and no client is still to come."""
-        return not any(state.queues) and all(client.status != UNSENT for client in state.clients)
+        """Time may pass: nothing that is quick is under way (what was overtaken is not), no client is still to come."""
+        slow = ("prefill",) if self.scene.slow else ()
+        quick = (queue for at, queue in enumerate(state.queues) if self.queue_names[at][0] not in slow)
+        return not any(quick) and all(client.status != UNSENT for client in state.clients)
 
     def actions(self, state: State) -> Iterator[Action]:
         yield from self.natural_actions(state)
@@ -260,11 +266,10 @@ class World:
             timely = {action.which for action in self.natural_actions(state) if action.kind == "timer"}
             yield from (Action("early", place) for place in range(len(state.timers)) if place not in timely)
         for number in self.machines:
-            if state.actors[number] != GONE:
-                kinds = [("restart", left.restart), ("lose", left.lose)]
-                yield from (Action(kind, number) for kind, some in kinds if some)
-        if left.reboot:
-            yield Action("reboot")
+            here = [("restart", left.restart), ("lose", left.lose)]
+            kinds = here if state.actors[number] != GONE else [("back", left.back)]
+            yield from (Action(kind, number) for kind, some in kinds if some)
+        yield from (Action(kind) for kind, some in (("reboot", left.reboot), ("leave", left.leave)) if some)
         for number, client in enumerate(state.clients):
             if left.cancel and client.status == RUNNING:
                 yield Action("cancel", number)
