@@ -5,9 +5,9 @@ dynamic bound gathers a few of them into a buffer the size of a core's cache and
 softmax is then joined with its slot's others (Flash-Decoding, Dao et al. 2023). Time therefore follows the tokens held,
 whatever the table's width or the longest slot, and no copy of the context is ever made.
 
-Pages of 32 tokens suit the CPU: 8 slots of 512 tokens, 8/4 heads of 64, f32, took 1.8 ms a layer against 2.3 with pages
-of 16 (wall time, busy machine). Pages must hold finite numbers, past a slot's length too: a masked weight is 0, and
-0 * NaN is not.
+For 8 slots of 512 tokens, 8/4 heads of 64, f32, a layer takes 1.9 times the processor time of copying its pages, those
+of 32 tokens (`benchmarks/kernels.py`). Pages must hold finite numbers, past a slot's length too: a masked weight is 0,
+and 0 * NaN is not.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from jax import Array, lax
 from pallas_kernels.quantized import QuantizedPages, stored
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
-TILE_TOKENS = 64
+TILE_TOKENS = 128
 STEP_BYTES = 1 << 20  # of K and V in f32: a step's gather stays in a core's second-level cache
 MAX_TILES_A_STEP = 8
 
@@ -33,7 +33,6 @@ class Tiles(NamedTuple):
     total: Array  # i32[], how many of the N are real
     first: Array  # i32[B], where each slot's tiles begin in the list
     held: Array  # i32[B], how many it has
-    columns: int  # how many it could have
 
 
 class Partials(NamedTuple):
@@ -89,16 +88,17 @@ def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -
     A slot's result must not depend on its neighbours, to the last bit: a draw with a seed is to be the same in any
     company. So tiles are summed by their place in the slot, one after another, and not by the step they were read in.
     """
-    columns = jnp.arange(tiles.columns)
-    own = columns < tiles.held[:, None]
-    item = jnp.where(own, tiles.first[:, None] + columns, 0)
-    tops = jnp.where(own[:, :, None, None], parts.top[item], NEVER)
-    top, total, mixed = first_carry(grouped, sinks)
-    highest = jnp.maximum(top, jnp.max(tops, axis=1))
-    share = jnp.where(own[:, :, None, None], jnp.exp(tops - highest[:, None]), 0.0)
-    keep = jnp.exp(top - highest)
-    total = total * keep + jnp.sum(parts.total[item] * share, axis=1)
-    mixed = mixed * keep[..., None] + jnp.sum(parts.mixed[item] * share[..., None], axis=1)
+
+    def join(column: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, mixed = carry
+        own = column < tiles.held
+        item, own = jnp.where(own, tiles.first + column, 0), own[:, None, None]
+        higher = jnp.where(own, jnp.maximum(top, parts.top[item]), top)
+        share, keep = jnp.where(own, jnp.exp(parts.top[item] - higher), 0.0), jnp.exp(top - higher)
+        total = total * keep + parts.total[item] * share
+        return higher, total, mixed * keep[..., None] + parts.mixed[item] * share[..., None]
+
+    _, total, mixed = lax.fori_loop(0, jnp.max(tiles.held), join, first_carry(grouped, sinks))
     return mixed / jnp.where(total > 0, total, 1.0)[..., None]
 
 
@@ -126,25 +126,38 @@ def list_tiles(
     high = jnp.where(item < before[-1], lengths[slot] - tile * tile_tokens, 0)
     ids = jnp.where(jnp.arange(tile_pages) * page_size < high[:, None], table[slot, tile], 0)
     low = start[slot] - tile * tile_tokens
-    return Tiles(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1], columns)
+    return Tiles(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1])
 
 
 def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, Array]:
     """i32[N, pages] -> K and V, f32[N, Hkv, pages * page_size, D] each.
 
-    One gather of rows that hold K and V of a head's page together, flat: XLA's CPU loop over a long last dimension
-    reads twice as fast as over [page_size, D], and the indices are computed once, not once an element.
+    Rows of a head's page are gathered flat, K and V apart, and given their shape only when they are there. A loop whose
+    last dimension is as short as D is unrolled by LLVM into copies of single numbers, and XLA would make such a loop of
+    the gather, fused with the reshape, or of slices that part K from V. It fuses across everything but the end of a
+    branch: hence the condition, which always holds.
     """
     pool, kv_heads, _, page_size, size = stored(kv_pages).shape
-    rows = lax.optimization_barrier(pages[:, None] * kv_heads + jnp.arange(kv_heads)[:, None])  # [N, Hkv, pages]
-    flat = stored(kv_pages).reshape(pool * kv_heads, 2 * page_size * size)
-    read = flat.at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
-    read = read.reshape(*rows.shape, 2, page_size, size)
-    if isinstance(kv_pages, QuantizedPages):
-        scales = kv_pages.scales.reshape(pool * kv_heads, 2 * page_size).at[rows].get(mode="promise_in_bounds")
-        read *= scales.reshape(*rows.shape, 2, page_size, 1)
-    keys, values = (read[:, :, :, i].reshape(*rows.shape[:2], -1, size) for i in (0, 1))
-    return keys, values
+    rows = (pages[:, None] * kv_heads + jnp.arange(kv_heads)[:, None]) * 2  # [N, Hkv, pages], of K; V's are the next
+    shape = (*rows.shape, page_size * size)
+
+    def gather() -> tuple[Array, Array]:
+        flat = stored(kv_pages).reshape(pool * kv_heads * 2, page_size * size)
+        keys, values = (flat.at[at].get(mode="promise_in_bounds").astype(jnp.float32) for at in (rows, rows + 1))
+        if not isinstance(kv_pages, QuantizedPages):
+            return keys, values
+        scales = kv_pages.scales.reshape(pool * kv_heads * 2, page_size, 1)
+        return scaled(keys, scales[rows]), scaled(values, scales[rows + 1])
+
+    # Made of both arguments, so that inside `shard_map` it is known to differ from shard to shard as what is read does.
+    nothing = jnp.zeros_like(stored(kv_pages), jnp.float32, shape) + jnp.zeros_like(pages, jnp.float32, ())
+    keys, values = lax.cond(pages[0, 0] >= 0, gather, lambda: (nothing, nothing))
+    return keys.reshape(*rows.shape[:2], -1, size), values.reshape(*rows.shape[:2], -1, size)
+
+
+def scaled(rows: Array, scales: Array) -> Array:
+    """f32[..., page_size * D] times f32[..., page_size, 1], a scale a token."""
+    return (rows.reshape(*scales.shape[:-1], -1) * scales).reshape(rows.shape)
 
 
 def first_carry(queries: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
