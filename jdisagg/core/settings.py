@@ -35,6 +35,7 @@ NOT_NEGATIVE = (
     "max_retries",
     "temperature",
 )
+MIN_SILENCE_S = 0.5  # it is broken five times in this
 MIN_LEASE_S = 0.1  # it is renewed three times in this
 
 
@@ -78,6 +79,8 @@ class Settings:
     # transfer
     transfer: str = _setting("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
                              ("whole", "chunk", "layer", "auto"))  # fmt: skip
+    transfer_digests: str = _setting("full", "transfer", "pages checked where they land; sampled: every eighth",
+                                     ("full", "sampled", "off"))  # fmt: skip
     lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
     # cluster
     role: str = _setting(
@@ -86,8 +89,10 @@ class Settings:
     router: str = _setting("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
     control_port: int = _setting(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
     kv_listen: str = _setting("127.0.0.1:0", "cluster", "HOST:PORT where other processes pull KV; port 0: any free one")
+    kv_advertise: str = _setting("", "cluster", "host where others reach --kv_listen; empty: the one it names")
     transport: str = _setting("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
                               ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
+    peer_silence_s: float = _setting(5.0, "cluster", "a process not heard of for this long is gone")
     secret_file: str = _setting("", "cluster", "file with the secret that all processes share, 16 bytes or more")
     tls_cert: str = _setting("", "cluster", "certificate (PEM) of this process, for control words and tcp KV")
     tls_key: str = _setting("", "cluster", "its private key (PEM)")
@@ -126,6 +131,8 @@ class Settings:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must not be negative")
         if not self.lease_s >= MIN_LEASE_S:
             raise ConfigError(f"--lease_s is {self.lease_s}, must be at least {MIN_LEASE_S}")
+        if not self.peer_silence_s >= MIN_SILENCE_S:
+            raise ConfigError(f"--peer_silence_s is {self.peer_silence_s}, must be at least {MIN_SILENCE_S}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
         for name in ("http_port", "grpc_port", "control_port"):

@@ -32,6 +32,14 @@ class TransferMode(StrEnum):
     AUTO = "auto"  # as measured: whichever exposes less for the prompt's length
 
 
+class Digests(StrEnum):
+    """Which pages of a part travel with a digest that is checked where they land."""
+
+    FULL = "full"
+    SAMPLED = "sampled"  # every eighth
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker's sizes. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
@@ -55,6 +63,7 @@ class WorkerConfig:
     transfer: TransferMode = TransferMode.AUTO
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one
     kv_layout: str = ""  # what a page's bytes are, where workers may differ: a Commit of another is refused
+    digests: Digests = Digests.FULL
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
 

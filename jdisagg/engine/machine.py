@@ -43,10 +43,6 @@ class Parcel(Protocol):
         """Blocks until the bytes are on the destination's devices (not yet in its pages)."""
         ...
 
-    def intact(self) -> bool:
-        """Once it has landed: whether the digests of what landed are those of what was packed."""
-        ...
-
 
 class Machine(Protocol):
     config: WorkerConfig
@@ -63,6 +59,13 @@ class Machine(Protocol):
 
     def ship(self, transfer: KVTransfer, destination: Any) -> Parcel:
         """Packs the source pages in program order and starts them on their way to `destination`, another machine."""
+        ...
+
+    def check(self, parcel: Any) -> Callable[[], bool] | None:
+        """At the destination, once the parcel has landed: starts to compare its digests.
+
+        The result says, after a wait, whether what landed is what was packed; None where no digest came with it.
+        """
         ...
 
     def insert(self, parcel: Any) -> None:

@@ -6,11 +6,12 @@ else is the same code (`section.py`, `prefill.py`, `decode.py`, and `jdisagg/kv`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -24,7 +25,7 @@ from jdisagg.engine.prefill import PendingPrefill, Prefiller
 from jdisagg.engine.section import Section
 from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
 from jdisagg.kv.pools import StagePages
-from jdisagg.kv.shipping import TRANSFER_BUCKETS, Dock, Move, insert_moves, ship_pages
+from jdisagg.kv.shipping import TRANSFER_BUCKETS, Dock, Move, check_moves, insert_moves, ship_pages
 from jdisagg.model.sources import Source
 from jdisagg.parallel.place import Device, Place, Program
 
@@ -42,9 +43,6 @@ class MeshParcel:
 
     def wait(self) -> None:
         jax.block_until_ready([move.atoms for move in self.moves])
-
-    def intact(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class MeshMachine:
             Section(source, model, run, place, layout, config.num_pages, dtype)
             for run, place in zip(layers, places, strict=True)
         ]
-        self.docks = {place: Dock(place) for place in places}
+        self.docks = {place: Dock(place, config.digests) for place in places}
         self.prefiller = Prefiller(self.sections, config, model.vocab_size) if config.role.prefills else None
         self.decoder = Decoder(self.sections, config, model.vocab_size) if config.role.decodes else None
         self._compiled_when_warm: int | None = None
@@ -97,6 +95,10 @@ class MeshMachine:
         pages = transfer.source_pages, transfer.destination_pages
         moves, packed = ship_pages(self.pages, self.docks, destination.pages, *pages, transfer.layers)
         return MeshParcel(transfer, moves, packed)
+
+    def check(self, parcel: MeshParcel) -> Callable[[], bool] | None:
+        verdicts = check_moves(self.pages, self.docks, parcel.moves)
+        return (lambda: all(np.asarray(each).all() for each in verdicts)) if verdicts else None
 
     def insert(self, parcel: MeshParcel) -> None:
         insert_moves(self.pages, self.docks, parcel.moves)
@@ -137,6 +139,7 @@ class MeshMachine:
     def _ship_null(self, peer: MeshMachine, pages: int) -> list:
         nulls = (NULL_PAGE,) * pages
         moves, _ = ship_pages(self.pages, self.docks, peer.pages, nulls, nulls)
+        jax.block_until_ready(check_moves(peer.pages, peer.docks, moves))
         insert_moves(peer.pages, peer.docks, moves)
         return [stage.pools for stage in peer.pages]
 

@@ -9,7 +9,7 @@ Prefill and decode draw alike, as a model does: a sequence prefilled again goes 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jdisagg.core.events import DecodeDone, PrefillDone
@@ -189,6 +189,9 @@ class ToyMachine:
         groups = self._groups_of(transfer)
         contents = tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups)
         return ToyParcel(transfer, contents, digest_of(contents))
+
+    def check(self, parcel: ToyParcel) -> Callable[[], bool]:
+        return parcel.intact
 
     def insert(self, parcel: ToyParcel) -> None:
         for group, contents in zip(self._groups_of(parcel.transfer), parcel.contents, strict=True):

@@ -16,7 +16,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.targets import GIB
-from jdisagg.core.worker_config import TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Digests, TransferMode, WorkerConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_divides
 from jdisagg.policy.stages import split_layers
@@ -119,6 +119,7 @@ def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> di
     """How workers ship KV: when it leaves, in which layer groups, and what its bytes are."""
     return {
         "transfer": TransferMode(settings.transfer),
+        "digests": Digests(settings.transfer_digests),
         "layer_groups": tuple((run.start, run.stop) for run in layers),
         "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.page_size} x {kv.head_dim} {kv.dtype}",
     }

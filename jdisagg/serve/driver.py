@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jdisagg.core.events import (
@@ -56,6 +56,7 @@ class Landed:
 
     parcel: Parcel
     event: KVArrived
+    checked: bool = False
 
 
 class Actor(Protocol):
@@ -76,6 +77,13 @@ class Readers:
             self._threads.append(thread)
             thread.start()
         self._lanes[lane].put(wait)
+
+    def end(self, lane: str) -> None:
+        """Nobody reads there any more: its thread ends behind what it was asked for."""
+        ending = self._lanes.pop(lane, None)
+        if ending is not None:
+            ending.put(None)
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
 
     @staticmethod
     def _run(lane: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -191,9 +199,31 @@ class LiveDriver:
     def _take(self, actor: WorkerId, item: Event | Landed) -> None:
         """Of a part that landed, the worker says whether its bed still waits: until then the bytes are in no page."""
         if isinstance(item, Landed):
+            if not item.checked:
+                self._check(actor, item)
+                return
             self._landed[item.event.transfer] = item.parcel
             item = item.event
         self._round.append((actor, item))
+
+    def _check(self, actor: WorkerId, landed: Landed) -> None:
+        """Its digests are compared on the devices before the worker hears of it."""
+        try:
+            verdict = self._machines[actor].check(landed.parcel) if landed.event.intact else None
+        except Exception as error:
+            self._broken.append((actor, _failure(actor, error, transfer=landed.event.transfer)))
+            return
+        if verdict is None:
+            self._take(actor, replace(landed, checked=True))
+        else:
+            self._readers.read(f"check-{actor}", lambda: self._read_verdict(actor, landed, verdict))
+
+    def _read_verdict(self, actor: WorkerId, landed: Landed, verdict: Callable[[], bool]) -> None:
+        try:
+            event = replace(landed.event, intact=verdict())
+            self._inbox.put((actor, Landed(landed.parcel, event, checked=True)))
+        except Exception as error:
+            self.post(actor, _failure(actor, error, transfer=landed.event.transfer))
 
     def _settle(self) -> None:
         while waiting := self._broken or self._round:
@@ -306,7 +336,7 @@ class LiveDriver:
             packed_s = self.now_s()
             parcel.wait()
             landed_s = self.now_s()
-            self.land(parcel, KVArrived(parcel.transfer, parcel.intact(), landed_s - packed_s))
+            self.land(parcel, KVArrived(parcel.transfer, wire_s=landed_s - packed_s))
         except Exception as error:
             self.post(source, _failure(source, error, transfer=parcel.transfer))
 

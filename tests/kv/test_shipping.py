@@ -1,12 +1,15 @@
 """Pages of one place to pages of another, whatever the cuts, by the programs alone (no model)."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from jdisagg.core.kv_layout import KVLayout, heads_per_shard, kv_head_of_shard
+from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
-from jdisagg.kv.shipping import Dock, insert_moves, ship_pages
+from jdisagg.kv.shipping import Dock, check_moves, insert_moves, ship_pages
 from jdisagg.parallel.place import Place
 
 LAYERS, PAGES = 3, 24
@@ -57,6 +60,28 @@ def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destina
     np.testing.assert_array_equal(found[:, into], sent[:, wanted])
     rest = [page for page in range(1, PAGES + 1) if page not in into]
     np.testing.assert_array_equal(found[:, rest], there[:, rest])
+
+
+@pytest.mark.parametrize(("source_tp", "destination_tp"), [(1, 1), (2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize("digests", Digests)
+def test_a_bit_that_flips_on_the_way_is_seen(source_tp: int, destination_tp: int, digests: Digests):
+    layout, devices = KVLayout(LAYERS, 2, 4, page_size=2), jax.devices()
+    source, _ = stages(layout, [range(LAYERS)], [Place(devices[:source_tp])])
+    destination, docks = stages(layout, [range(LAYERS)], [Place(devices[8 - destination_tp :])])
+    shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
+    fill(source, np.random.default_rng(1).normal(size=shape).astype(np.float32))
+    packers = {stage.place: Dock(stage.place, digests) for stage in source}
+    (move,), _ = ship_pages(source, packers, destination, [5, 3, 20], [2, 9, 4])
+    if digests is Digests.OFF:
+        assert not check_moves(destination, docks, [move])
+        return
+    verdicts = check_moves(destination, docks, [move])
+    assert np.asarray(verdicts[0]).shape == (destination_tp,) and np.asarray(verdicts[0]).all()
+    for place in (0, move.atoms[0].size // 2 if digests is Digests.FULL else 5):
+        bits = np.array(move.atoms[0])
+        bits.reshape(-1).view(np.uint32)[place] ^= 1 << 11
+        changed = replace(move, atoms=[jax.device_put(bits, move.atoms[0].sharding), *move.atoms[1:]])
+        assert not np.asarray(check_moves(destination, docks, [changed])[0]).all()
 
 
 def test_a_transfer_over_the_largest_bucket_goes_in_several_moves():

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import jax
+import numpy as np
 import pytest
 
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
@@ -15,7 +17,7 @@ from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParam
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.machine import GroupDone, Machine
-from jdisagg.engine.toy import ToyMachine, toy_output
+from jdisagg.engine.toy import ToyMachine, ToyParcel, toy_output
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -29,7 +31,7 @@ from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import worker_config
 from tests.serve.scripted import FIXTURE
 
-PARTS = ("prefill", "prefill read", "decode", "decode read", "ship", "ship wait", "insert")
+PARTS = ("prefill", "prefill read", "decode", "decode read", "ship", "ship wait", "bits", "check", "insert")
 
 
 class Broken(Exception):
@@ -76,11 +78,28 @@ class Breakable:
     def ship(self, transfer: KVTransfer, destination: Breakable) -> Any:
         self._try("ship")
         parcel = self.machine.ship(transfer, destination.machine)
+        if self._breaks("bits"):
+            parcel = flipped(parcel)
         return Late(transfer) if self._breaks("ship wait") else parcel
+
+    def check(self, parcel: Any) -> Any:
+        self._try("check")
+        return self.machine.check(parcel)
 
     def insert(self, parcel: Any) -> None:
         self._try("insert")
         self.machine.insert(parcel)
+
+
+def flipped(parcel: Any) -> Any:
+    """One bit of it changes on its way."""
+    if isinstance(parcel, ToyParcel):
+        return parcel.flipped()
+    atom = parcel.moves[-1].atoms[0]
+    bits = np.array(atom)
+    bits.reshape(-1).view(np.uint8)[bits.nbytes // 3] ^= 1
+    parcel.moves[-1].atoms[0] = jax.device_put(bits, atom.sharding)
+    return parcel
 
 
 class Stack:
@@ -157,14 +176,15 @@ def test_one_failure_of_any_part_costs_time_and_no_token(roles: tuple[Role, ...]
 
 
 @pytest.mark.slow
-def test_a_real_mesh_that_fails_a_turn_draws_the_same_tokens_again() -> None:
+def test_a_real_mesh_that_fails_a_turn_or_has_a_bit_flipped_draws_the_same_tokens_again() -> None:
     asked = [Request(each.request_id, each.prompt, stacks.GREEDY, each.arrival_s) for each in requests(4)]
     with started(Stack(list(stacks.warm_pair(2, 2)))) as stack:
         right = answers(stack, asked)
-        for part in ("prefill", "decode", "insert"):
+        for part in ("prefill", "decode", "bits", "insert"):
             for machine in stack.machines.values():
                 machine.left[part] = 1
             assert answers(stack, asked) == right
+            assert any(machine.left[part] < 0 for machine in stack.machines.values()), f"{part} never broke"
         assert {reason for reason, _ in right} == {FinishReason.LENGTH}
         eventually(stack.idle)
 

@@ -28,7 +28,8 @@ from jdisagg.kv.shipping import Departure, Move, StageShape, devices_of, joined,
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.protocol import Transport
 from jdisagg.kv.transport.terms import Terms
-from jdisagg.kv.transport.ticket import Parcel, Ticket, read_ticket
+from jdisagg.kv.transport.ticket import Parcel, read_ticket
+from jdisagg.serve.cluster.tickets import Tickets
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -74,7 +75,8 @@ class FarParcel:
     def wait(self) -> None:
         """It was pulled: it is here."""
 
-    def intact(self) -> bool:
+    @property
+    def came(self) -> bool:
         return bool(self.moves)
 
 
@@ -83,10 +85,10 @@ class Crossing:
 
     def __init__(self, terms: Terms, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0) -> None:
         """`wanted` names the transport to use with everybody; offers and pulls end after `timeout_s`."""
-        self.terms, self.mine, self._wanted, self._timeout_s = terms, mine, wanted, timeout_s
+        self.terms, self.mine, self.wanted, self._timeout_s = terms, mine, wanted, timeout_s
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
-        self._tickets: dict[tuple[str, int], list[Ticket]] = {}  # offered, by handoff and epoch
+        self._tickets = Tickets(lambda ticket: self._transports[ticket.transport].cancel(ticket))
 
     # ------------------------------------------------------------ source
 
@@ -94,26 +96,24 @@ class Crossing:
         """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
         pages = transfer.source_pages, transfer.destination_pages
         departures = pack_pages(machine.pages, machine.docks, peer.stages, *pages, transfer.layers)
-        transport = self._open(choose(self.mine, peer.capability, self._wanted))
+        transport = self._open(choose(self.mine, peer.capability, self.wanted))
         parcel = Parcel(transfer.handoff, transfer.epoch, transfer.part)
         pieces = [piece for departure in departures for piece in departure.pieces]
-        ticket = transport.offer(parcel, pieces, time.monotonic() + self._timeout_s)
-        self._remember(ticket)
+        until_s = time.monotonic() + self._timeout_s
+        ticket = transport.offer(parcel, pieces, until_s)
+        self._tickets.add(ticket, peer.worker, until_s)
         moves = [_move_json(departure) for departure in departures]
         return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
 
     def call_off(self, handoff: str, epoch: int) -> None:
-        """The handoff is over: what is still offered for it is let go."""
-        with self._lock:
-            tickets = self._tickets.pop((handoff, epoch), [])
-        for ticket in tickets:
-            self._transports[ticket.transport].cancel(ticket)
+        """The handoff was given up: what is still offered for it is let go."""
+        self._tickets.end(handoff, epoch)
 
-    def _remember(self, ticket: Ticket) -> None:
-        with self._lock:
-            self._tickets.setdefault((ticket.parcel.handoff, ticket.parcel.epoch), []).append(ticket)
-            while len(self._tickets) > 10_000:  # long over: their offers have ended by their own deadlines
-                del self._tickets[next(iter(self._tickets))]
+    def call_off_for(self, destination: WorkerId) -> None:
+        self._tickets.end_for(destination)
+
+    def call_off_all(self) -> None:
+        self._tickets.end_all()
 
     # ------------------------------------------------------------ destination
 
@@ -127,7 +127,7 @@ class Crossing:
         except TransportError as error:
             log.warning("part %d of %s did not come: %s", transfer.part, transfer.handoff, error)
             parcel = FarParcel(transfer, [])
-        return parcel, KVArrived(transfer, parcel.intact(), time.monotonic() - began_s)
+        return parcel, KVArrived(transfer, parcel.came, time.monotonic() - began_s)
 
     def _pull(self, machine: MeshMachine, notice: dict[str, Any], deadline_s: float) -> list[Move]:
         ticket = read_ticket(notice["ticket"])
@@ -149,13 +149,14 @@ class Crossing:
         with self._lock:
             if name not in self._transports:
                 self._transports[name] = open_transport(name, self.terms)
+                log.info("KV crosses by %s, offered at %s", name, self._transports[name].address)
             return self._transports[name]
 
-    @property
-    def held_bytes(self) -> int:
-        """Of offers and pulls that have not ended."""
-        held = [transport.held() for transport in self._transports.values()]
-        return sum(each.offer_bytes + each.pull_bytes for each in held)
+    def held_bytes(self) -> tuple[int, int]:
+        """Of offers that have not ended, and of pulls that are under way or still read by a program."""
+        with self._lock:
+            held = [transport.held() for transport in self._transports.values()]
+        return sum(each.offer_bytes for each in held), sum(each.pull_bytes for each in held)
 
     def close(self) -> None:
         for transport in self._transports.values():
@@ -163,8 +164,8 @@ class Crossing:
 
 
 def _move_json(departure: Departure) -> list[Any]:
-    layers, atoms = departure.layers, departure.heads.atoms_per_destination
-    return [departure.stage, layers.start, layers.stop, departure.pages.tolist(), atoms]
+    layers = departure.layers
+    return [departure.stage, layers.start, layers.stop, departure.pages.tolist(), departure.width]
 
 
 def records(peers: Iterable[PeerRecord]) -> list[dict[str, Any]]:

@@ -7,12 +7,22 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.engine.warmup import Job, ship_jobs
-from jdisagg.kv.shipping import Move, StageShape, devices_of, insert_moves, joined, pack_pages
+from jdisagg.kv.shipping import (
+    Move,
+    StageShape,
+    check_moves,
+    devices_of,
+    insert_moves,
+    joined,
+    pack_pages,
+    piece_shapes,
+)
 from jdisagg.policy.reshard import TRANSFER_BUCKETS, plan_heads
 
 
@@ -36,11 +46,11 @@ def _insert_nulls(machine: MeshMachine, source_tp: int, pages: int) -> Any:
     moves = []
     for index, stage in enumerate(machine.pages):
         heads = plan_heads(stage.layout.num_kv_heads, source_tp, stage.place.tp)
-        devices = devices_of(stage.place, heads.atoms_per_destination)
-        _, *page = stage.layout.page_shape()
-        zeros = np.zeros((len(stage.layers), pages, heads.atom_heads, *page), stage.pools[0].dtype)
-        landed = jax.device_put([zeros] * len(devices), devices)
+        shapes = piece_shapes(stage.layout, len(stage.layers), pages, heads, machine.config.digests)
+        zeros = [np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+        landed = jax.device_put(zeros * stage.place.tp, devices_of(stage.place, len(zeros)))
         null_pages = np.full(pages, NULL_PAGE, np.int32)
         moves.append(Move(index, stage.layers, joined(landed, stage.place), null_pages))
+    jax.block_until_ready(check_moves(machine.pages, machine.docks, moves))
     insert_moves(machine.pages, machine.docks, moves)
     return [stage.pools for stage in machine.pages]
