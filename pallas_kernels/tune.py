@@ -9,9 +9,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
-from pprint import pformat
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,7 @@ from pallas_kernels.tuning import key_of
 DATA = Path(__file__).with_name("tuned.py")
 HEADER = DATA.read_text(encoding="utf-8").split("\n\n")[0]
 MODELS = {"llama3_8b": "128x8x4x32", "llama3_70b_tp8": "128x1x8x32", "small": "64x4x2x32"}
-TINY = "16x2x2x16"
+TINY, TINY_CANDIDATES = "16x2x2x16", 3
 Blocks = dict[str, int]
 
 
@@ -120,7 +119,7 @@ def tune(platform: str, work: Work, repeats: int, interpret: bool) -> Blocks:
     """The fastest candidate; {} where the rule's own is."""
     arrays = arguments_of(work)
     measured = []
-    for blocks in candidates(platform, work):
+    for blocks in islice(candidates(platform, work), TINY_CANDIDATES if interpret else None):
         took = seconds(kernel_of(platform, work.operation, blocks, interpret), arrays, repeats)
         if took is not None:
             print(f"    {took * 1e6:10.1f} us  {blocks or 'the rule'}")
@@ -148,7 +147,8 @@ def platform_here(asked: str | None) -> str:
 
 def write(path: Path, table: dict[tuple[str | int, ...], Blocks]) -> None:
     """The data file, sorted, so that a new measurement is a small change."""
-    body = pformat(dict(sorted(table.items(), key=repr)), width=116, sort_dicts=False)
+    rows = "".join(f"    {key!r}: {table[key]!r},\n" for key in sorted(table, key=repr))
+    body = "{\n" + rows + "}" if rows else "{}"
     path.write_text(f"{HEADER}\n\nTUNED: dict[tuple[str | int, ...], dict[str, int]] = {body}\n", encoding="utf-8")
 
 
@@ -168,10 +168,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     flags = parsed(arguments)
     tiny = flags.platform == "cpu"
-    shapes, rows, context = (
-        ([TINY], [4], 40) if tiny else (flags.shapes.split(","), flags.rows.split(","), flags.context)
-    )
-    works = works_of(shapes, [int(count) for count in rows], context, flags.dtypes.split(","))
+    shapes, rows = (TINY, "4") if tiny else (flags.shapes, flags.rows)
+    dtypes, context = flags.dtypes.split(",")[: 1 if tiny else None], 40 if tiny else flags.context
+    works = works_of(shapes.split(","), [int(count) for count in rows.split(",")], context, dtypes)
     if flags.dry_run:
         for work in works:
             print(*work, sum(1 for _ in candidates(flags.platform or "tpu", work)), "candidates")

@@ -4,8 +4,14 @@ The oracle here is a loop over single query rows in numpy, written apart from th
 """
 
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+
+from pallas_kernels.quantized import LARGEST, QuantizedPages, dequantize, quantize_pages
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
 # Largest error over the largest magnitude of V (about 5): what a rounding of the result, once, and f32 sums allow.
@@ -30,6 +36,96 @@ SHAPES = [
     Shape(128, 1, 1, 128),
     Shape(128, 2, 8, 64),
 ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table that every variant of every operation meets."""
+
+    head_dim: int
+    kv_heads: int
+    groups: int
+    page_size: int
+    dtypes: tuple[str, str]  # of the queries and of the pool
+    option: str
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.head_dim, self.kv_heads, self.groups, self.page_size)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        sinks = np.linspace(-2, 3, self.kv_heads * self.groups).astype(np.float32)
+        each = {"window": 50, "soft_cap": 2.0, "sinks": sinks}
+        return each if self.option == "all" else {key: each[key] for key in each if key == self.option}
+
+    @property
+    def decode_lengths(self) -> tuple[int, ...]:
+        """Tokens held by each slot: none, one, those about the bounds of pages and of tiles of pages."""
+        page = self.page_size
+        return 0, 1, page - 1, page, page + 1, 0, 2 * page, 3 * page + 5, 129
+
+    @property
+    def packed(self) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens held) of each sequence: nothing, fresh, after a cached prefix, no rows at all."""
+        page = self.page_size
+        return (0, 0), (1, 1), (17, page + 1), (0, page), (1, 2 * page + 1), (20, 20), (16, 2 * page), (0, 0)
+
+    def __str__(self) -> str:
+        numbers = f"{self.head_dim}-{self.kv_heads}-{self.groups}-{self.page_size}"
+        return f"{numbers}-{'-'.join(self.dtypes)}-{self.option}"
+
+
+COLUMNS = {
+    "head_dim": (64, 80, 96, 128, 256),
+    "kv_heads": (1, 2, 4, 8),
+    "groups": (1, 2, 4, 8),
+    "page_size": (16, 32, 64, 128),
+    "dtypes": (
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "int8"),
+        ("float32", "int8"),
+        ("float32", "float8_e4m3fn"),
+    ),
+    "option": ("none", "window", "soft_cap", "sinks", "all"),
+}
+
+
+def pairs_of(case: Case) -> set[tuple]:
+    """Every two columns with their values."""
+    return {(a, getattr(case, a), b, getattr(case, b)) for a, b in combinations(COLUMNS, 2)}
+
+
+def pairwise_cases(seed: int = 0, drawn: int = 60) -> list[Case]:
+    """Cases in which every two values of two columns meet: each the best of a few drawn rows, until none is missing."""
+    rng = np.random.default_rng(seed)
+    columns = [(name, COLUMNS[name]) for name in COLUMNS]
+    missing = {(a, x, b, y) for (a, xs), (b, ys) in combinations(columns, 2) for x in xs for y in ys}
+    cases = []
+    while missing:
+        seen = min(missing, key=repr)
+        fixed = {seen[0]: seen[1], seen[2]: seen[3]}
+        rows = [
+            Case(**{name: fixed.get(name, values[rng.integers(len(values))]) for name, values in columns})
+            for _ in range(drawn)
+        ]
+        cases.append(max(rows, key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(cases[-1])
+    return cases
+
+
+CASES = pairwise_cases()
+
+
+def stored_pool(pool: np.ndarray, dtype: str) -> Array | QuantizedPages:
+    """The float pool as the library holds it in `dtype`."""
+    return quantize_pages(jnp.asarray(pool), jnp.dtype(dtype)) if dtype in LARGEST else jnp.asarray(pool, dtype)
+
+
+def plain_pool(kv_pages: Array | QuantizedPages) -> np.ndarray:
+    """f32, the very numbers that a pool stands for."""
+    return np.asarray(dequantize(kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages, np.float32)
 
 
 def make_pool(shape: Shape, lengths, seed: int = 0, spare: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """The TPU kernels, and the engine's programs with them, compiled to the end for real chips that are not there."""
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from jdisagg.model.names import stage_leaves
 from jdisagg.model.params import StageParams, abstract_stage
 from jdisagg.parallel.place import WHOLE, Place
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
+from pallas_kernels.quantized import LARGEST, QuantizedPages
+from pallas_kernels.tpu_blocks import num_cores
 from tests.pallas_kernels.shapes import Shape
 from tests.pallas_kernels.tpu_modes import tpu_devices
 
@@ -25,19 +28,38 @@ CHIPS = ["v5e", "v5p", "v6e"]
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
 # (shape, dtype of the queries, dtype of the pool, chips)
 KERNELS = [
-    (Shape(128, 8, 4, 16), "bfloat16", "bfloat16", CHIPS),
-    (Shape(128, 1, 8, 64), "bfloat16", "bfloat16", CHIPS),
+    (Shape(128, 8, 4, 16), "bfloat16", "bfloat16", CHIPS),  # Llama 3 8B
+    (Shape(128, 8, 4, 16), "bfloat16", "int8", CHIPS),
+    (Shape(128, 8, 4, 16), "bfloat16", "float8_e4m3fn", CHIPS[2:]),
+    (Shape(128, 8, 8, 32), "bfloat16", "bfloat16", CHIPS[1:2]),  # Llama 3 70B, whole
+    (Shape(128, 1, 8, 64), "bfloat16", "bfloat16", CHIPS),  # and one shard of eight
+    (Shape(128, 1, 8, 64), "bfloat16", "float8_e4m3fn", CHIPS[:2]),
     (Shape(128, 2, 4, 128), "float32", "float32", CHIPS[:1]),
     (Shape(64, 4, 3, 32), "float32", "bfloat16", CHIPS[:1]),
+    (Shape(64, 8, 4, 16), "bfloat16", "int8", CHIPS[:1]),
     (Shape(80, 2, 4, 16), "bfloat16", "bfloat16", CHIPS[:1]),
     (Shape(96, 8, 1, 32), "bfloat16", "float32", CHIPS[:1]),
     (Shape(256, 2, 8, 64), "bfloat16", "bfloat16", CHIPS[1:2]),
     (Shape(16, 2, 2, 4), "float32", "float32", CHIPS[2:]),
 ]
+POOL_BYTES = 256 * MIB  # of an abstract pool: a copy of it would be seen
 
 
 def whole(place: Place, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(place.mesh, spec))
+
+
+def large_pool(place: Place, shape: Shape, dtype: str) -> Any:
+    """POOL_BYTES of pages laid out as the engine lays them."""
+    page = shape.kv_heads, 2, shape.page_size, shape.head_dim
+    pages = POOL_BYTES // (math.prod(page) * jnp.dtype(dtype).itemsize)
+    numbers: Any = jax.ShapeDtypeStruct((pages, *page), dtype, sharding=place.row_major(WHOLE, 5))
+    if dtype not in LARGEST:
+        return numbers
+    scales = pages, shape.kv_heads, 2 * shape.page_size
+    return QuantizedPages(
+        numbers, cast(Any, jax.ShapeDtypeStruct(scales, jnp.float32, sharding=place.row_major(WHOLE, 3)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +67,7 @@ def whole(place: Place, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
     [(shape, q_dtype, dtype, chip) for shape, q_dtype, dtype, chips in KERNELS for chip in chips],
     ids=str,
 )
-def test_a_step_of_every_shape_compiles_with_every_kernel(shape, q_dtype, dtype, chip):
+def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape, q_dtype, dtype, chip):
     place, slots, width = Place(tpu_devices(chip, 1)), 8, 5
 
     def step(pool, q, k, table, lengths):
@@ -55,17 +77,29 @@ def test_a_step_of_every_shape_compiles_with_every_kernel(shape, q_dtype, dtype,
         spans = jnp.arange(slots + 1, dtype=jnp.int32)
         return pool, prefill_attention(q, pool, table, lengths, spans, **options)
 
-    pool = (20, shape.kv_heads, 2, shape.page_size, shape.head_dim)
+    pool = large_pool(place, shape, dtype)
     arguments = [
-        whole(place, pool, dtype),
+        pool,
         whole(place, (slots, shape.kv_heads * shape.groups, shape.head_dim), q_dtype),
         whole(place, (slots, shape.kv_heads, shape.head_dim), q_dtype),
         whole(place, (slots, width), jnp.int32),
         whole(place, (slots,), jnp.int32),
     ]
+    formats = jax.tree.map(lambda leaf: place.row_major(WHOLE, leaf.ndim), pool), None
     with jax.sharding.set_mesh(place.mesh):
-        compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+        compiled = jax.jit(step, donate_argnums=0, out_shardings=formats).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
     assert num_kernels(compiled) == 3
+    assert memory.alias_size_in_bytes >= POOL_BYTES * 0.99, "donation took no effect"
+    assert memory.temp_size_in_bytes < 64 * MIB, "the pool is copied"
+
+
+def test_a_chip_of_two_cores_is_given_work_for_both():
+    with jax.sharding.set_mesh(Place(tpu_devices("v5p", 1)).mesh):
+        assert num_cores() == 2
+    with jax.sharding.set_mesh(Place(tpu_devices("v6e", 1)).mesh):
+        assert num_cores() == 1
 
 
 def num_kernels(compiled: Any) -> int:
