@@ -31,20 +31,9 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
 from jdisagg.engine.audit import check, memory_of
 from jdisagg.engine.outline import Outline, Task, shipments
-from jdisagg.parallel.topology import devices_of
+from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve import blueprint
 
-# Read when the compilers are loaded. The first lets several processes load libtpu at once; the others keep it from
-# asking for a TPU's metadata, and the CUDA plugin from asking libraries that compiling does not need.
-ENVIRONMENT = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-}
 GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory that jax takes, as in the run itself
 UNFIT, BAD_USE, INTERRUPTED = 1, 2, 130
 WIDTH = 120  # of tables that go to a file or a pipe

@@ -16,6 +16,17 @@ from jdisagg.core.errors import ConfigError, MeshError
 from jdisagg.core.targets import Chip, Target
 from jdisagg.parallel.place import Device
 
+# Variables that an entry file sets before the compilers are loaded. The first lets several processes load libtpu at
+# once; the others keep it from asking for a TPU's metadata, and the CUDA plugin for libraries that compiling needs not.
+ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 _PLUGINS = ("xla_cuda13", "xla_cuda12")
 
 

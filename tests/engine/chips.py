@@ -1,0 +1,63 @@
+"""Workers of Llama's shapes on chips that are not there: a few layers of the 8B or the 70B model, real programs."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import WorkerId
+from jdisagg.core.targets import Target
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.audit import Checked, check, memory_of
+from jdisagg.engine.outline import Outline, Task
+from jdisagg.parallel.place import Device
+from jdisagg.parallel.topology import ENVIRONMENT, check_compiler, devices_of
+
+LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
+LLAMA_3_70B = replace(LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
+MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B}
+WIDEST_PAGES, PAGE_SIZE = 128, 64
+
+
+def devices(target: Target) -> tuple[Device, ...]:
+    """All of the target; skips where its compiler is not installed."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        check_compiler(target.chip)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return devices_of(target)
+
+
+def few_layers(
+    model: str, role: Role, target: str, tp: int, stages: int, layers: int, num_pages: int, chunk_tokens: int = 128
+) -> Outline:
+    """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups."""
+    config = replace(MODELS[model], num_layers=stages * layers)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, "bfloat16")
+    runs = [range(stage * layers, (stage + 1) * layers) for stage in range(stages)]
+    buckets = (chunk_tokens,), (WIDEST_PAGES,)
+    places = stages if role.decodes else 1
+    sizes = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, places, *buckets, 4)
+    return Outline(sizes, config, layout, runs, devices(Target.parse(target))[: tp * places], jnp.bfloat16)
+
+
+def checked_kinds(outline: Outline, tasks: Sequence[Task], *kinds: str) -> list[Checked]:
+    """The tasks of these kinds compiled, without a complaint: pools in place, no copy, collectives as expected."""
+    checked = check([(outline.config.worker, task) for task in tasks if task.kind in kinds], every=False)
+    assert {each.task.kind for each in checked} == set(kinds)
+    assert not [(each.task.kind, why) for each in checked for why in each.complaints]
+    return checked
+
+
+def assert_sound(outline: Outline, target: str, *kinds: str) -> None:
+    """`checked_kinds`, and every device holds weights, pages and the rest."""
+    memory, limit = memory_of(outline, checked_kinds(outline, outline.tasks(), *kinds)), Target.parse(target).chip
+    assert memory and all(stage.total_bytes < limit.memory_bytes for stage in memory), memory
+    assert all(stage.kv_bytes >= outline.pool_bytes(stage.stages[0]) for stage in memory)

@@ -1,0 +1,22 @@
+"""The engine's prefill programs, compiled to the end for TPUs and GPUs that are not there."""
+
+import pytest
+
+from jdisagg.core.worker_config import Role
+from tests.engine.chips import assert_sound, few_layers
+
+# One layer that is the first and the last: a chunk, its head, and for one of them the scores of all its rows.
+PREFILL = [
+    ("v5e:2x2", "8B", 4, ("prefill", "head", "score")),
+    ("v6e:2x4", "70B", 8, ("prefill", "head")),
+    ("v5p:2x2x2", "70B", 8, ("prefill", "head")),
+    ("h100:4", "8B", 4, ("prefill", "head", "score")),
+    ("h100:8", "70B", 8, ("prefill", "head")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "model", "tp", "kinds"), PREFILL)
+def test_a_prefill_mesh_compiles_in_place_and_fits(target, model, tp, kinds):
+    outline = few_layers(model, Role.PREFILL, target, tp, stages=1, layers=1, num_pages=8192)
+    assert_sound(outline, target, *kinds)
