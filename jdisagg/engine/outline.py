@@ -25,7 +25,7 @@ from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, Knobs
 from jdisagg.engine.section import SCORE_ROWS, SectionPrograms
 from jdisagg.kv.pools import pool_outline
-from jdisagg.kv.shipping import ATOM_SPEC, Dock
+from jdisagg.kv.shipping import ATOM_SPEC, Dock, piece_shapes
 from jdisagg.model.params import outline_stage
 from jdisagg.parallel.place import WHOLE, Device, Place, Program
 from jdisagg.policy.reshard import TRANSFER_BUCKETS, plan_heads, plan_layers
@@ -35,7 +35,7 @@ from jdisagg.policy.reshard import TRANSFER_BUCKETS, plan_heads, plan_layers
 class Task:
     """One program for one set of shapes."""
 
-    kind: str  # "prefill", "head", "score", "decode", "draw ...", "pack", "insert"
+    kind: str  # "prefill", "head", "score", "decode", "draw ...", "pack", "check", "insert"
     stage: int  # section of the worker that it runs on
     size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
     program: Program
@@ -77,7 +77,7 @@ class Outline:
             SectionPrograms(model, run, place, outline_stage(model, run, place.mesh, dtype))
             for run, place in zip(layers, places, strict=True)
         ]
-        self.docks = {place: Dock(place) for place in places}
+        self.docks = {place: Dock(place, config.digests) for place in places}
         self.draws, self.first_draws = DrawPrograms(), FirstDrawPrograms()
 
     def tasks(self) -> list[Task]:
@@ -220,7 +220,7 @@ class DrawShapes:
 
 
 def shipments(source: Outline, destination: Outline) -> list[Task]:
-    """Packs on the source and inserts on the destination for every page count declared, as `ship_pages` makes them."""
+    """Packs on the source, checks and inserts on the destination for every page count declared, as `ship_pages`."""
     found: list[Task] = []
     runs = plan_layers(*(tuple(section.layers for section in each.sections) for each in (source, destination)))
     for run in runs:
@@ -233,15 +233,27 @@ def shipments(source: Outline, destination: Outline) -> list[Task]:
             arguments = (pools, whole(held, (pages,)))
             moved = number * pages * local_bytes(source._pool(held)) // (source.config.num_pages + 1)
             found.append(Task("pack", run.source_stage, pages, program, arguments, held, number, (), 2 * moved))
-            shape = (number, pages, heads.atom_heads * wanted.tp, *source.layout.page_shape()[1:])
-            atom = jax.ShapeDtypeStruct(shape, source.layout.dtype, sharding=wanted.sharding(ATOM_SPEC))
+            atoms = landed(piece_shapes(source.layout, number, pages, heads, source.config.digests), wanted)
+            values, digests = atoms[: heads.atoms_per_destination], atoms[heads.atoms_per_destination :]
+            if digests:
+                program = destination.docks[wanted].check_program
+                found.append(
+                    Task("check", run.destination_stage, pages, program, (values, digests), wanted, number, (), moved)
+                )
             pools = [destination._pool(wanted)] * number
             program = destination.docks[wanted].insert_program
-            arguments = (pools, whole(wanted, (pages,)), [atom] * heads.atoms_per_destination)
+            arguments = (pools, whole(wanted, (pages,)), values)
             donated = destination.pool_bytes(run.destination_stage, number)
             stage, moved = run.destination_stage, donated * pages // (destination.config.num_pages + 1)
             found.append(Task("insert", stage, pages, program, arguments, wanted, number, (), 2 * moved, donated))
     return found
+
+
+def landed(pieces: Sequence[tuple[tuple[int, ...], str]], place: Place) -> list[jax.ShapeDtypeStruct]:
+    """Pieces of one shard, (shape, dtype), as the place holds them: cut on heads, axis 2."""
+    cut = place.sharding(ATOM_SPEC)
+    shapes = [((*shape[:2], shape[2] * place.tp, *shape[3:]), dtype) for shape, dtype in pieces]
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=cut) for shape, dtype in shapes]
 
 
 def whole(place: Place, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
