@@ -168,7 +168,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     flags = parsed(arguments)
     tiny = flags.platform == "cpu"
-    shapes, rows = (TINY, "4") if tiny else (flags.shapes, flags.rows)
+    shapes: str = TINY if tiny else flags.shapes
+    rows: str = "4" if tiny else flags.rows
     dtypes, context = flags.dtypes.split(",")[: 1 if tiny else None], 40 if tiny else flags.context
     works = works_of(shapes.split(","), [int(count) for count in rows.split(",")], context, dtypes)
     if flags.dry_run:
