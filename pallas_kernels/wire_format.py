@@ -2,7 +2,8 @@
 
 A *row* is one token's K or V of one head. Quantised rows are symmetric, each with its own f32 scale (as KIVI's
 per-token values, Liu et al. 2024, section 3). The functions on numbers below are elementwise, in f32 and 32-bit
-integers, without division or a conversion that hardware rounds in its own way: they run inside kernels as they are.
+integers, without a conversion that hardware rounds in its own way, so they run inside kernels as they are. There is one
+division, a row's factor: where it is not rounded exactly a code may be the next one. Digests are of what travels.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def check_packed(pools: Sequence[Pool], packed: PackedPages, page_ids: Array) ->
     wire = wire_of(pools[0], packed)
     check_pools(pools, page_ids, wire)
     shape, stored = kind_of(pools[0])
-    want = (len(pools), page_ids.shape[0], *shape[1:4], shape[4] // 2 if wire == "int4" else shape[4])
+    want = (len(pools), page_ids.shape[0], *shape[1:4], packed_size(shape[4], wire))
     require(values.shape == want, f"packed values must be {want} for these pools, got {values.shape}")
     given = values.dtype.name
     if wire == "raw" and stored in FLOATS:
@@ -87,6 +88,11 @@ def wire_of(pool: Pool, packed: PackedPages) -> str:
 def kind_of(pool: Pool) -> tuple[tuple[int, ...], str]:
     values = pool.values if isinstance(pool, QuantizedPages) else pool
     return values.shape, values.dtype.name
+
+
+def packed_size(size: int, wire: str) -> int:
+    """D' for rows of D numbers."""
+    return size // 2 if wire == "int4" else size
 
 
 def odd_weights(count: int, seed: int) -> np.ndarray:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.pack_kv_pages import xla
+from pallas_kernels.pack_kv_pages import gpu, tpu, xla
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.wire_format import PackedPages, Pool, bits_of, check_pools, fold_scales
+from pallas_kernels.wire_format import PackedPages, Pool, check_pools, fold_scales
 
 
 def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", digests: bool = True) -> PackedPages:
@@ -28,19 +28,26 @@ def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", 
     layers: Any = list(pools)  # all floats, or all quantised
     if isinstance(layers[0], QuantizedPages):
         return pack_quantized(layers, page_ids, digests)
-    return pack_floats(layers, page_ids, wire, digests)
+    return pack_numbers(layers, page_ids, wire, digests)
 
 
-def pack_floats(pools: Sequence[Array], page_ids: Array, wire: str, digests: bool) -> PackedPages:
-    """Any pools of one dtype: floats, or for wire "raw" bytes."""
+def pack_numbers(pools: Sequence[Array], page_ids: Array, wire: str, digests: bool) -> PackedPages:
+    """Pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
     options = {"wire": wire, "digests": digests}
-    return jax.lax.platform_dependent(list(pools), jnp.asarray(page_ids), default=partial(xla.pack_kv_pages, **options))
+    return jax.lax.platform_dependent(
+        list(pools),
+        jnp.asarray(page_ids),
+        cuda=partial(gpu.pack_kv_pages, **options),
+        tpu=partial(tpu.pack_kv_pages, **options),
+        default=partial(xla.pack_kv_pages, **options),
+    )
 
 
 def pack_quantized(pools: Sequence[QuantizedPages], page_ids: Array, digests: bool) -> PackedPages:
-    """Values as bytes by the platform's code; scales, a small part, by XLA's gather."""
-    packed = pack_floats([bits_of(pool.values) for pool in pools], page_ids, "raw", digests)
+    """Values by the platform's code; scales, a small part, by XLA's gather."""
+    packed = pack_numbers([pool.values for pool in pools], page_ids, "raw", digests)
     scales = jnp.stack([pool.scales[page_ids] for pool in pools])
-    values = jax.lax.bitcast_convert_type(packed.values, pools[0].values.dtype)
-    folded = packed.digests
-    return PackedPages(values, scales, folded if folded is None else folded + fold_scales(scales, values.shape[-1]))
+    if packed.digests is None:
+        return packed._replace(scales=scales)
+    folded = packed.digests + fold_scales(scales, packed.values.shape[-1])
+    return packed._replace(scales=scales, digests=folded)

@@ -17,6 +17,7 @@ from pallas_kernels.wire_format import (
     bits_of,
     floats_of,
     fold_scales,
+    packed_size,
     page_weights,
     quantise,
     words_of,
@@ -81,7 +82,7 @@ def rooms(pools: Sequence[Array], count: int, wire: str, digests: bool) -> list[
     found = []
     if wire != "raw":
         rows = kv_heads, 2 * page_size
-        found += [((kv_heads, 2, page_size, size // 2 if wire == "int4" else size), STORED[wire]), (rows, jnp.float32)]
+        found += [((kv_heads, 2, page_size, packed_size(size, wire)), STORED[wire]), (rows, jnp.float32)]
     if digests:
         found.append(((kv_heads,), jnp.uint32))
     zero = jnp.zeros_like(pools[0][0, 0, 0, 0, 0])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.unpack_kv_pages import xla
+from pallas_kernels.unpack_kv_pages import gpu, tpu, xla
 from pallas_kernels.wire_format import PackedPages, bits_of, check_packed, fold_scales
 
 Pool = TypeVar("Pool", Array, QuantizedPages)
@@ -28,35 +28,40 @@ def unpack_kv_pages(
     Raises KernelError for what does not fit.
     """
     layers: Any = list(pools)  # all floats, or all quantised
-    values, wire = packed.values, check_packed(pools, packed, page_ids)
-    packed = packed._replace(values=bits_of(values) if values.dtype == jnp.float8_e4m3fn else values, digests=None)
+    wire = check_packed(pools, packed, page_ids)
     if isinstance(layers[0], QuantizedPages):
         written: Any = unpack_quantized(layers, packed, page_ids, digests)
     else:
-        written = unpack_floats(layers, packed, page_ids, wire, digests)
+        values = bits_of(packed.values) if packed.values.dtype == jnp.float8_e4m3fn else packed.values
+        written = unpack_numbers(layers, packed._replace(values=values, digests=None), page_ids, wire, digests)
     return written
 
 
-def unpack_floats(
+def unpack_numbers(
     pools: Sequence[Array], packed: PackedPages, page_ids: Array, wire: str, digests: bool
 ) -> tuple[list[Array], Array | None]:
-    """Any pools of one dtype: floats, or for wire "raw" bytes."""
+    """Pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
     options = {"wire": wire, "digests": digests}
     return jax.lax.platform_dependent(
-        list(pools), packed, jnp.asarray(page_ids), default=partial(xla.unpack_kv_pages, **options)
+        list(pools),
+        packed,
+        jnp.asarray(page_ids),
+        cuda=partial(gpu.unpack_kv_pages, **options),
+        tpu=partial(tpu.unpack_kv_pages, **options),
+        default=partial(xla.unpack_kv_pages, **options),
     )
 
 
 def unpack_quantized(
     pools: Sequence[QuantizedPages], packed: PackedPages, page_ids: Array, digests: bool
 ) -> tuple[list[QuantizedPages], Array | None]:
-    """Values as bytes by the platform's code; scales, a small part, by XLA's scatter."""
-    values, scales, _ = packed
+    """Values by the platform's code; scales, a small part, by XLA's scatter."""
+    values, scales = jax.lax.bitcast_convert_type(packed.values, pools[0].values.dtype), packed.scales
     assert scales is not None
-    arrived, dtype = PackedPages(bits_of(values), None, None), pools[0].values.dtype
-    written, folded = unpack_floats([bits_of(pool.values) for pool in pools], arrived, page_ids, "raw", digests)
+    arrived = PackedPages(values, None, None)
+    written, folded = unpack_numbers([pool.values for pool in pools], arrived, page_ids, "raw", digests)
     found = [
-        QuantizedPages(jax.lax.bitcast_convert_type(bits, dtype), pool.scales.at[page_ids].set(part))
-        for pool, bits, part in zip(pools, written, scales, strict=True)
+        QuantizedPages(numbers, pool.scales.at[page_ids].set(part))
+        for pool, numbers, part in zip(pools, written, scales, strict=True)
     ]
     return found, None if folded is None else folded + fold_scales(scales, values.shape[-1])
