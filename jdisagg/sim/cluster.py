@@ -1,0 +1,258 @@
+"""A cluster in virtual time: the very router and workers that serve, and devices that only say how long plans take.
+
+One heap of timed events. No tokens are computed: a prompt is a length, a drawn token is always the same, and every
+output ends by its max_tokens. Equal inputs give equal outcomes, event for event: nothing here draws lots.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, cast
+
+from jdisagg.core.events import (
+    ROUTER,
+    DecodeDone,
+    DropKV,
+    EmitTokens,
+    Event,
+    Finish,
+    InsertKV,
+    KVArrived,
+    PrefillDone,
+    Received,
+    Reject,
+    RunDecode,
+    RunPrefill,
+    Send,
+    SetTimer,
+    ShipKV,
+    Submit,
+    TimerFired,
+)
+from jdisagg.core.plans import KVTransfer, last_layer
+from jdisagg.core.request import Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.sim import sequence
+from jdisagg.sim.cost_models import CostModel
+from jdisagg.sim.device import Device, Span
+from jdisagg.sim.links import FairLinks
+from jdisagg.sim.outcome import Outcome, Record
+from jdisagg.sim.traces import Trace
+
+TOKEN = Sampled(0)
+NETWORK = WorkerId("network")
+PATIENT = RouterConfig(
+    queue_limit=1 << 40, queue_timeout_s=0.0, prefill_timeout_s=1e9, stall_timeout_s=1e9, handoff_timeout_s=1e6
+)  # nothing is refused and nobody gives up: a saturated cluster is to be seen, not to be spared
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A part is packed: it takes its place on the network."""
+
+    transfer: KVTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """A flow may be through; of an earlier state of the network it is void."""
+
+    version: int
+
+
+def requests_of(trace: Trace) -> Iterator[Request]:
+    """The trace's rows as requests, named by their place in it."""
+    rows = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    for index, (arrival_s, inputs, outputs) in enumerate(rows):
+        prompt = cast(tuple[int, ...], sequence.Sequence(inputs))  # the actors only slice, join and measure it
+        yield Request(RequestId(f"r{index:07d}"), prompt, SamplingParams(max_tokens=outputs), arrival_s)
+
+
+class Cluster:
+    """Hosts the actors; `costs` answers for each worker, `links` are ports named ("out" | "in", worker)."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerConfig],
+        costs: Mapping[WorkerId, CostModel],
+        links: FairLinks | None = None,
+        router: RouterConfig = PATIENT,
+        message_s: float = 50e-6,
+        latency_s: float = 0.0,
+    ) -> None:
+        """message_s: of a word between actors; latency_s: of a part of KV, besides its bytes."""
+        self.router = Router(router, workers)
+        self.workers = {config.worker: Worker(config) for config in workers}
+        self.devices = {config.worker: Device(config) for config in workers}
+        self.costs, self.links = dict(costs), links or FairLinks()
+        self.message_s, self.latency_s = message_s, latency_s
+        self.now_s, self.events = 0.0, 0
+        self.records: dict[RequestId, Record] = {}
+        self._arrivals: Iterator[Request] = iter(())
+        self._heap: list[tuple[float, int, WorkerId, Any]] = []
+        self._ties = count()
+        self._timers: dict[tuple[WorkerId, str], float] = {}
+        self._version = 0  # of the network
+        self._left_s: dict[KVTransfer, float] = {}
+        self._act: dict[type, Callable[[WorkerId, Any], None]] = {
+            Send: self._send,
+            RunDecode: self._run_decode,
+            RunPrefill: self._run_prefill,
+            ShipKV: self._ship,
+            SetTimer: self._set_timer,
+            EmitTokens: self._emit,
+            Finish: self._finish,
+            Reject: self._reject,
+            InsertKV: _nothing,  # a write into pages: small beside the way there
+            DropKV: _nothing,
+        }
+
+    # ------------------------------------------------------------ running
+
+    def run(self, trace: Trace, until_s: float = math.inf) -> Outcome:
+        """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`)."""
+        self._arrivals = requests_of(trace)
+        self._next_arrival()
+        heap = self._heap
+        while heap and heap[0][0] <= until_s:
+            at_s, _, actor, event = heapq.heappop(heap)
+            self.now_s = at_s
+            self._step(actor, event)
+        return self._outcome()
+
+    def _step(self, actor: WorkerId, event: Any) -> None:
+        kind = type(event)
+        if kind is TimerFired:
+            if self._timers.get((actor, event.key)) != self.now_s:
+                return  # moved since
+            del self._timers[actor, event.key]
+        elif kind is Submit:
+            self._next_arrival()
+        elif actor == NETWORK:
+            self._network(event)
+            return
+        self._deliver(actor, event)
+
+    def _deliver(self, actor: WorkerId, event: Event) -> None:
+        self.events += 1
+        act = self._act
+        for effect in (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s):
+            act[type(effect)](actor, effect)
+
+    def _at(self, at_s: float, actor: WorkerId, event: Any) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))
+
+    def _next_arrival(self) -> None:
+        """Only the next request is in the heap, however long the trace."""
+        request = next(self._arrivals, None)
+        if request is not None:
+            self.records[request.request_id] = Record(
+                request.request_id, request.arrival_s, len(request.prompt), request.sampling.max_tokens
+            )
+            self._at(request.arrival_s, ROUTER, Submit(request))
+
+    # ------------------------------------------------------------ effects
+
+    def _send(self, actor: WorkerId, effect: Send) -> None:
+        self._at(self.now_s + self.message_s, effect.to, Received(actor, effect.message))
+
+    def _set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+        self._timers[actor, effect.key] = effect.at_s
+        self._at(effect.at_s, actor, TimerFired(effect.key))
+
+    def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+        plan, device = effect.plan, self.devices[actor]
+        seconds = self.costs[actor].decode_s(plan, device.read_tokens(plan))
+        span = device.run_turn(self.now_s, plan.microbatch, seconds)
+        self._at(span.done_s, actor, DecodeDone(plan.plan_id, tuple((slot, TOKEN) for slot in plan.active)))
+
+    def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
+        plan = effect.plan
+        span = self.devices[actor].run(self.now_s, self.costs[actor].prefill_s(plan))
+        self._at_layers(actor, effect.ships, span)
+        sampled = tuple((chunk.request_id, TOKEN) for chunk in plan.chunks if chunk.last)
+        self._at(span.done_s, actor, PrefillDone(plan.plan_id, sampled))
+
+    def _at_layers(self, actor: WorkerId, ships: Sequence[KVTransfer], span: Span) -> None:
+        """Layer groups take equal shares of a plan's time; the parts of each leave when it is done."""
+        groups = self.workers[actor].config.layer_groups
+        ends = [stop for _, stop in groups]
+        for transfer in ships:
+            layer = last_layer(transfer)
+            share = (ends.index(int(layer)) + 1) / len(ends) if layer < math.inf else 1.0
+            self._at(span.start_s + share * (span.done_s - span.start_s), NETWORK, Leave(transfer))
+
+    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        """Packed in program order: after the plans that the device has already."""
+        self._at(max(self.now_s, self.devices[actor].free_s[-1]), NETWORK, Leave(effect.transfer))
+
+    def _emit(self, _: WorkerId, effect: EmitTokens) -> None:
+        record = self.records[effect.request_id]
+        assert not record.ends, f"{effect.request_id} got tokens after its end"
+        if not record.told_tokens:
+            record.first_s = self.now_s
+        record.told_tokens += len(effect.sampled)
+        record.last_s = self.now_s
+
+    def _finish(self, _: WorkerId, effect: Finish) -> None:
+        record = self._end(effect.request_id, effect.reason, effect.detail)
+        record.ledger = effect.ledger
+        record.prefill_worker, record.decode_worker = effect.prefill_worker or "", effect.decode_worker or ""
+
+    def _reject(self, _: WorkerId, effect: Reject) -> None:
+        self._end(effect.request_id, "rejected", effect.detail)
+
+    def _end(self, request_id: RequestId, reason: str, detail: str) -> Record:
+        record = self.records[request_id]
+        record.reason, record.detail, record.end_s = reason, detail, self.now_s
+        record.ends += 1
+        return record
+
+    # ------------------------------------------------------------ the network
+
+    def _network(self, event: Leave | Through) -> None:
+        if isinstance(event, Leave):
+            transfer = event.transfer
+            size_bytes = self.costs[transfer.source].transfer_bytes(transfer)
+            ports = (("out", transfer.source), ("in", transfer.destination))
+            self._left_s[transfer] = self.now_s
+            self.links.start(transfer, ports, size_bytes, self.now_s)
+        elif event.version != self._version:
+            return
+        for done in self.links.finish(self.now_s):
+            self._land(cast(KVTransfer, done))
+        self._version += 1
+        if self.links.flows:
+            self._at(self.links.next_end_s, NETWORK, Through(self._version))
+
+    def _land(self, transfer: KVTransfer) -> None:
+        landed_s = self.now_s + self.latency_s
+        self._at(landed_s, transfer.destination, KVArrived(transfer, True, landed_s - self._left_s.pop(transfer)))
+
+    # ------------------------------------------------------------ what came of it
+
+    def _outcome(self) -> Outcome:
+        records = list(self.records.values())
+        span_s = max((record.end_s for record in records), default=0.0)
+        busy = {str(name): device.busy_s / span_s if span_s else 0.0 for name, device in self.devices.items()}
+        return Outcome(records, self.events, span_s, busy)
+
+    def check_all_ended(self) -> None:
+        """Asserts that each request ended once, and that every page is back."""
+        assert not self.router.rows, f"still running: {sorted(self.router.rows)[:5]}"
+        wrong = [record for record in self.records.values() if record.ends != 1]
+        assert not wrong, f"{wrong[0].request_id} ended {wrong[0].ends} times"
+        for name, worker in self.workers.items():
+            held = worker.config.num_pages - worker.pool.free_pages
+            assert worker.idle and held == 0, f"{name} holds {held} pages"
+
+
+def _nothing(_: WorkerId, effect: InsertKV | DropKV) -> None:
+    """It takes no time and holds nothing."""

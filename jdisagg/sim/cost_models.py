@@ -1,0 +1,187 @@
+"""How long a worker's plans take, and how many bytes a part of KV is: the answers that a simulation runs on.
+
+Two kinds: lines that others fitted to measurements of one engine (`PublishedFit`), and a roofline of the hardware's
+constants with named efficiencies (`Roofline`). A plan's seconds are those of all its pipeline stages together. A decode
+step depends on the batch *and* on the tokens that it reads: with either one alone, decoding gets no slower under load.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.sim.arithmetic import DTYPE_BYTES, Attention, model
+from jdisagg.sim.hardware import Hardware
+
+DISTSERVE = Path(__file__).parent / "data" / "distserve_a100_80g.json"
+ENGINES = ("distserve", "vllm")  # whose measurements the fits are of
+MEMORY_SHARE = 0.9  # of a device that weights and KV may take; the rest is activations and the runtime's own
+
+
+class CostModel(Protocol):
+    """One worker's costs."""
+
+    def prefill_s(self, plan: PrefillPlan) -> float:
+        """Seconds of the plan on a device that does nothing else."""
+        ...
+
+    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+        """Seconds of one turn. context_tokens: KV tokens that its active slots read, all together."""
+        ...
+
+    def transfer_bytes(self, transfer: KVTransfer) -> float:
+        """What the part puts on the wire."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a part of KV is made of."""
+
+    attention: Attention
+    dtype: str = "bfloat16"
+
+    def part_bytes(self, transfer: KVTransfer) -> float:
+        """Bytes of a part's tokens, of its own layers alone."""
+        layers = self.attention.num_layers
+        first, stop = transfer.layers or (0, layers)
+        return self.attention.kv_bytes(transfer.num_tokens, self.dtype) * (stop - first) / layers
+
+
+# ---------------------------------------------------------------------- fits
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """a + b·x + c·y, in seconds."""
+
+    a: float
+    b: float
+    c: float
+
+    def at(self, x: float, y: float) -> float:
+        return self.a + self.b * x + self.c * y
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedFit:
+    """prefill = a + b·Σlen + c·Σlen²; decode = a + b·context + c·batch, of two lines by the batch (DistServe, OSDI'24).
+
+    A chunk that begins at token s and ends at e counts e² - s² of the squares: what its queries see.
+    """
+
+    model: Model
+    prefill: Line
+    small: Line  # decode, batch up to `threshold`
+    large: Line
+    threshold: int
+    host_s: float = 0.0  # of the host, a plan
+
+    def prefill_s(self, plan: PrefillPlan) -> float:
+        squares = sum((chunk.start + len(chunk.tokens)) ** 2 - chunk.start**2 for chunk in plan.chunks)
+        return self.host_s + self.prefill.at(plan.num_tokens, squares)
+
+    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+        batch = len(plan.active)
+        line = self.small if batch < self.threshold else self.large
+        return self.host_s + line.at(context_tokens, batch)
+
+    def transfer_bytes(self, transfer: KVTransfer) -> float:
+        return self.model.part_bytes(transfer)
+
+
+@cache
+def _distserve() -> dict[str, Any]:
+    return json.loads(DISTSERVE.read_text(encoding="utf-8"))
+
+
+def _among(rows: dict[str, Any], key: str, what: str) -> Any:
+    if key not in rows:
+        raise ConfigError(f"no published fit for {what} {key!r}; there are {', '.join(rows)}")
+    return rows[key]
+
+
+def distserve_fit(name: str, tp: int, engine: str = "distserve", host_s: float = 0.0) -> PublishedFit:
+    """Fitted on A100-80G in FP16, of opt-13b (TP 1, 2, 4) and opt-66b (TP 2, 3, 4, 8). Raises ConfigError elsewhere."""
+    sizes = _among(_among(_distserve(), engine, "engine"), name, "model")
+    row = _among(sizes, str(tp), f"{name} at tp")
+    lines = [Line(*(each / 1e3 for each in row[kind])) for kind in ("prefill", "decode_small", "decode_large")]
+    return PublishedFit(Model(model(name), "float16"), *lines, threshold=row["threshold"], host_s=host_s)
+
+
+def distserve_kv_tokens(name: str, tp: int, pp: int) -> int:
+    """KV tokens that the engine had room for on `tp` x `pp` A100-80G. Raises ConfigError for what was not published."""
+    return _among(_among(_distserve()["kv_tokens"], name, "model"), f"tp{tp}pp{pp}", f"{name} on")
+
+
+# ---------------------------------------------------------------------- roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """`tp` devices, each with 1/tp of the weights and heads; efficiencies are the hardware's, by name.
+
+    Weights are the layers' matrices, read once a plan: linear work takes its FLOPs or its weights' bytes, whichever is
+    longer. Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode. Two
+    all-reduces a layer where tp > 1 (ring: 2 (tp - 1) / tp of the bytes). Embedding and head are left out.
+    """
+
+    model: Model
+    chip: Hardware
+    tp: int = 1
+    weight_dtype: str = "bfloat16"
+    host_s: float = 1e-3  # of the host, a plan
+
+    def __post_init__(self) -> None:
+        if self.model.attention.kind == "MLA":
+            raise ConfigError(f"the roofline knows dense models: {self.model.attention.name} has MLA and experts")
+
+    def prefill_s(self, plan: PrefillPlan) -> float:
+        attention = self.model.attention
+        ends = [(chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
+        pairs = attention.attention_flops / 2 * sum(end**2 - start**2 for start, end in ends) * attention.hidden_size
+        pairs_s = attention.num_layers * pairs / (self.chip.flops * self.tp * self.chip.prefill_attention)
+        return self.host_s + self._linear_s(plan.num_tokens) + pairs_s
+
+    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+        kv_bytes = self.model.attention.kv_bytes(context_tokens, self.model.dtype)
+        kv_s = kv_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.decode_attention)
+        return self.host_s + self._linear_s(len(plan.active)) + kv_s
+
+    def transfer_bytes(self, transfer: KVTransfer) -> float:
+        return self.model.part_bytes(transfer)
+
+    def _linear_s(self, rows: int) -> float:
+        attention = self.model.attention
+        flops = attention.num_layers * attention.linear_flops * rows * attention.hidden_size**2
+        compute_s = flops / (self.chip.flops * self.tp * self.chip.gemm)
+        read_s = self.weight_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.skinny)
+        return max(compute_s, read_s) + self._collectives_s(rows)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of all shards: a multiply and an add a weight."""
+        attention = self.model.attention
+        weights = attention.num_layers * attention.linear_flops / 2 * attention.hidden_size**2
+        return weights * DTYPE_BYTES[self.weight_dtype]
+
+    def _collectives_s(self, rows: int) -> float:
+        if self.tp == 1:
+            return 0.0
+        attention = self.model.attention
+        size = rows * attention.hidden_size * DTYPE_BYTES[self.model.dtype] * 2 * (self.tp - 1) / self.tp
+        one_s = self.chip.collective_s + size / (self.chip.link_bytes_per_s * self.chip.link)
+        return 2 * attention.num_layers * one_s
+
+    def kv_tokens(self, pp: int = 1) -> int:
+        """KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError where the weights do not fit."""
+        room = MEMORY_SHARE * self.chip.hbm_bytes * self.tp * pp - self.weight_bytes
+        if room <= 0:
+            devices = f"{self.tp * pp} x {self.chip.name}"
+            raise ConfigError(f"{self.model.attention.name}: {self.weight_bytes:.3g} bytes of weights, over {devices}")
+        return int(room // self.model.attention.kv_bytes(1, self.model.dtype))

@@ -1,0 +1,96 @@
+"""From a mesh's text to the workers of a simulation: their sizes, their costs, and the ports between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import TransferMode, WorkerConfig
+from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
+from jdisagg.sim.links import FairLinks
+from jdisagg.sim.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What all workers of a fleet are given alike."""
+
+    max_model_len: int
+    page_size: int = 16
+    num_slots: int = 256
+    chunk_tokens: int = 2048
+    max_chunk_seqs: int = 64
+    prefills_ahead: int = 2
+    turns_ahead: int = 2
+    reserve_tokens: int = 512
+    transfer: TransferMode = TransferMode.CHUNK
+
+    def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
+        pages = kv_tokens // self.page_size
+        if pages < 1:
+            raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {self.page_size}")
+        return WorkerConfig(
+            worker=place.worker,
+            role=place.role,
+            num_pages=pages,
+            page_size=self.page_size,
+            max_model_len=self.max_model_len,
+            num_slots=self.num_slots * place.pp,
+            num_microbatches=place.pp,
+            prefill_buckets=(self.chunk_tokens,),
+            table_buckets=(-(-self.max_model_len // self.page_size),),
+            max_chunk_seqs=self.max_chunk_seqs,
+            turns_ahead=self.turns_ahead,
+            reserve_tokens=self.reserve_tokens,
+            prefills_ahead=self.prefills_ahead,
+            transfer=self.transfer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What `Cluster` takes."""
+
+    workers: tuple[WorkerConfig, ...]
+    costs: dict[WorkerId, CostModel]
+    links: FairLinks
+
+
+CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
+
+
+def fleet(mesh: MeshSpec, sizes: Sizes, cost_of: CostOf, port_bytes_per_s: float | None = None) -> Fleet:
+    """Every worker of the mesh. port_bytes_per_s: of each worker, each way; None: the network takes no time."""
+    workers, costs, ports = [], {}, {}
+    for place in mesh.workers():
+        costs[place.worker], kv_tokens = cost_of(place)
+        workers.append(sizes.config(place, kv_tokens))
+        ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
+    return Fleet(tuple(workers), costs, FairLinks(ports))
+
+
+def longest(trace: Trace) -> int:
+    """Tokens of the trace's longest request, input and output together."""
+    return int((trace.input_tokens + trace.output_tokens).max()) if len(trace) else 1
+
+
+def published(name: str, engine: str = "distserve", host_s: float = 0.0) -> CostOf:
+    """DistServe's fits and its engine's KV capacities."""
+
+    def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        return distserve_fit(name, place.tp, engine, host_s), distserve_kv_tokens(name, place.tp, place.pp)
+
+    return cost_of
+
+
+def by_roofline(roofline: Callable[[int], Roofline]) -> CostOf:
+    """A roofline for each `tp`, and the room that it leaves for KV."""
+
+    def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        model = roofline(place.tp)
+        return model, model.kv_tokens(place.pp)
+
+    return cost_of

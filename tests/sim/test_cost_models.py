@@ -1,0 +1,103 @@
+"""What plans cost: lines as published, a roofline whose parts are counted by hand, and pages of KV on the wire."""
+
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.sim.arithmetic import model
+from jdisagg.sim.cost_models import Model, Roofline, distserve_fit, distserve_kv_tokens
+from jdisagg.sim.hardware import hardware
+
+
+def prefill(*spans: tuple[int, int]) -> PrefillPlan:
+    """A chunk of the tokens from start to stop of a sequence each."""
+    chunks = tuple(
+        PrefillChunk(RequestId(str(i)), (0,) * (stop - start), start, (), True, SamplingParams())
+        for i, (start, stop) in enumerate(spans)
+    )
+    return PrefillPlan(1, chunks, 4096, 1)
+
+
+def turn(batch: int) -> DecodePlan:
+    return DecodePlan(1, 0, tuple(range(batch)), 1)
+
+
+def part(tokens: int, layers: tuple[int, int] | None = None) -> KVTransfer:
+    return KVTransfer("r", 1, RequestId("r"), WorkerId("p"), WorkerId("d"), (), (), tokens, layers=layers)
+
+
+def test_distserves_lines_give_its_milliseconds():
+    fit = distserve_fit("opt-13b", 1)
+    assert fit.prefill_s(prefill((0, 512))) == pytest.approx(
+        18.1025e-3 + 0.101912e-3 * 512 + 7.1223e-9 * 512**2, rel=1e-4
+    )
+    assert fit.decode_s(turn(64), 50_000) == pytest.approx(
+        19.9347e-3 + 0.626936e-6 * 50_000 + 0.038507e-3 * 64, rel=1e-4
+    )
+    assert fit.decode_s(turn(95), 50_000) == pytest.approx(7.16619e-3 + 0.5798e-6 * 50_000 + 0.158311e-3 * 95, rel=1e-4)
+
+
+@pytest.mark.parametrize("cost", [distserve_fit("opt-66b", 4), Roofline(Model(model("llama3-8b")), hardware("h100"))])
+def test_a_prompt_in_chunks_costs_its_squares_once_and_each_plan_its_own_fixed_part(cost):
+    whole, first, second = (cost.prefill_s(prefill(span)) for span in ((0, 4096), (0, 2048), (2048, 4096)))
+    assert second > first, "the second half sees the first"
+    nothing = cost.prefill_s(prefill((0, 0)))
+    tail = first + second - whole
+    assert 0 < tail <= nothing * 1.0001, "two plans pay one fixed part more, and nothing else"
+
+
+@pytest.mark.parametrize(
+    "cost", [distserve_fit("opt-13b", 2), Roofline(Model(model("llama3-70b")), hardware("h100"), 4)]
+)
+def test_decoding_slows_with_the_batch_and_with_the_context_alone(cost):
+    assert cost.decode_s(turn(64), 10_000) > cost.decode_s(turn(1), 10_000)
+    assert cost.decode_s(turn(16), 100_000) > cost.decode_s(turn(16), 10_000)
+
+
+def test_a_lone_decode_step_reads_the_weights_once():
+    """Llama-3-8B has 7.0 G weights in its layers: 14 GB at .83 of 3.35 TB/s."""
+    cost = Roofline(Model(model("llama3-8b")), hardware("h100"), host_s=0.0)
+    layers = 32 * 11 * 4096**2 * 2
+    assert cost.weight_bytes == layers
+    assert cost.decode_s(turn(1), 0) == pytest.approx(layers / (3.35e12 * 0.83))
+
+
+def test_a_long_prefill_is_bound_by_its_flops():
+    cost = Roofline(Model(model("llama3-8b")), hardware("h100"), host_s=0.0)
+    linear, pairs = 32 * 22 * 4096 * 4096**2, 32 * 2 * 4096**2 * 4096
+    assert cost.prefill_s(prefill((0, 4096))) == pytest.approx(linear / (989e12 * 0.78) + pairs / (989e12 * 0.67))
+
+
+def test_shards_pay_their_collectives():
+    costs = [Roofline(Model(model("llama3-70b")), hardware("h100"), tp) for tp in (4, 8)]
+    alone = [cost.prefill_s(prefill((0, 2048))) for cost in costs]
+    assert alone[0] / 2 < alone[1] < alone[0]
+
+
+def test_a_part_weighs_its_own_tokens_and_layers():
+    cost = distserve_fit("opt-13b", 1)
+    assert cost.transfer_bytes(part(10)) == 10 * 2 * 40 * 40 * 128 * 2
+    assert cost.transfer_bytes(part(10, (0, 10))) == cost.transfer_bytes(part(10)) / 4
+
+
+def test_kv_room_is_what_weights_leave():
+    assert distserve_kv_tokens("opt-66b", 2, 2) == 78_512
+    roomy = Roofline(Model(model("llama3-8b")), hardware("h100"))
+    assert roomy.kv_tokens() == int((0.9 * (80 << 30) - roomy.weight_bytes) // 131_072)
+    with pytest.raises(ConfigError, match=r"llama3-70b.*1 x h100"):
+        Roofline(Model(model("llama3-70b")), hardware("h100")).kv_tokens()
+
+
+@pytest.mark.parametrize(
+    ("ask", "there"),
+    [
+        (lambda: distserve_fit("opt-175b", 8), "opt-13b, opt-66b"),
+        (lambda: distserve_fit("opt-13b", 8), "1, 2, 4"),
+        (lambda: distserve_fit("opt-13b", 1, "orca"), "distserve, vllm"),
+        (lambda: Roofline(Model(model("deepseek-v3")), hardware("h100")), "deepseek-v3"),
+    ],
+)
+def test_what_was_not_published_is_refused_by_name(ask, there):
+    with pytest.raises(ConfigError, match=there):
+        ask()
