@@ -152,8 +152,8 @@ def floats_of(array: Array, dtype: jnp.dtype) -> Array:
 def quantise(rows: Array, wire: str) -> tuple[Array, Array]:
     """f32 [..., D] -> codes i32 [..., D'] and scales f32 [...]."""
     scales, factors = scale_of(jnp.max(jnp.abs(rows), axis=-1), wire)
-    codes = encode(rows, factors[..., None], wire)
-    return join_nibbles(*jnp.split(codes, 2, axis=-1)) if wire == "int4" else codes, scales
+    codes = [encode(part, factors[..., None], wire) for part in jnp.split(rows, 2 if wire == "int4" else 1, axis=-1)]
+    return join_nibbles(*codes) if wire == "int4" else codes[0], scales
 
 
 def dequantise(codes: Array, scales: Array, wire: str) -> Array:
