@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.engine.section import Section
-from jdisagg.kv.pools import POOL_SPEC
+from jdisagg.engine.section import SectionPrograms
+from jdisagg.kv.pools import pool_outline
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.params import StageParams, abstract_stage
-from jdisagg.parallel.place import WHOLE, Place
+from jdisagg.parallel.place import WHOLE, Place, Program
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import LARGEST, QuantizedPages
 from pallas_kernels.tpu_blocks import num_cores
@@ -26,6 +26,8 @@ pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jdis
 MIB = 2**20
 CHIPS = ["v5e", "v5p", "v6e"]
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
+HEADS_OF_64 = ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 8192, rope_theta=500_000.0)
+HEADS_OF_80 = ModelConfig("llama", 32000, 2560, 6912, 24, 32, 32, 80, 8192)
 # (shape, dtype of the queries, dtype of the pool, chips)
 KERNELS = [
     (Shape(128, 8, 4, 16), "bfloat16", "bfloat16", CHIPS),  # Llama 3 8B
@@ -106,8 +108,8 @@ def num_kernels(compiled: Any) -> int:
     return compiled.as_text().count("tpu_custom_call")
 
 
-def section_without_memory(config: ModelConfig, layers: range, place: Place, dtype: str) -> Section:
-    """A section that can be traced and not run: its weights are shapes."""
+def section_without_memory(config: ModelConfig, layers: range, place: Place, dtype: str) -> SectionPrograms:
+    """A section's programs over weights that are shapes."""
     abstract = abstract_stage(config, layers, place.tp, place.axis, dtype)
     rules = [stage_leaves(config, layers, place.tp)[path] for path in abstract.paths]
     axes = [rule.axis if place.tp > 1 else None for rule in rules]
@@ -116,21 +118,16 @@ def section_without_memory(config: ModelConfig, layers: range, place: Place, dty
         whole(place, [n * place.tp if d == axis else n for d, n in enumerate(leaf.shape)], leaf.dtype, spec)
         for leaf, axis, spec in zip(abstract.leaves, axes, specs, strict=True)
     ]
-    section = object.__new__(Section)
-    section.config, section.layers = config, layers
-    section.params = StageParams(abstract.graphdef, abstract.treedef, leaves, specs)
-    section.is_first, section.is_last = layers.start == 0, layers.stop == config.num_layers
-    return section
+    return SectionPrograms(config, layers, place, StageParams(abstract.graphdef, abstract.treedef, leaves, specs))
 
 
-def check_program(section: Section, place: Place, function: Any, batch: list, *, pages: int) -> None:
-    """`function` of the section compiles, its donated pools stay in place, and nothing large is copied."""
-    layout = KVLayout(len(section.layers), 8, 128, 16, "bfloat16")
-    pool = whole(place, (pages, 8, *layout.page_shape()[1:]), layout.dtype, POOL_SPEC)
-    specs = section.params.specs, POOL_SPEC, *[WHOLE] * len(batch)
-    program = place.program(function, specs, (POOL_SPEC, WHOLE), donate=(1,))
+def check_program(section: SectionPrograms, program: Program, batch: list, *, pages: int) -> None:
+    """`program` of the section compiles, its donated pools stay in place, and nothing large is copied."""
+    config, place = section.config, section.place
+    layout = KVLayout(len(section.layers), config.num_kv_heads, config.head_dim, 16, "bfloat16")
+    pools = [pool_outline(layout, pages - 1, place)] * len(section.layers)
     with jax.sharding.set_mesh(place.mesh):
-        compiled = program._jit.lower(section.params.leaves, [pool] * len(section.layers), *batch).compile()
+        compiled: Any = program.lower(section.params.leaves, pools, *batch).compile()
     memory, reductions = compiled.memory_analysis(), compiled.as_text().count(" all-reduce(")
     assert num_kernels(compiled) == 2 * len(section.layers)
     assert memory.alias_size_in_bytes >= pages * layout.bytes_per_page // place.tp, "donation took no effect"
@@ -138,16 +135,21 @@ def check_program(section: Section, place: Place, function: Any, batch: list, *,
     assert (reductions > 0) == (place.tp > 1)
 
 
-STAGES = [("v5e", 1, range(3)), ("v5p", 1, range(12, 14)), ("v6e", 4, range(20, 22))]
+STAGES = [
+    (LLAMA_3_8B, "v5e", 1, range(3)),
+    (LLAMA_3_8B, "v6e", 4, range(20, 22)),
+    (HEADS_OF_64, "v5e", 1, range(2, 4)),
+    (HEADS_OF_80, "v5e", 1, range(2, 4)),
+]
 
 
-@pytest.mark.parametrize(("chip", "tp", "layers"), STAGES)
-def test_the_decode_program_of_a_stage_of_llama_3_8b_copies_no_kv(chip, tp, layers):
+@pytest.mark.parametrize(("config", "chip", "tp", "layers"), STAGES, ids=["8b", "8b-tp4", "heads-of-64", "heads-of-80"])
+def test_the_decode_program_of_a_stage_copies_no_kv(config, chip, tp, layers):
     place, slots = Place(tpu_devices(chip, tp)), 64
-    section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
-    x = None if section.is_first else whole(place, (slots, 4096), jnp.bfloat16)
+    section = section_without_memory(config, layers, place, "bfloat16")
+    x = None if section.is_first else whole(place, (slots, config.hidden_size), jnp.bfloat16)
     batch = [whole(place, (slots, 256), jnp.int32), whole(place, (4, slots), jnp.int32), x]
-    check_program(section, place, section._decode, batch, pages=4096)
+    check_program(section, section.decode_program, batch, pages=4096)
 
 
 @pytest.mark.parametrize(("chip", "tp", "layers"), [("v5p", 4, range(2, 4))])
@@ -156,4 +158,4 @@ def test_the_prefill_program_of_a_layer_group_of_llama_3_8b_copies_no_kv(chip, t
     section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
     x = None if section.is_first else whole(place, (tokens, 4096), jnp.bfloat16)
     ints = [(3, tokens), (2, sequences + 1), (sequences, 256)]
-    check_program(section, place, section._prefill, [*(whole(place, i, jnp.int32) for i in ints), x], pages=4096)
+    check_program(section, section.prefill_program, [*(whole(place, i, jnp.int32) for i in ints), x], pages=4096)
