@@ -29,6 +29,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint, offline, servers
 from jdisagg.serve.build import build
 from jdisagg.serve.cluster.assemble import (
+    ALL_ROLES,
     ROUTER_ROLE,
     WorkerProcess,
     build_router,
@@ -39,6 +40,7 @@ from jdisagg.serve.cluster.assemble import (
 )
 from jdisagg.serve.local import LocalService
 
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
 BAD_USE = 2
 INTERRUPTED = 130
@@ -64,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(settings: Settings) -> int:
     """Builds the stack and does what the settings ask of it."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT, force=True)
     console = Console(stderr=bool(settings.prompt), soft_wrap=True)
-    if roles_of(settings) != roles_of(Settings()):
+    if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)
     mesh = MeshSpec.parse(settings.mesh)
     once = bool(settings.prompt or settings.prompts)

@@ -12,7 +12,8 @@ from jdisagg.policy.planning import full_tokens, predicted_pages
 from jdisagg.policy.routing import WorkerLook
 
 
-def _empty_view(config: WorkerConfig) -> View:
+def empty_view(config: WorkerConfig) -> View:
+    """Of a worker that holds nothing."""
     return View(config.num_pages, config.num_slots + config.beds_ahead, 0, 0)
 
 
@@ -30,7 +31,7 @@ class Peer:
     work_tokens: float = 0.0  # sum of both
 
     def __post_init__(self) -> None:
-        self.view = _empty_view(self.config)
+        self.view = empty_view(self.config)
 
     # ------------------------------------------------------------ beds
 

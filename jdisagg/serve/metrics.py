@@ -1,10 +1,14 @@
 """Prometheus metrics as a fold over what the driver observes. Nothing is exported that no observation feeds.
 
+What is free on a worker is what the router was told, wherever the worker is; what workers of other processes count
+comes by `Everywhere`.
+
 Base units everywhere (seconds, bytes, tokens); every sample has the label `model_name`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +20,23 @@ from jdisagg.core.events import (
     EngineFailed,
     Finish,
     KVArrived,
+    Received,
     Reject,
     RunDecode,
     RunPrefill,
     Send,
     ShipKV,
     Submit,
+    WorkerJoined,
+    WorkerLost,
 )
 from jdisagg.core.messages import Preempted, Resend, View
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.peers import empty_view
 from jdisagg.serve.metrics_compat import Aliases
+from jdisagg.serve.tidings import Everywhere
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
@@ -59,15 +68,14 @@ class Metrics:
         """`page_bytes`: bytes of a KV page over all layers. `compat`: "vllm", "jetstream" add their names of ours."""
         self.registry = CollectorRegistry()
         self._model, self._page_bytes = model_name, page_bytes
-        self._pages: dict[str, int] = {config.worker: config.num_pages for config in workers}
-        self._prefillers: set[str] = {config.worker for config in workers if config.role.prefills}
-        self._decoders: set[str] = {config.worker for config in workers if config.role.decodes}
+        self._workers: dict[str, WorkerConfig] = {config.worker: config for config in workers}
         self._lives: dict[RequestId, _Life] = {}
         self._waiting = 0
         self._num_layers = max((config.layer_groups[-1][1] for config in workers if config.layer_groups), default=1)
         self._make_request_metrics()
         self._make_worker_metrics(recompiles)
-        self._aliases = Aliases(self.registry, compat)
+        self.counted = Everywhere(self.registry)
+        self._aliases = Aliases(self.counted, compat)
         self._folds: dict[type, Callable[[str, Any, float], None]] = {
             Submit: self._submit,
             EmitTokens: self._emit,
@@ -78,6 +86,9 @@ class Metrics:
             ShipKV: self._ship,
             KVArrived: self._arrived,
             Send: self._send,
+            Received: self._received,
+            WorkerJoined: self._joined,
+            WorkerLost: self._lost,
             EngineFailed: self._engine_failed,
         }
 
@@ -137,6 +148,12 @@ class Metrics:
             gauge = self._gauge("recompiles", "Programs compiled since the server was ready")
             gauge.labels(self._model).set_function(recompiles)
 
+    def watch_held(self, worker: str, held_bytes: Callable[[], tuple[int, int]]) -> None:
+        """`held_bytes`: of KV offered to other processes, and of KV pulled from them; `worker` names ours."""
+        gauge = self._gauge("transport_bytes", "KV that offers and pulls hold, a process", "worker", "side")
+        for index, side in enumerate(("offered", "pulled")):
+            gauge.labels(self._model, worker, side).set_function(lambda index=index: held_bytes()[index])
+
     # ------------------------------------------------------------ in and out
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
@@ -147,7 +164,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus text, the aliases behind our own names."""
-        return generate_latest(self.registry) + generate_latest(self._aliases)
+        return generate_latest(self.counted) + generate_latest(self._aliases)
 
     # ------------------------------------------------------------ requests
 
@@ -232,19 +249,35 @@ class Metrics:
             self._preemptions.labels(self._model, actor).inc()
         elif isinstance(item.message, Resend):
             self._resends.labels(self._model, actor).inc()
-        elif isinstance(item.message, View):
-            self._view(actor, item.message)
 
-    def _view(self, worker: str, view: View) -> None:
-        model, total = self._model, self._pages.get(worker)
-        if total is not None:
-            self._kv_pages.labels(model, worker, "free").set(view.free_pages)
-            self._kv_pages.labels(model, worker, "used").set(total - view.free_pages)
-            self._kv_usage.labels(model, worker).set(1 - view.free_pages / max(1, total))
-        if worker in self._decoders:
+    def _received(self, actor: str, item: Received, now_s: float) -> None:
+        if isinstance(item.message, View) and item.sender in self._workers:
+            self._view(self._workers[item.sender], item.message)
+
+    def _joined(self, actor: str, item: WorkerJoined, now_s: float) -> None:
+        config = self._workers[item.config.worker] = item.config
+        self._view(config, empty_view(config))
+
+    def _lost(self, actor: str, item: WorkerLost, now_s: float) -> None:
+        """What is free on it is nobody's to use; what it counted here stays."""
+        if self._workers.pop(item.worker, None) is None:
+            return
+        pages, sequences = ("free", "used"), ("room", "running")
+        of_states = [(self._kv_pages, state) for state in pages] + [(self._sequences, state) for state in sequences]
+        gauges = [(gauge,) for gauge in (self._kv_usage, self._backlog, self._stream_tokens)]
+        for gauge, *state in of_states + gauges:
+            with contextlib.suppress(KeyError):  # of the other phase
+                gauge.remove(self._model, item.worker, *state)
+
+    def _view(self, config: WorkerConfig, view: View) -> None:
+        model, worker, total = self._model, config.worker, config.num_pages
+        self._kv_pages.labels(model, worker, "free").set(view.free_pages)
+        self._kv_pages.labels(model, worker, "used").set(total - view.free_pages)
+        self._kv_usage.labels(model, worker).set(1 - view.free_pages / max(1, total))
+        if config.role.decodes:
             self._sequences.labels(model, worker, "room").set(view.free_slots)
             self._sequences.labels(model, worker, "running").set(view.running)
-        if worker in self._prefillers:
+        if config.role.prefills:
             self._backlog.labels(model, worker).set(view.waiting_tokens)
         if view.stream_tokens:
             self._stream_tokens.labels(model, worker).set(view.stream_tokens)

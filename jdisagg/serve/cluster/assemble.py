@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import jax
 import jax.numpy as jnp
 
@@ -38,7 +38,9 @@ from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.build import Progress, journal_sink, router_config
+from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
+from jdisagg.serve.cluster.link import Pulse
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
 from jdisagg.serve.cluster.reception import Reception
 from jdisagg.serve.cluster.visit import Visit
@@ -46,14 +48,16 @@ from jdisagg.serve.cluster.warm import arrival_jobs, departure_jobs
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.tidings import EVERY_S
 
+ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
 ROLES = (ROUTER_ROLE, "prefill", "decode")
 
 
 def roles_of(settings: Settings) -> frozenset[str]:
     """What --role names. Raises ConfigError."""
-    if settings.role == "all":
+    if settings.role == ALL_ROLES:
         return frozenset(ROLES)
     roles = frozenset(settings.role.split(","))
     if not roles <= set(ROLES):
@@ -79,18 +83,21 @@ def read_secret(settings: Settings) -> bytes:
 
 
 def identity_of(plan: Blueprint, settings: Settings) -> Identity:
-    """What all processes must agree on: the weights (by their files' sizes), the model's numbers, the KV's pages."""
+    """What all processes must agree on: the weights (by their files' sizes), the model's numbers, the KV's pages.
+
+    The mesh as well: what a worker compiles before it joins is for the shapes of the others.
+    """
     text = json.dumps(asdict(plan.model), sort_keys=True) + settings.load_format + str(settings.seed)
     files = sorted((path.name, path.stat().st_size) for path in plan.model_folder.glob("*.safetensors"))
     model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
     kv = plan.kv
-    layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.page_size}x{kv.head_dim}"
+    layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.page_size}x{kv.head_dim} of {settings.mesh}"
     return Identity(f"{plan.model_name}:{model}", layout, kv.dtype)
 
 
 def own_workers(plan: Blueprint, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
     """The workers of these roles by their names in the mesh, renamed for this process."""
-    suffix = secrets.token_hex(2)
+    suffix = secrets.token_hex(3)
     mine = [config for config in plan.workers if plays(config.role, roles)]
     return {config.worker: replace(config, worker=WorkerId(f"{config.worker}-{suffix}")) for config in mine}
 
@@ -150,7 +157,15 @@ def _far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
 
 
 def crossing_of(plan: Blueprint, settings: Settings) -> Crossing:
-    terms = Terms(read_secret(settings), identity_of(plan, settings), listen=settings.kv_listen)
+    server, client = kv_contexts(settings)
+    terms = Terms(
+        read_secret(settings),
+        identity_of(plan, settings),
+        listen=settings.kv_listen,
+        advertise=settings.kv_advertise,
+        tls_server=server,
+        tls_client=client,
+    )
     mine = capability(jax.devices()[0].platform)
     return Crossing(terms, mine, settings.transport, settings.handoff_timeout_s)
 
@@ -159,22 +174,28 @@ def peers_of(machines: Mapping[WorkerId, MeshMachine], crossing: Crossing) -> li
     return [PeerRecord(machine.config, tuple(shapes_of(machine.pages)), crossing.mine) for machine in machines.values()]
 
 
-@dataclass(frozen=True)
 class WorkerProcess:
     """Workers alone, and their link to the router."""
 
-    driver: LiveDriver
-    node: WorkerNode
-    visit: Visit
+    def __init__(self, node: WorkerNode, visit: Visit) -> None:
+        self.node, self._visit = node, visit
+        self._stopped = threading.Event()
+        self._teller = threading.Thread(target=self._tell, name="tidings", daemon=True)
 
     def start(self) -> None:
-        self.driver.start()
-        self.visit.start()
+        self.node.driver.start()
+        self._visit.start()
+        self._teller.start()
+
+    def _tell(self) -> None:
+        while not self._stopped.wait(EVERY_S):
+            self.node.tell()
 
     def stop(self) -> None:
         """Leaves the router first, so that it takes our sequences elsewhere at once."""
-        self.visit.stop()
-        self.driver.stop()
+        self._stopped.set()
+        self._visit.stop()
+        self.node.driver.stop()
         self.node.close()
 
 
@@ -187,22 +208,39 @@ def build_workers(
 ) -> WorkerProcess:
     """`ended` is told why this process can do no more: the router refuses it, or its driver died."""
     own = own_workers(plan, roles_of(settings))
+    credentials = channel_credentials(settings)
     crossing = crossing_of(plan, settings)
     machines = load(plan, settings, devices, own)
     warm(plan, machines, progress)
-    node = WorkerNode(crossing, machines, peers_of(machines, crossing))
+    node = WorkerNode(crossing, machines, peers_of(machines, crossing), ended)
+    metrics = _metrics(plan, settings, node)
     node.driver = LiveDriver(
         None,
         {name: Worker(machine.config) for name, machine in machines.items()},
         machines,
         deliver=lambda told: None,
         died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
+        observers=(metrics.observe, node.observe),
         far=node,
     )
-    terms = crossing.terms
-    credentials = channel_credentials(settings)
-    visit = Visit(settings.router, terms.secret, terms.identity, node, credentials=credentials, refused=ended)
-    return WorkerProcess(node.driver, node, visit)
+    terms, pulse = crossing.terms, pulse_of(settings)
+    visit = Visit(settings.router, terms.secret, terms.identity, node, pulse, credentials, refused=ended)
+    return WorkerProcess(node, visit)
+
+
+def _metrics(plan: Blueprint, settings: Settings, node: Node) -> Metrics:
+    """Of this process; that of the router hears of the others' besides."""
+    configs = tuple(machine.config for machine in node.machines.values())
+    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
+    metrics = Metrics(plan.model_name, configs, plan.kv.bytes_per_page, node.recompiles, compat)
+    if configs:
+        metrics.watch_held(configs[0].worker, node.crossing.held_bytes)
+    node.counted = metrics.counted
+    return metrics
+
+
+def pulse_of(settings: Settings) -> Pulse:
+    return Pulse(settings.peer_silence_s / 5, settings.peer_silence_s)
 
 
 @dataclass(frozen=True)
@@ -227,13 +265,14 @@ def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], pr
     """The router, and the workers whose roles this process plays as well."""
     roles = roles_of(settings)
     own = own_workers(plan, roles)
+    credentials = server_credentials(settings)
     crossing = crossing_of(plan, settings)
     tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
     machines = load(plan, settings, devices, own) if own else {}
     node = RouterNode(crossing, machines, peers_of(machines, crossing))
     address = f"{settings.host}:{settings.control_port}"
     terms = crossing.terms
-    reception = Reception(address, terms.secret, terms.identity, node, credentials=server_credentials(settings))
+    reception = Reception(address, terms.secret, terms.identity, node, pulse_of(settings), credentials)
     warm(plan, machines, progress)
     config = replace(router_config(settings), workers_return=True)
     service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()], first_epoch=first_epoch()))
@@ -245,8 +284,7 @@ def _service(
     plan: Blueprint, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
-    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
-    metrics = Metrics(plan.model_name, configs, plan.kv.bytes_per_page, lambda: _recompiles(node), compat)
+    metrics = _metrics(plan, settings, node)
     journal = Journal(Header(router.config, configs), sink=journal_sink(settings.record_dir))
     return LocalService(
         router,
@@ -256,43 +294,15 @@ def _service(
         model_config=plan.model,
         max_model_len=plan.max_model_len,
         tokenizer=tokenizer,
-        observers=(journal.observe, metrics.observe),
+        observers=(journal.observe, metrics.observe, node.observe),
         metrics=metrics,
         journal=journal,
-        recompiles=lambda: _recompiles(node),
+        recompiles=node.recompiles,
         far=node,
         able=lambda: node.able,
     )
 
 
-def _recompiles(node: Node) -> int:
-    return sum(machine.recompiles() for machine in node.machines.values())
-
-
 def first_epoch() -> int:
     """Over every epoch that a router started earlier has given, at up to a million a second."""
     return int(time.time() * 1e6)
-
-
-def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
-    """TLS for the control port where --tls_cert is given; with --tls_ca, peers must show a certificate of it."""
-    if not settings.tls_cert:
-        return None
-    pair = [(_bytes("tls_key", settings.tls_key), _bytes("tls_cert", settings.tls_cert))]
-    authority = _bytes("tls_ca", settings.tls_ca) if settings.tls_ca else None
-    return grpc.ssl_server_credentials(pair, authority, require_client_auth=authority is not None)
-
-
-def channel_credentials(settings: Settings) -> grpc.ChannelCredentials | None:
-    if not (settings.tls_ca or settings.tls_cert):
-        return None
-    authority = _bytes("tls_ca", settings.tls_ca) if settings.tls_ca else None
-    key = _bytes("tls_key", settings.tls_key) if settings.tls_key else None
-    return grpc.ssl_channel_credentials(authority, key, _bytes("tls_cert", settings.tls_cert) if key else None)
-
-
-def _bytes(flag: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--{flag}={path}: {error.strerror}") from error

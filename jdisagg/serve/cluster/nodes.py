@@ -10,39 +10,59 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from jdisagg.core.errors import BadTicket, TransferRefused
-from jdisagg.core.events import ROUTER, Received, RouterLost, WorkerJoined, WorkerLost
+from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLost
 from jdisagg.core.journal import decode, encode
-from jdisagg.core.messages import Abort, AbortAck, Ack, Ended, Message, Progress
+from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
 from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.kv.transport.choose import choose
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, read_peer, records
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.driver import LiveDriver, Readers
+from jdisagg.serve.tidings import Everywhere, read_samples, samples_of
 
 log = logging.getLogger("jdisagg.cluster")
 
+SHIFTS = 30  # the last tidings of a peer by which its clock is read
+
 
 class Node:
-    """What both kinds share: the way out for words and KV, and the way in. `driver` is set before anything starts."""
+    """What both kinds share: the way out for words and KV, and the way in.
+
+    `driver` and `counted` are set before anything starts; `observe` is one of the driver's observers.
+    """
 
     driver: LiveDriver
+    counted: Everywhere
 
     def __init__(self, crossing: Crossing, machines: Mapping[WorkerId, MeshMachine], own: Sequence[PeerRecord]) -> None:
         self.crossing, self.machines, self.own = crossing, machines, tuple(own)
         self.peers: dict[WorkerId, PeerRecord] = {}  # workers of other processes
         self._readers = Readers()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    def recompiles(self) -> int:
+        return sum(machine.recompiles() for machine in self.machines.values())
+
+    def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
+        """Whoever gives a handoff up here, or hears of it, lets go what is offered for it. On the driver's thread."""
+        match item:
+            case Received(_, Abort() | AbortAck() as word) | Send(_, Abort() | AbortAck() as word):
+                self.crossing.call_off(word.handoff, word.epoch)
+            case RouterLost():
+                self.crossing.call_off_all()
 
     # ------------------------------------------------------------ out: `driver.Far`
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None:
-        self._forget_offers(message)
         self.post(to, {"from": sender, "to": to, "message": encode(message)})
 
     def ship(self, machine: Any, transfer: KVTransfer) -> Any:
@@ -56,21 +76,20 @@ class Node:
         """Sends a body on its way to the process of `to`; nobody there, nothing sent."""
         raise NotImplementedError
 
-    def _forget_offers(self, message: Message) -> None:
-        if isinstance(message, Abort | AbortAck | Ack):
-            self.crossing.call_off(message.handoff, message.epoch)
-
     # ------------------------------------------------------------ in
 
     def take(self, body: dict[str, Any], shift_s: float = 0.0) -> None:
-        """A body for an actor of this process."""
-        sender, to = WorkerId(body["from"]), WorkerId(body["to"])
+        """A body for an actor of this process. Raises BadTicket, JournalError."""
+        sender, to = WorkerId(str(body.get("from"))), WorkerId(str(body.get("to")))
+        if to not in self.driver.actors:
+            raise BadTicket(f"there is no {to!r} here to hear {sender!r}")
         if "kv" in body:
-            self._readers.read(f"pull-{sender}-{to}", lambda: self._fetch(to, body["kv"]))
-        else:
-            message = decode(body["message"])
-            self._forget_offers(message)
-            self.driver.post(to, Received(sender, _shifted(message, shift_s)))
+            self._readers.read(_lane(sender, to), lambda: self._fetch(to, body["kv"]))
+            return
+        message = decode(body.get("message"))
+        if not isinstance(message, Message):
+            raise BadTicket(f"{sender!r} says {type(message).__name__}, which is no message")
+        self.driver.post(to, Received(sender, _shifted(message, shift_s)))
 
     def _fetch(self, to: WorkerId, notice: dict[str, Any]) -> None:
         try:
@@ -78,18 +97,27 @@ class Node:
         except Exception:  # the part counts as never sent, and is asked for again
             log.exception("a part for %s was lost", to)
 
-    def meet(self, described: Sequence[dict[str, Any]]) -> None:
+    def meet(self, described: Iterable[dict[str, Any]]) -> None:
         for record in described:
             peer = read_peer(record)
             self.peers[peer.worker] = peer
 
-    def part_with(self, workers: Sequence[str]) -> None:
+    def part_with(self, workers: Iterable[WorkerId]) -> None:
+        """They are gone: nothing is kept for them, and what they offered will not be asked for again."""
         for worker in workers:
-            self.peers.pop(WorkerId(worker), None)
+            self.peers.pop(worker, None)
+            self.crossing.call_off_for(worker)
+            for own in self.machines:
+                self._readers.end(_lane(worker, own))
 
     def close(self) -> None:
         self._readers.stop()
         self.crossing.close()
+
+
+def _lane(source: WorkerId, destination: WorkerId) -> str:
+    """Parts of one source are pulled one after the other: a source that stalls holds up its own."""
+    return f"pull-{source}-{destination}"
 
 
 def _shifted(message: Message, shift_s: float) -> Message:
@@ -100,7 +128,18 @@ def _shifted(message: Message, shift_s: float) -> Message:
 class WorkerNode(Node):
     """A process with workers alone; a `visit.Guest`."""
 
-    _link: Link | None = None
+    def __init__(
+        self,
+        crossing: Crossing,
+        machines: Mapping[WorkerId, MeshMachine],
+        own: Sequence[PeerRecord],
+        ended: Callable[[str], None],
+    ) -> None:
+        """`ended` is told when no worker of this process is of use any more."""
+        super().__init__(crossing, machines, own)
+        self._ended = ended
+        self._link: Link | None = None
+        self._broken: set[WorkerId] = set()
 
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
         link = self._link
@@ -108,15 +147,26 @@ class WorkerNode(Node):
             link.send(body)
 
     def give_up(self, worker: WorkerId) -> None:
+        self._broken.add(worker)
         self.post(ROUTER, {"lost": worker})
+        if len(self._broken) == len(self.machines):
+            self._ended(f"plans fail again and again on {', '.join(sorted(self._broken))}")
+
+    def tell(self) -> None:
+        """The tidings of this moment; nobody there, nothing sent."""
+        told = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.counted)}
+        self.post(ROUTER, {"tidings": told})
 
     # ------------------------------------------------------------ `visit.Guest`
 
     def hello(self) -> dict[str, Any]:
-        return {"workers": records(self.own), "now_s": time.monotonic()}
+        able = [peer for peer in self.own if peer.worker not in self._broken]
+        return {"workers": records(able), "now_s": time.monotonic()}
 
     def joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self._link = link
+        for worker in self.machines:  # nothing is held of another router's: now this one hears what is free
+            self.driver.post(worker, RouterLost())
         log.warning("joined the router as %s", ", ".join(self.machines))
 
     def lose(self, why: str) -> None:
@@ -130,7 +180,7 @@ class WorkerNode(Node):
         if "peers" in body:
             self.meet(body["peers"])
         elif "gone" in body:
-            self.part_with(body["gone"])
+            self.part_with([WorkerId(worker) for worker in body["gone"]])
         else:
             self.take(body)
 
@@ -141,14 +191,18 @@ class RouterNode(Node):
     def __init__(self, crossing: Crossing, machines: Mapping[WorkerId, MeshMachine], own: Sequence[PeerRecord]) -> None:
         super().__init__(crossing, machines, own)
         self._links: dict[WorkerId, Link] = {}
-        self._shifts: dict[Link, float] = {}
+        self._shifts: dict[Link, deque[float]] = {}
         self._joining: dict[Link, list[PeerRecord]] = {}
+        self._recompiles: dict[Link, int] = {}
 
     @property
     def able(self) -> bool:
         """Every phase has a worker, here or elsewhere."""
         roles = [peer.config.role for peer in [*self.own, *self.peers.values()]]
         return any(role.prefills for role in roles) and any(role.decodes for role in roles)
+
+    def recompiles(self) -> int:
+        return super().recompiles() + sum([*self._recompiles.values()])
 
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
         link = self._links.get(to)
@@ -161,54 +215,98 @@ class RouterNode(Node):
     # ------------------------------------------------------------ `reception.Host`
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
-        self._shifts[link] = time.monotonic() - float(hello["now_s"])
-        self._joining[link] = [read_peer(record) for record in hello["workers"]]
-        taken = [
-            peer.worker for peer in self._joining[link] if peer.worker in self.peers or peer.worker in self.machines
-        ]
-        if taken:
-            raise BadTicket(f"workers named {', '.join(taken)} are here already")
+        try:
+            shift_s = time.monotonic() - float(hello["now_s"])
+            joining = [read_peer(record) for record in hello["workers"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadTicket(f"a peer's hello cannot be read: {type(error).__name__}: {error}") from error
+        with self._lock:
+            self._check_names(joining)
+            self._check_ways(joining)
+            self._joining[link] = joining
+            self._shifts[link] = deque([shift_s], SHIFTS)
         return {}
 
+    def _check_names(self, joining: Sequence[PeerRecord]) -> None:
+        """A process that comes back before it was missed takes its own place; another of the same names is refused."""
+        known = {peer.worker: peer for peer in [*self.own, *self.peers.values(), *_all(self._joining)]}
+        same = [(peer, known[peer.worker]) for peer in joining if peer.worker in known]
+        for peer, earlier in same:
+            if earlier.capability.process != peer.capability.process or peer.worker in self.machines:
+                raise BadTicket(f"a worker named {peer.worker} is here already, of another process")
+        for link in {self._links[peer.worker] for peer, _ in same if peer.worker in self._links}:
+            link.hang_up("its process joined anew")
+            self._drop(self._workers_of(link), link.why_over)
+
+    def _check_ways(self, joining: Sequence[PeerRecord]) -> None:
+        """Raises where KV would have no way between a joining worker and one of the other phase."""
+        for one, other in product(joining, [*self.own, *self.peers.values()]):
+            mine, theirs = one.config.role, other.config.role
+            if (mine.prefills and theirs.decodes) or (mine.decodes and theirs.prefills):
+                choose(one.capability, other.capability, self.crossing.wanted)
+
     def welcomed(self, link: Link) -> None:
-        joining = self._joining.pop(link)
         with self._lock:
+            joining = self._joining.pop(link)
             link.send({"peers": records([*self.own, *self.peers.values()])})
             self._tell_all({"peers": records(joining)})
             for peer in joining:
                 self.peers[peer.worker], self._links[peer.worker] = peer, link
-        for peer in joining:
-            log.warning("%s joined", peer.worker)
-            self.driver.post(ROUTER, WorkerJoined(peer.config))
+                log.warning("%s joined", peer.worker)
+                self.driver.post(ROUTER, WorkerJoined(peer.config))
 
     def hear(self, link: Link, body: dict[str, Any]) -> None:
-        if "lost" in body:
-            self.give_up(WorkerId(body["lost"]))
+        if "tidings" in body:
+            self._note(link, body["tidings"])
             return
-        to, sender = WorkerId(body["to"]), body.get("from")
-        if sender is not None and self._links.get(WorkerId(sender)) is not link:
-            raise BadTicket(f"a process speaks for {sender!r}, which is not its own")
-        if to == ROUTER or to in self.machines:
-            self.take(body, self._shifts.get(link, 0.0))
+        speaker = WorkerId(str(body.get("lost", body.get("from"))))
+        owner = self._links.get(speaker)
+        if owner is None:
+            return  # it was dropped: its last words are nobody's
+        if owner is not link:
+            raise BadTicket(f"a process speaks for {speaker!r}, which is not its own")
+        to = WorkerId(str(body.get("to")))
+        if "lost" in body:
+            self.give_up(speaker)
+        elif to in self.driver.actors:
+            shifts = self._shifts.get(link)
+            self.take(body, min(shifts) if shifts else 0.0)
         else:
             self.post(to, body)
 
+    def _note(self, link: Link, tidings: dict[str, Any]) -> None:
+        """Its clock is read from the word that came quickest, of the latest: clocks drift, and words are held up."""
+        with self._lock:
+            if link not in self._shifts:
+                return  # on its way out
+            self._shifts[link].append(time.monotonic() - float(tidings["now_s"]))
+            self._recompiles[link] = int(tidings["recompiles"])
+            self.counted.hear(link, read_samples(tidings["samples"]))
+
     def lose(self, link: Link, why: str) -> None:
-        self._drop([worker for worker, theirs in self._links.items() if theirs is link], why)
-        self._shifts.pop(link, None)
-        self._joining.pop(link, None)
+        with self._lock:
+            self._drop(self._workers_of(link), why)
+            for book in (self._shifts, self._joining, self._recompiles):
+                book.pop(link, None)
+            self.counted.forget(link)
+
+    def _workers_of(self, link: Link) -> list[WorkerId]:
+        return [worker for worker, theirs in self._links.items() if theirs is link]
 
     def _drop(self, workers: Sequence[WorkerId], why: str) -> None:
         with self._lock:
             for worker in workers:
                 self._links.pop(worker, None)
+                log.warning("%s is gone: %s", worker, why)
+                self.driver.post(ROUTER, WorkerLost(worker))
             self.part_with(workers)
             if workers:
                 self._tell_all({"gone": list(workers)})
-        for worker in workers:
-            log.warning("%s is gone: %s", worker, why)
-            self.driver.post(ROUTER, WorkerLost(worker))
 
     def _tell_all(self, body: dict[str, Any]) -> None:
         for link in set(self._links.values()):
             link.send(body)
+
+
+def _all(joining: Mapping[Link, Sequence[PeerRecord]]) -> list[PeerRecord]:
+    return [peer for peers in joining.values() for peer in peers]

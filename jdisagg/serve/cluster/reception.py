@@ -21,7 +21,7 @@ from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerMismat
 from jdisagg.core.wire import MAX_RECORD_BYTES, Seal, mac_of
 from jdisagg.kv.transport.hello import compare
 from jdisagg.kv.transport.terms import Identity
-from jdisagg.serve.cluster.link import METHOD, PROTOCOL, Link, Pulse, new_nonce
+from jdisagg.serve.cluster.link import HANDSHAKE_S, METHOD, PROTOCOL, Link, Pulse, new_nonce
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -62,8 +62,10 @@ class Reception:
         host: Host,
         pulse: Pulse | None = None,
         credentials: grpc.ServerCredentials | None = None,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Raises ConfigError where the address cannot be had."""
+        self._handshake_s = handshake_s
         self._secret, self._identity, self._host, self._pulse = secret, identity, host, pulse or Pulse()
         self._links: set[Link] = set()
         self._lock = threading.Lock()
@@ -90,6 +92,8 @@ class Reception:
 
     def _attend(self, records: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
         """One peer's stream, from its first word to its end."""
+        patience = threading.Timer(self._handshake_s, call.cancel)  # strangers may not keep a thread by saying nothing
+        patience.start()
         try:
             nonces = yield from self._challenge(records)
             link = Link(Seal(self._secret, nonces, "router"), Seal(self._secret, nonces, "worker"), self._pulse)
@@ -97,17 +101,27 @@ class Reception:
         except JdisaggError as error:
             log.warning("a peer at %s was sent away: %s", call.peer(), error)
             call.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except (grpc.RpcError, StopIteration):
+            log.warning("a peer at %s left, or was cut off, before it had proved itself", call.peer())
+            return
+        finally:
+            patience.cancel()
+        try:
+            self._take_in(link, answer, records, call)
+            yield from link.records()
+        finally:
+            self._forget(link)
+
+    def _take_in(
+        self, link: Link, answer: dict[str, Any], records: Iterator[bytes], call: grpc.ServicerContext
+    ) -> None:
         link.send(answer)
         with self._lock:
             self._links.add(link)
         self._host.welcomed(link)
-        reader = threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True)
-        reader.start()
-        call.add_callback(lambda: link.hang_up("the stream ended"))
-        try:
-            yield from link.records()
-        finally:
-            self._forget(link)
+        if not call.add_callback(lambda: link.hang_up("the stream ended")):
+            link.hang_up("the stream ended")
+        threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True).start()
 
     def _challenge(self, records: Iterator[bytes]) -> Any:
         first = _plain(next(records, b""))
@@ -140,6 +154,9 @@ class Reception:
             link.hang_up("the connection broke")
         except JdisaggError as error:
             link.hang_up(str(error))
+        except Exception as error:  # whatever it said: it is the peer that goes, not we
+            log.exception("a peer said what cannot be followed")
+            link.hang_up(f"{type(error).__name__}: {error}")
 
     def _forget(self, link: Link) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
 from jdisagg.core.wire import Seal, mac_of
 from jdisagg.kv.transport.hello import compare
 from jdisagg.kv.transport.terms import Identity
-from jdisagg.serve.cluster.link import METHOD, PROTOCOL, Link, Pulse, new_nonce
+from jdisagg.serve.cluster.link import HANDSHAKE_S, METHOD, PROTOCOL, Link, Pulse, new_nonce
 from jdisagg.serve.cluster.reception import OPTIONS
 
 log = logging.getLogger("jdisagg.cluster")
@@ -50,13 +50,15 @@ class Visit:
         credentials: grpc.ChannelCredentials | None = None,
         again_s: float = 1.0,
         refused: Callable[[str], None] = lambda why: None,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """`refused` is told why the router will never take this process as it is."""
         self.address, self._secret, self._identity, self._guest = address, secret, identity, guest
         self._pulse, self._credentials, self._again_s = pulse or Pulse(), credentials, again_s
-        self._refused = refused
+        self._refused, self._handshake_s = refused, handshake_s
         self._stopped = threading.Event()
         self._link: Link | None = None
+        self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
@@ -64,8 +66,11 @@ class Visit:
 
     def stop(self) -> None:
         self._stopped.set()
-        if self._link is not None:
-            self._link.hang_up("this process goes down")
+        link, call = self._link, self._call
+        if link is not None:
+            link.hang_up("this process goes down")
+        elif call is not None:
+            call.cancel()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
@@ -78,6 +83,8 @@ class Visit:
                 return
             except (JdisaggError, grpc.RpcError) as error:
                 log.info("no router at %s: %s", self.address, error)
+            except Exception:  # whatever answers there: this process goes on looking for its router
+                log.exception("what is at %s cannot be followed", self.address)
             self._stopped.wait(self._again_s)
 
     def _visit(self) -> None:
@@ -88,28 +95,38 @@ class Visit:
             channel = grpc.insecure_channel(self.address, OPTIONS)
         with channel:
             nonce, opening = new_nonce(), Opening()
-            call = channel.stream_stream(METHOD)(opening.records(nonce))
-            link, answers = self._shake_hands(call, nonce, opening), call
-            welcome = self._welcome(link, answers)
-            self._link = link
-            if self._stopped.is_set():  # stopped while it was being welcomed
-                link.hang_up("this process goes down")
-            self._guest.joined(link, welcome)
+            self._call = call = channel.stream_stream(METHOD)(opening.records(nonce))
+            patience = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
+            patience.start()
             try:
-                self._listen(link, answers)
+                link = self._shake_hands(call, nonce, opening)
+                welcome = self._welcome(link, call)
             finally:
-                self._link = None
-                call.cancel()
-                self._guest.lose(link.why_over or "the router hung up")
+                patience.cancel()
+                opening.give_up()
+            self._stay(link, welcome, call)
+
+    def _stay(self, link: Link, welcome: dict[str, Any], call: Any) -> None:
+        self._link = link
+        if self._stopped.is_set():  # stopped while it was being welcomed
+            link.hang_up("this process goes down")
+        try:
+            self._guest.joined(link, welcome)
+            self._listen(link, call)
+        finally:
+            self._link = None
+            call.cancel()
+            self._guest.lose(link.why_over or "the router hung up")
 
     def _shake_hands(self, call: Any, nonce: str, opening: Opening) -> Link:
         try:
             reply = json.loads(next(call))
         except (grpc.RpcError, StopIteration) as error:
             raise _reason(error) from error
+        if not isinstance(reply, dict):
+            raise PeerDead(f"what is at {self.address} answers {str(reply)[:40]!r}")
         theirs = str(reply.get("nonce"))
         if reply.get("mac") != mac_of(self._secret, "router", nonce, theirs):
-            opening.give_up()
             raise PeerMismatch(f"the router at {self.address} does not share our secret")
         session = nonce + theirs
         link = Link(Seal(self._secret, session, "worker"), Seal(self._secret, session, "router"), self._pulse)
@@ -140,6 +157,9 @@ class Visit:
             link.hang_up(f"the connection broke ({_code(error)})")
         except JdisaggError as error:
             link.hang_up(str(error))
+        except Exception as error:
+            log.exception("the router said what cannot be followed")
+            link.hang_up(f"{type(error).__name__}: {error}")
 
 
 class Opening:
@@ -155,11 +175,12 @@ class Opening:
         self._known.set()
 
     def give_up(self) -> None:
+        """There is nothing more to say, unless the link was given already."""
         self._known.set()
 
     def records(self, nonce: str) -> Iterator[bytes]:
         yield json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode()
-        self._known.wait(timeout=30)
+        self._known.wait()
         if self._link is not None:
             yield from self._link.records()
             self._call.cancel()  # silent or hung up: whoever waits for the router's next word is to know

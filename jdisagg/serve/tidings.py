@@ -1,0 +1,71 @@
+"""What worker processes count, told to the router's process each second, so that its /metrics speak of all workers.
+
+A process sends the samples that name a worker (those of programs, shipments and failures; what is free comes with the
+workers' views already) and the router's process shows them beside its own. They end with the process's link.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.samples import Sample
+
+from jdisagg.core.errors import BadTicket
+
+EVERY_S = 1.0
+OF_WORKERS = frozenset({"worker", "source", "destination"})
+Samples = dict[str, list[Sample]]  # by the name of their family
+
+
+def samples_of(registry: CollectorRegistry) -> list[list[Any]]:
+    """[family, sample, labels, value] of every sample that names a worker, JSON values only."""
+    return [
+        [family.name, each.name, each.labels, each.value]
+        for family in registry.collect()
+        for each in family.samples
+        if OF_WORKERS & each.labels.keys()
+    ]
+
+
+def read_samples(rows: Any) -> Samples:
+    """What `samples_of` made. Raises BadTicket where it is nothing of the kind."""
+    found: Samples = {}
+    try:
+        for family, name, labels, value in rows:
+            texts = {str(key): str(text) for key, text in labels.items()}
+            if not (isinstance(name, str) and name.startswith(family)):
+                raise ValueError(f"{name!r} is no sample of {family!r}")
+            found.setdefault(family, []).append(Sample(name, texts, float(value)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadTicket(f"a peer counts what cannot be read: {error}") from error
+    return found
+
+
+class Everywhere(CollectorRegistry):
+    """The samples of this process and, in the same families, those that others sent. Any thread may call."""
+
+    def __init__(self, here: CollectorRegistry) -> None:
+        super().__init__()
+        self.here = here
+        self._lock = threading.Lock()
+        self._far: dict[Any, Samples] = {}
+
+    def hear(self, link: Any, samples: Samples) -> None:
+        """The latest of one process; they replace those before."""
+        with self._lock:
+            self._far[link] = samples
+
+    def forget(self, link: Any) -> None:
+        with self._lock:
+            self._far.pop(link, None)
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            far = list(self._far.values())
+        for family in self.here.collect():
+            for samples in far:
+                family.samples.extend(samples.get(family.name, ()))
+            yield family
