@@ -26,6 +26,7 @@ class Sizes:
     prefills_ahead: int = 2
     turns_ahead: int = 2
     reserve_tokens: int = 512
+    decode_turns_per_prefill: int = 1
     transfer: TransferMode = TransferMode.CHUNK
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
@@ -45,6 +46,7 @@ class Sizes:
             max_chunk_seqs=self.max_chunk_seqs,
             turns_ahead=self.turns_ahead,
             reserve_tokens=self.reserve_tokens,
+            decode_turns_per_prefill=self.decode_turns_per_prefill,
             prefills_ahead=self.prefills_ahead,
             transfer=self.transfer,
         )

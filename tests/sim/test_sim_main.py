@@ -1,0 +1,64 @@
+"""`python -m jdisagg.sim`: a table of latencies, a verdict, the speed, and one line where something is wrong."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from jdisagg.sim.__main__ import main
+
+
+@pytest.fixture
+def azure(tmp_path: Path) -> Path:
+    path = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:17:{second:02}.5000000,{100 + 10 * second},{5 + second}" for second in range(12)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n500,20\n90,7\n", encoding="utf-8")
+    return path
+
+
+def run(*flags: str) -> int:
+    return main(["sim", *flags])
+
+
+def test_a_recorded_trace_is_simulated_and_told(azure, tmp_path, capsys):
+    rows = tmp_path / "requests.csv"
+    flags = ["--mesh=prefill:2xtp1,decode:tp1", "--cost=distserve", "--port_gb_per_s=12", f"--csv={rows}", "--rate=2"]
+    assert run(f"--trace=azure:{azure}", *flags) == 0
+    said = capsys.readouterr().out
+    assert "12 of 12 requests served" in said and "attainment 100.0%" in said
+    assert "events/s" in said and "x real time" in said and "prefill-1" in said
+    assert len(list(csv.DictReader(rows.open(encoding="utf-8")))) == 12
+
+
+def test_lengths_are_drawn_from_a_seed(lengths, tmp_path):
+    def drawn(seed: int) -> str:
+        rows = tmp_path / f"{seed}.csv"
+        flags = ("--mesh=colocated:tp2", "--model=llama3-8b", "--requests=9", "--rate=3")
+        assert run(f"--trace=lengths:{lengths}", *flags, f"--seed={seed}", f"--csv={rows}") == 0
+        return rows.read_text(encoding="utf-8")
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trace=parquet:x"], "KIND:FILE"),
+        (["--trace=lengths:LENGTHS"], "--rate"),
+        (["--trace=lengths:LENGTHS", "--rate=1", "--cost=distserve", "--model=llama3-8b"], "opt-13b, opt-66b"),
+        (["--trace=lengths:LENGTHS", "--rate=1", "--model=llama3-70b"], "bytes of weights"),
+        (["--trace=lengths:LENGTHS", "--rate=1", "--mesh=nothing:1"], "mesh"),
+        (["--trace=azure:/nowhere", "trailing"], "not a flag"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(flags, said, lengths, capsys):
+    assert run(*(flag.replace("LENGTHS", str(lengths)) for flag in flags)) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.startswith("jdisagg.sim: ") and line.count("\n") == 1
