@@ -73,9 +73,6 @@ class SlowParcel:
         lands_s = self.link.send(self.sent_s[0], sum(array.nbytes for array in self.parcel.packed))
         time.sleep(max(0.0, lands_s - time.monotonic()))
 
-    def intact(self) -> bool:
-        return self.parcel.intact()
-
 
 class LinkedMachine:
     """A machine behind a link: everything else is the machine's own."""
@@ -85,6 +82,9 @@ class LinkedMachine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def check(self, parcel: SlowParcel) -> Any:
+        return self.inner.check(parcel.parcel)
 
     def ship(self, transfer: KVTransfer, destination: LinkedMachine) -> SlowParcel:
         return SlowParcel(self.inner.ship(transfer, destination.inner), self.link, [])
