@@ -117,7 +117,7 @@ def outlines_of(plan: blueprint.Blueprint, target: Target) -> list[Outline]:
         Outline(
             config,
             plan.model,
-            plan.kv,
+            plan.layout(config.role),
             plan.layers,
             [devices[index] for index in plan.place(config.worker).device_ids],
             jnp.dtype(plan.dtype),

@@ -30,7 +30,7 @@ def show(console: Console, plan: Blueprint, platform: str) -> None:
     )
     for config in plan.workers:
         tokens = config.num_pages * config.page_size
-        size = config.num_pages * plan.kv.bytes_per_page
+        size = config.num_pages * plan.layout(config.role).bytes_per_page
         console.print(f"         {config.worker}: {tokens:,} tokens ({config.num_pages:,} pages, {_mib(size)})")
     for config in plan.workers:
         console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, plan)}")

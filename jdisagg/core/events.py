@@ -91,6 +91,22 @@ class KVArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class WireCost:
+    """What one page of all layers costs a machine and its link as this wire."""
+
+    wire: str
+    pack_s: float
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WiresTimed:
+    """To a prefill worker, before its first request: what packing costs, as measured; raw is among them."""
+
+    costs: tuple[WireCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFailed:
     """An engine raised; `plan_id` is None for a transfer, whose handoff is then named."""
 
@@ -112,6 +128,7 @@ Event = (
     | PrefillDone
     | DecodeDone
     | KVArrived
+    | WiresTimed
     | EngineFailed
 )
 

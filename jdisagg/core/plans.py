@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.worker_config import RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class KVTransfer:
     The two lists begin at the same token and hold the same tokens, each in pages of its own worker's size, so that one
     may be longer than the other. A destination page of 0 is not written: the destination holds its KV already.
     A handoff ships in parts 0, 1, 2, ...; COMMIT says how many. Parts of one handoff share no (page, layer), may
-    arrive in any order, and are the same bytes however often they are shipped.
+    arrive in any order, and hold the same tokens however often they are shipped.
     """
 
     handoff: str
@@ -108,6 +109,7 @@ class KVTransfer:
     part: int = 0
     layers: tuple[int, int] | None = None  # first and one past the last, numbered over the model; None: all
     attempt: int = 0  # times this part was shipped before
+    wire: str = RAW  # what its numbers are to travel as; layers that lose too much by it go raw all the same
 
 
 def last_layer(transfer: KVTransfer) -> float:

@@ -34,6 +34,8 @@ NOT_NEGATIVE = (
     "reserve_tokens",
     "max_retries",
     "temperature",
+    "prefill_page_size",
+    "transfer_error_bound",
 )
 MIN_SILENCE_S = 0.5  # it is broken five times in this
 MIN_LEASE_S = 0.1  # it is renewed three times in this
@@ -64,6 +66,9 @@ class Settings:
     kv_tokens: int = _setting(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
     hbm_fraction: float = _setting(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
     prefill_buckets: str = _setting("", "sizes", "declared chunk sizes in tokens, as 128,512; empty: chosen")
+    prefill_page_size: int = _setting(0, "sizes", "tokens a page of prefill workers; 0: as page_size")
+    prefill_kv_dtype: str = _setting("auto", "sizes", "of prefill workers' KV pages; auto: as kv_dtype",
+                                     ("auto", "float32", "bfloat16"))  # fmt: skip
     table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
     # scheduling
     queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")
@@ -81,6 +86,11 @@ class Settings:
                              ("whole", "chunk", "layer", "auto"))  # fmt: skip
     transfer_digests: str = _setting("full", "transfer", "pages checked where they land; sampled: every eighth",
                                      ("full", "sampled", "off"))  # fmt: skip
+    transfer_compress: str = _setting("none", "transfer", "what KV is quantised to for the way; auto: as measured",
+                                      ("none", "int8", "fp8", "int4", "auto"))  # fmt: skip
+    transfer_error_bound: float = _setting(
+        0.1, "transfer", "relative error of a layer's KV over which its pages travel uncompressed"
+    )
     lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
     # cluster
     role: str = _setting(

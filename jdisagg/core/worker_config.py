@@ -40,6 +40,19 @@ class Digests(StrEnum):
     OFF = "off"
 
 
+RAW = "raw"  # the wire of numbers as they are
+
+
+class Compress(StrEnum):
+    """What a part's numbers are quantised to for the way; each row of a head with its own scale."""
+
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+    INT4 = "int4"
+    AUTO = "auto"  # int8 where the link takes longer for the bytes saved than the devices to quantise, else raw
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker's sizes. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
@@ -64,12 +77,21 @@ class WorkerConfig:
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one
     kv_layout: str = ""  # what a page's bytes are, where workers may differ: a Commit of another is refused
     digests: Digests = Digests.FULL
+    compress: Compress = Compress.NONE
+    error_bound: float = 0.1  # relative, of a layer's pages: one that loses more by compression goes raw
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
 
     @property
     def slots_per_microbatch(self) -> int:
         return self.num_slots // self.num_microbatches
+
+    @property
+    def wires(self) -> tuple[str, ...]:
+        """What parts may travel as; programs exist for each."""
+        if self.compress is Compress.NONE:
+            return (RAW,)
+        return RAW, Compress.INT8.value if self.compress is Compress.AUTO else self.compress.value
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

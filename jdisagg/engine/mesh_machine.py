@@ -6,16 +6,19 @@ else is the same code (`section.py`, `prefill.py`, `decode.py`, and `jdisagg/kv`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import jax
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
+from jdisagg.core.events import WireCost
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -24,10 +27,25 @@ from jdisagg.engine.machine import GroupDone
 from jdisagg.engine.prefill import PendingPrefill, Prefiller
 from jdisagg.engine.section import Section
 from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
+from jdisagg.kv.guard import Guard
 from jdisagg.kv.pools import StagePages
-from jdisagg.kv.shipping import TRANSFER_BUCKETS, Dock, Move, check_moves, insert_moves, ship_pages
+from jdisagg.kv.shipping import (
+    Departure,
+    Dock,
+    Move,
+    check_moves,
+    insert_moves,
+    null_lists,
+    pack_pages,
+    send,
+    shapes_of,
+    ship_pages,
+)
 from jdisagg.model.sources import Source
 from jdisagg.parallel.place import Device, Place, Program
+from jdisagg.policy.reshard import PageGroup, StageShape, group_pages
+
+TIMINGS = 3  # of one pack; the least counts
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,8 @@ class MeshMachine:
             Section(source, model, run, place, layout, config.num_pages, dtype)
             for run, place in zip(layers, places, strict=True)
         ]
-        self.docks = {place: Dock(place, config.digests) for place in places}
+        self.docks = {place: Dock(place, config.digests, config.error_bound) for place in places}
+        self.guard = Guard(config.error_bound)
         self.prefiller = Prefiller(self.sections, config, model.vocab_size) if config.role.prefills else None
         self.decoder = Decoder(self.sections, config, model.vocab_size) if config.role.decodes else None
         self._compiled_when_warm: int | None = None
@@ -92,9 +111,15 @@ class MeshMachine:
         return self.decoder.run(plan)
 
     def ship(self, transfer: KVTransfer, destination: MeshMachine) -> MeshParcel:
+        departures = self.pack(transfer, shapes_of(destination.pages))
+        moves = [send(departure, destination.pages[departure.stage].place) for departure in departures]
+        return MeshParcel(transfer, moves, [array for departure in departures for array in departure.packed])
+
+    def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[Departure]:
+        """Packs what is to leave for stages of these shapes, now in program order."""
         pages = transfer.source_pages, transfer.destination_pages
-        moves, packed = ship_pages(self.pages, self.docks, destination.pages, *pages, transfer.layers)
-        return MeshParcel(transfer, moves, packed)
+        how = transfer.layers, transfer.wire, self.guard
+        return pack_pages(self.pages, self.docks, shapes, *pages, *how)
 
     def check(self, parcel: MeshParcel) -> Callable[[], bool] | None:
         verdicts = check_moves(self.pages, self.docks, parcel.moves)
@@ -132,16 +157,36 @@ class MeshMachine:
     def _warm_jobs(self, peers: Sequence[MeshMachine]) -> list[Job]:
         jobs = prefill_jobs(self.prefiller) if self.prefiller else []
         jobs += decode_jobs(self.decoder) if self.decoder else []
-        for peer in peers:
-            jobs += ship_jobs(partial(self._ship_null, peer), peer.config.worker, TRANSFER_BUCKETS)
+        for peer, wire in product(peers, self.config.wires):
+            sizes = self.group_to(peer.config).buckets()
+            jobs += ship_jobs(partial(self._ship_null, peer, wire), f"{peer.config.worker} {wire}", sizes)
         return jobs
 
-    def _ship_null(self, peer: MeshMachine, pages: int) -> list:
-        nulls = (NULL_PAGE,) * pages
-        moves, _ = ship_pages(self.pages, self.docks, peer.pages, nulls, nulls)
+    def _ship_null(self, peer: MeshMachine, wire: str, groups: int) -> list:
+        nulls = null_lists(self.group_to(peer.config), groups)
+        moves, _ = ship_pages(self.pages, self.docks, peer.pages, *nulls, wire=wire)
         jax.block_until_ready(check_moves(peer.pages, peer.docks, moves))
         insert_moves(peer.pages, peer.docks, moves)
         return [stage.pools for stage in peer.pages]
+
+    def group_to(self, peer: WorkerConfig) -> PageGroup:
+        return group_pages(self.config.page_size, peer.page_size)
+
+    def time_packs(self, shapes: Sequence[StageShape]) -> tuple[WireCost, ...]:
+        """What a page costs as each wire, on warm programs with nothing else under way; shapes: of a peer's stages."""
+        group = group_pages(self.config.page_size, shapes[0].page_size)
+        nulls = null_lists(group, group.buckets()[-1])
+        costs = []
+        for wire in self.config.wires:
+            seconds, size = [], 0
+            for _ in range(TIMINGS):
+                began_s = time.perf_counter()
+                departures = pack_pages(self.pages, self.docks, shapes, *nulls, wire=wire)
+                packed = jax.block_until_ready([piece for each in departures for piece in each.pieces])
+                seconds.append(time.perf_counter() - began_s)
+                size = sum(piece.nbytes for piece in packed)
+            costs.append(WireCost(wire, min(seconds) / len(nulls[0]), size // len(nulls[0])))
+        return tuple(costs)
 
     def recompiles(self) -> int:
         """Programs compiled since `warm`; stays 0 unless a shape was left undeclared."""

@@ -18,17 +18,18 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import RAW, WorkerConfig
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.mesh_machine import places_of
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, Knobs
 from jdisagg.engine.section import SCORE_ROWS, SectionPrograms
+from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.pools import pool_outline
 from jdisagg.kv.shipping import ATOM_SPEC, Dock, piece_shapes
 from jdisagg.model.params import outline_stage
 from jdisagg.parallel.place import WHOLE, Device, Place, Program
-from jdisagg.policy.reshard import TRANSFER_BUCKETS, plan_heads, plan_layers
+from jdisagg.policy.reshard import Route, StageShape, plan_routes
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Outline:
             SectionPrograms(model, run, place, outline_stage(model, run, place.mesh, dtype))
             for run, place in zip(layers, places, strict=True)
         ]
-        self.docks = {place: Dock(place, config.digests) for place in places}
+        self.docks = {place: Dock(place, config.digests, config.error_bound) for place in places}
         self.draws, self.first_draws = DrawPrograms(), FirstDrawPrograms()
 
     def tasks(self) -> list[Task]:
@@ -220,39 +221,48 @@ class DrawShapes:
 
 
 def shipments(source: Outline, destination: Outline) -> list[Task]:
-    """Packs on the source, checks and inserts on the destination for every page count declared, as `ship_pages`."""
-    found: list[Task] = []
-    runs = plan_layers(*(tuple(section.layers for section in each.sections) for each in (source, destination)))
-    for run in runs:
-        held, wanted = source.sections[run.source_stage].place, destination.sections[run.destination_stage].place
-        heads = plan_heads(source.layout.num_kv_heads, held.tp, wanted.tp)
-        number = len(run.layers)
-        for pages in TRANSFER_BUCKETS:
-            pools = [source._pool(held)] * number
-            program = source.docks[held].pack_program(heads.atom_heads)
-            arguments = (pools, whole(held, (pages,)))
-            moved = number * pages * local_bytes(source._pool(held)) // (source.config.num_pages + 1)
-            found.append(Task("pack", run.source_stage, pages, program, arguments, held, number, (), 2 * moved))
-            atoms = landed(piece_shapes(source.layout, number, pages, heads, source.config.digests), wanted)
-            values, digests = atoms[: heads.atoms_per_destination], atoms[heads.atoms_per_destination :]
-            if digests:
-                program = destination.docks[wanted].check_program
-                found.append(
-                    Task("check", run.destination_stage, pages, program, (values, digests), wanted, number, (), moved)
-                )
-            pools = [destination._pool(wanted)] * number
-            program = destination.docks[wanted].insert_program
-            arguments = (pools, whole(wanted, (pages,)), values)
-            donated = destination.pool_bytes(run.destination_stage, number)
-            stage, moved = run.destination_stage, donated * pages // (destination.config.num_pages + 1)
-            found.append(Task("insert", stage, pages, program, arguments, wanted, number, (), 2 * moved, donated))
-    return found
+    """Packs on the source, checks and inserts on the destination for all sizes and wires declared, as `ship_pages`."""
+    return [
+        task
+        for route in plan_routes(_shapes(source), _shapes(destination), source.layout.num_kv_heads)
+        for wire in source.config.wires
+        for groups in route.group.buckets()
+        for task in _shipment(source, destination, route, wire, groups)
+    ]
 
 
-def landed(pieces: Sequence[tuple[tuple[int, ...], str]], place: Place) -> list[jax.ShapeDtypeStruct]:
-    """Pieces of one shard, (shape, dtype), as the place holds them: cut on heads, axis 2."""
+def _shapes(outline: Outline) -> tuple[StageShape, ...]:
+    kv = outline.layout
+    return tuple(StageShape(each.layers, each.place.tp, kv.page_size, kv.dtype) for each in outline.sections)
+
+
+def _shipment(source: Outline, destination: Outline, route: Route, wire: str, groups: int) -> Iterator[Task]:
+    held = source.sections[route.source_stage].place
+    wanted = destination.sections[route.destination_stage].place
+    number, heads, kind = len(route.layers), route.heads, () if wire == RAW else (wire,)
+    pages = groups * route.group.source
+    pools = [source._pool(held)] * number
+    program = source.docks[held].pack_program(heads.atom_heads, wire, route.dtype)
+    moved = number * pages * local_bytes(source._pool(held)) // (source.config.num_pages + 1)
+    arguments = pools, whole(held, (pages,))
+    yield Task("pack", route.source_stage, pages, program, arguments, held, number, kind, 2 * moved)
+    form = source.layout, destination.layout.dtype
+    atoms = landed(piece_shapes(*form, number, pages, heads, source.config.digests, wire), wanted)
+    found = sorted_atoms(atoms)
+    stage, dock = route.destination_stage, destination.docks[wanted]
+    if found.digests or found.errors:
+        yield Task("check", stage, pages, dock.check_program, (atoms,), wanted, number, kind, moved)
+    pools = [destination._pool(wanted)] * number
+    arguments = pools, whole(wanted, (groups * route.group.destination,)), [*found.values, *found.scales]
+    donated = destination.pool_bytes(stage, number)
+    moved = donated * groups * route.group.destination // (destination.config.num_pages + 1)
+    yield Task("insert", stage, pages, dock.insert_program, arguments, wanted, number, kind, 2 * moved, donated)
+
+
+def landed(pieces: Sequence[jax.ShapeDtypeStruct], place: Place) -> list[Any]:
+    """Pieces of one shard as the place holds them: cut on heads, axis 2."""
     cut = place.sharding(ATOM_SPEC)
-    shapes = [((*shape[:2], shape[2] * place.tp, *shape[3:]), dtype) for shape, dtype in pieces]
+    shapes = [((*piece.shape[:2], piece.shape[2] * place.tp, *piece.shape[3:]), piece.dtype) for piece in pieces]
     return [jax.ShapeDtypeStruct(shape, dtype, sharding=cut) for shape, dtype in shapes]
 
 

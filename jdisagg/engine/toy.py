@@ -185,7 +185,6 @@ class ToyMachine:
     # ------------------------------------------------------------ pages
 
     def ship(self, transfer: KVTransfer, destination: ToyMachine) -> ToyParcel:
-        assert len(transfer.source_pages) == len(transfer.destination_pages)
         groups = self._groups_of(transfer)
         contents = tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups)
         return ToyParcel(transfer, contents, digest_of(contents))
@@ -195,8 +194,11 @@ class ToyMachine:
 
     def insert(self, parcel: ToyParcel) -> None:
         for group, contents in zip(self._groups_of(parcel.transfer), parcel.contents, strict=True):
-            for page, content in zip(parcel.transfer.destination_pages, contents, strict=True):
-                group[page] = list(content)
+            tokens, size = [token for page in contents for token in page], self.config.page_size
+            tokens += [NOTHING] * (-len(tokens) % size)
+            for index, page in enumerate(parcel.transfer.destination_pages):
+                if page != NULL_PAGE:
+                    group[page] = tokens[index * size : (index + 1) * size]
 
     def _groups_of(self, transfer: KVTransfer) -> list[list[list[int]]]:
         first, stop = transfer.layers or (0, self.layer_groups[-1][1])

@@ -2,13 +2,15 @@
 
 Three steps, all asynchronous: a pack (program of the source), one put of all shards and atoms (no reshard in flight),
 and an insert (donated program of the destination). Page counts are padded to buckets with the null page. A digest of
-every page, layer and head travels beside them, and the destination compares before it inserts.
+every page, layer and head travels beside them, and the destination compares before it inserts; numbers that were
+quantised for the way bring what that lost, and are refused over a bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +18,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.worker_config import Digests
+from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
+from jdisagg.core.worker_config import RAW, Digests
+from jdisagg.kv.guard import Guard
+from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, sorted_atoms
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.parallel.place import AXIS, WHOLE, Device, Place, Program
-from jdisagg.policy.reshard import TRANSFER_BUCKETS, HeadPlan, plan_heads, plan_layers, plan_moves
-from pallas_kernels import PackedPages, pack_kv_pages, unpack_kv_pages
-from pallas_kernels.pack_kv_pages.reference import digest_pages
+from jdisagg.policy.reshard import HeadPlan, PageGroup, Route, Span, StageShape, narrower, plan_routes, plan_spans
 
-# Atoms are [L, n pages, heads, 2, page_size, D] of KV, and u32 [L, n pages that have one, heads] of digests.
-ATOM_SPEC = PartitionSpec(None, None, AXIS)
-VALUE_AXES = 6
-SAMPLE = 8  # pages a digest, where they are sampled
+ATOM_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what atoms are
 
 
 @dataclass(frozen=True)
@@ -36,56 +35,47 @@ class Move:
 
     stage: int  # of the destination
     layers: range  # of the model
-    atoms: list[Array]  # those of KV, then as many of digests or none
+    atoms: list[Array]
     pages: np.ndarray  # i32[n], destination pages, 0 where padded
-
-    @property
-    def values(self) -> list[Array]:
-        return [atom for atom in self.atoms if atom.ndim == VALUE_AXES]
-
-    @property
-    def digests(self) -> list[Array]:
-        return [atom for atom in self.atoms if atom.ndim != VALUE_AXES]
 
 
 class Dock:
     """One place's programs for sending and taking pages; stages that share a place share its dock."""
 
-    def __init__(self, place: Place, digests: Digests = Digests.FULL) -> None:
+    def __init__(self, place: Place, digests: Digests = Digests.FULL, error_bound: float = 1.0) -> None:
+        """error_bound: the relative error of a layer over which what was quantised for the way is not intact."""
         self.place, self.digests = place, digests
-        self._packs: dict[int, Program] = {}
+        self._packs: dict[tuple[int, str, str], Program] = {}
         formats = pool_format(place), None
         self.insert_program = place.program(
             insert_pages, (POOL_SPEC, WHOLE, ATOM_SPEC), (POOL_SPEC, WHOLE), donate=(0,), out_formats=formats
         )
-        self.check_program = place.program(are_intact, (ATOM_SPEC, ATOM_SPEC), PartitionSpec(AXIS))
+        self.check_program = place.program(
+            partial(are_intact, error_bound=error_bound), (ATOM_SPEC,), PartitionSpec(AXIS)
+        )
 
-    def pack(self, pools: Sequence[Array], pages: np.ndarray, atom_heads: int) -> tuple[Array, ...]:
-        """Pools of some layers, i32[n] -> one array an atom of a shard, KV first, then digests."""
-        return self.pack_program(atom_heads)(list(pools), self.place.put(pages))
+    def pack(
+        self, pools: Sequence[Array], pages: np.ndarray, atom_heads: int, wire: str, dtype: str
+    ) -> tuple[Array, ...]:
+        """Pools of some layers, i32[n] -> one array an atom of a shard and kind."""
+        return self.pack_program(atom_heads, wire, dtype)(list(pools), self.place.put(pages))
 
-    def pack_program(self, atom_heads: int) -> Program:
-        if atom_heads not in self._packs:
-
-            def pack_shard(pools: list[Array], pages: Array) -> tuple[Array, ...]:
-                packed = pack_kv_pages(pools, pages, digests=self.digests is Digests.FULL)
-                whole, digests = [packed.values], packed.digests
-                if self.digests is Digests.SAMPLED:
-                    digests = pack_kv_pages(pools, pages[::SAMPLE]).digests
-                if digests is not None:
-                    whole.append(digests)
-                return tuple(atom for each in whole for atom in jnp.split(each, each.shape[2] // atom_heads, axis=2))
-
-            self._packs[atom_heads] = self.place.program(pack_shard, (POOL_SPEC, WHOLE), ATOM_SPEC)
-        return self._packs[atom_heads]
+    def pack_program(self, atom_heads: int, wire: str, dtype: str) -> Program:
+        key = atom_heads, wire, dtype
+        if key not in self._packs:
+            pack = partial(pack_shard, atom_heads=atom_heads, wire=wire, dtype=dtype, digests=self.digests)
+            self._packs[key] = self.place.program(pack, (POOL_SPEC, WHOLE), ATOM_SPEC)
+        return self._packs[key]
 
     def insert(self, pools: Sequence[Array], move: Move) -> list[Array]:
         """The pools of `move.layers`, donated -> the same with the pages written."""
-        return self.insert_program(list(pools), self.place.put(move.pages), move.values)[0]
+        atoms = sorted_atoms(move.atoms)
+        return self.insert_program(list(pools), self.place.put(move.pages), [*atoms.values, *atoms.scales])[0]
 
     def check(self, move: Move) -> Array | None:
-        """bool[tp]: whether what landed on each shard is what was sent; None where no digest came with it."""
-        return self.check_program(move.values, move.digests) if move.digests else None
+        """bool[tp]: whether what landed on each shard may be taken; None where nothing came to tell it by."""
+        atoms = sorted_atoms(move.atoms)
+        return self.check_program(move.atoms) if atoms.digests or atoms.errors else None
 
     @property
     def programs(self) -> list[Program]:
@@ -94,26 +84,8 @@ class Dock:
 
 def insert_pages(pools: list[Array], pages: Array, atoms: list[Array]) -> tuple[list[Array], Array]:
     """Joins the atoms of a shard and writes them; the second result only says that it is done."""
-    blocks = atoms[0] if len(atoms) == 1 else jnp.concatenate(atoms, axis=2)
-    written, _ = unpack_kv_pages(pools, PackedPages(blocks, None, None), pages, digests=False)
-    return written, pages[:1]
-
-
-def are_intact(values: list[Array], digests: list[Array]) -> Array:
-    """bool[1] of one shard: every digest is that of its page. Fewer digests than pages: of every `SAMPLE`th."""
-    good = jnp.bool_(True)
-    for atom, sent in zip(values, digests, strict=True):
-        step = 1 if sent.shape[1] == atom.shape[1] else SAMPLE
-        good &= jnp.all(digest_pages(atom[:, ::step], None) == sent)
-    return good[None]
-
-
-@dataclass(frozen=True, slots=True)
-class StageShape:
-    """What a source must know of a stage that it ships to: its layers, and into how many shards its heads are cut."""
-
-    layers: range
-    tp: int
+    found = sorted_atoms(atoms)
+    return insert_shard(pools, pages, found.values, found.scales), pages[:1]
 
 
 @dataclass(frozen=True)
@@ -122,13 +94,13 @@ class Departure:
 
     stage: int  # of the destination
     layers: range  # of the model
-    packed: tuple[Array, ...]  # an array an atom of a source shard, cut on heads: KV, then digests
+    packed: tuple[Array, ...]  # an array an atom of a source shard and kind, cut on heads
     heads: HeadPlan
     pages: np.ndarray  # i32[n], destination pages, 0 where padded
 
     @property
     def kinds(self) -> int:
-        """1, or 2 where digests travel too."""
+        """1 to 4: see `packing.py`."""
         return len(self.packed) // self.heads.atoms_per_source
 
     @property
@@ -138,14 +110,14 @@ class Departure:
 
     @property
     def pieces(self) -> list[Array]:
-        """Arrays of one device each: those for destination shard 0 in order, KV first, then those of shard 1, ..."""
+        """Arrays of one device each: those for destination shard 0, kind by kind, then those of shard 1, ..."""
         shards = [[array.addressable_data(shard) for shard in range(_num_shards(array))] for array in self.packed]
         starts = [kind * self.heads.atoms_per_source for kind in range(self.kinds)]
         return [shards[start + atom.index][atom.shard] for row in self.heads.pieces for start in starts for atom in row]
 
 
-def shapes_of(stages: Sequence[StagePages]) -> list[StageShape]:
-    return [StageShape(stage.layers, stage.place.tp) for stage in stages]
+def shapes_of(stages: Sequence[StagePages]) -> tuple[StageShape, ...]:
+    return tuple(StageShape(each.layers, each.place.tp, each.layout.page_size, each.layout.dtype) for each in stages)
 
 
 def pack_pages(
@@ -155,23 +127,44 @@ def pack_pages(
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: tuple[int, int] | None = None,
+    wire: str = RAW,
+    guard: Guard | None = None,
 ) -> list[Departure]:
     """Packs the pages of `layers` (None: all), now in program order, for stages of these shapes; returns at once.
 
-    The two sides may cut layers and heads differently, and `layers` as well. `docks` are the source's.
+    The two sides may cut layers and heads differently, and `layers` as well; the page lists hold the same tokens in
+    pages of their own ends' sizes. `docks` are the source's. Layers that `guard` does not allow go raw.
     """
-    assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
     departures = []
-    first, stop = layers or (0, shapes[-1].layers.stop)
-    for run in plan_layers(tuple(_within(s.layers, first, stop) for s in source), tuple(d.layers for d in shapes)):
-        held, wanted = source[run.source_stage], shapes[run.destination_stage]
-        heads = plan_heads(held.layout.num_kv_heads, held.place.tp, wanted.tp)
-        pools = held.pools[run.layers.start - held.layers.start : run.layers.stop - held.layers.start]
-        for begin, end, bucket in plan_moves(len(source_pages), TRANSFER_BUCKETS):
-            packed = docks[held.place].pack(pools, padded(source_pages[begin:end], bucket), heads.atom_heads)
-            pages = padded(destination_pages[begin:end], bucket)
-            departures.append(Departure(run.destination_stage, run.layers, packed, heads, pages))
+    for route in routes_of(shapes_of(source), tuple(shapes), source[0].layout.num_kv_heads, layers):
+        held = source[route.source_stage]
+        kind = wire if guard is None or guard.allows(route.layers) else RAW
+        for span in plan_spans(len(source_pages), len(destination_pages), route.group):
+            packed = _pack(held, docks[held.place], route, span, source_pages, kind)
+            if guard is not None and kind != RAW:
+                guard.watch(route.layers, sorted_atoms(packed).errors)
+            pages = padded(destination_pages[slice(*span.destination)], span.groups * route.group.destination)
+            departures.append(Departure(route.destination_stage, route.layers, packed, route.heads, pages))
     return departures
+
+
+def _pack(
+    held: StagePages, dock: Dock, route: Route, span: Span, source_pages: Sequence[int], wire: str
+) -> tuple[Array, ...]:
+    pools = held.pools[route.layers.start - held.layers.start : route.layers.stop - held.layers.start]
+    pages = padded(source_pages[slice(*span.source)], span.groups * route.group.source)
+    return dock.pack(pools, pages, route.heads.atom_heads, wire, route.dtype)
+
+
+@cache
+def routes_of(
+    source: tuple[StageShape, ...],
+    destination: tuple[StageShape, ...],
+    num_kv_heads: int,
+    layers: tuple[int, int] | None,
+) -> tuple[Route, ...]:
+    """`plan_routes`, which depends on the two meshes alone, once for each pair."""
+    return plan_routes(source, destination, num_kv_heads, None if layers is None else range(*layers))
 
 
 def ship_pages(
@@ -181,15 +174,19 @@ def ship_pages(
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: tuple[int, int] | None = None,
+    wire: str = RAW,
+    guard: Guard | None = None,
 ) -> tuple[list[Move], list[Array]]:
     """Packs as `pack_pages` and starts all on its way to stages of this process; the second result is at the source."""
-    departures = pack_pages(source, docks, shapes_of(destination), source_pages, destination_pages, layers)
+    shapes = shapes_of(destination)
+    departures = pack_pages(source, docks, shapes, source_pages, destination_pages, layers, wire, guard)
     moves = [send(departure, destination[departure.stage].place) for departure in departures]
     return moves, [array for departure in departures for array in departure.packed]
 
 
-def _within(layers: range, first: int, stop: int) -> range:
-    return range(max(layers.start, first), min(layers.stop, stop))
+def null_lists(group: PageGroup, groups: int) -> tuple[list[int], list[int]]:
+    """Page lists of both ends for a move of this size that touches nothing: to compile its programs by."""
+    return [NULL_PAGE] * (groups * group.source), [NULL_PAGE] * (groups * group.destination)
 
 
 def padded(pages: Sequence[int], size: int) -> np.ndarray:
@@ -200,18 +197,22 @@ def padded(pages: Sequence[int], size: int) -> np.ndarray:
 
 
 def piece_shapes(
-    layout: KVLayout, layers: int, pages: int, heads: HeadPlan, digests: Digests
-) -> list[tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of each piece for one destination shard, of a departure of `layers` layers and `pages` pages."""
-    _, *page = layout.page_shape()
-    values = (layers, pages, heads.atom_heads, *page), layout.dtype
-    checked = {Digests.FULL: pages, Digests.SAMPLED: -(-pages // SAMPLE), Digests.OFF: 0}[digests]
-    sums = (layers, checked, heads.atom_heads), "uint32"
-    return [values] * heads.atoms_per_destination + [sums] * (heads.atoms_per_destination if checked else 0)
+    layout: KVLayout, dtype: str, layers: int, pages: int, heads: HeadPlan, digests: Digests, wire: str = RAW
+) -> list[jax.ShapeDtypeStruct]:
+    """Each piece for one destination shard, of a departure of `layers` layers and `pages` pages.
+
+    layout: of the source; dtype: of the destination's pages.
+    """
+    shape = (2, heads.atom_heads, 2, layout.page_size, layout.head_dim)
+    pools = [jax.ShapeDtypeStruct(shape, layout.dtype)] * layers
+    ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
+    dtype = narrower(layout.dtype, dtype)
+    pack = partial(pack_shard, atom_heads=heads.atom_heads, wire=wire, dtype=dtype, digests=digests)
+    return [kind for kind in jax.eval_shape(pack, pools, ids) for _ in range(heads.atoms_per_destination)]
 
 
 def check_moves(stages: Sequence[StagePages], docks: dict[Place, Dock], moves: Sequence[Move]) -> list[Array]:
-    """Starts to compare the digests of what has landed: bool[tp] for every move that came with some."""
+    """Starts to compare digests and errors of what has landed: bool[tp] for every move that came with some."""
     verdicts = [docks[stages[move.stage].place].check(move) for move in moves]
     return [verdict for verdict in verdicts if verdict is not None]
 

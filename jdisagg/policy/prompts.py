@@ -17,7 +17,7 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Commit, Draw, Renew, Resend, StartPrefill
 from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Request, Sampled, WorkerId
-from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig, bucket
+from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig, bucket
 from jdisagg.policy.bed import end_of
 from jdisagg.policy.beds import Beds
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
@@ -27,6 +27,7 @@ from jdisagg.policy.parts import Piece, pieces
 from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
 from jdisagg.policy.reshard import PageGroup, group_pages, pages_elsewhere
 from jdisagg.policy.streaming import Streaming
+from jdisagg.policy.wires import Wires
 
 BEATS = 3  # a lease is renewed: two words of it may be lost
 
@@ -77,6 +78,7 @@ class Prompts:
         self.plans: dict[int, tuple[Prompt, ...]] = {}  # in flight: whose chunks, in the plan's order
         auto = config.role is Role.PREFILL and config.transfer is TransferMode.AUTO
         self.streaming = Streaming(config) if auto else None
+        self.wires = Wires(config)
         self.waiting_tokens = 0
         self._waiting: list[Prompt] = []  # with tokens not yet planned, in order
 
@@ -202,6 +204,7 @@ class Prompts:
             num_tokens=piece.num_tokens(len(prompt.request.prompt), self.config.page_size),
             part=index,
             layers=piece.layers,
+            wire=self.wires.choose(),
         )
 
     # ------------------------------------------------------------ results
@@ -253,7 +256,10 @@ class Prompts:
         owner = Owner(message.handoff, message.epoch)
         prompt = self.prompts.get(owner)
         parts = [] if prompt is None else prompt.parts
-        if self.end(owner, Signal.ACK) and self.streaming is not None and not any(part.attempt for part in parts):
+        if not self.end(owner, Signal.ACK) or any(part.attempt for part in parts):
+            return
+        self.wires.shipped(parts, message.wire_s)
+        if self.streaming is not None:
             pages = {page for part in parts for page in part.source_pages}
             self.streaming.shipped(len(parts), len(pages), message.wire_s)
 
@@ -269,7 +275,7 @@ class Prompts:
             self.out.set_timer(now_s + prompt.lease_s / BEATS, timer_of(Timer.RENEW, prompt.owner))
 
     def resend(self, message: Resend, destination: WorkerId, now_s: float) -> None:
-        """Ships a part again: its pages are held until all of them are acknowledged."""
+        """Ships a part again: its pages are held until all of them are acknowledged. What lost too much comes raw."""
         prompt = self.prompts.get(Owner(message.handoff, message.epoch))
         if prompt is None:
             self.out.send(destination, Abort(message.handoff, message.epoch, "no such prompt"))
@@ -287,7 +293,7 @@ class Prompts:
     def _reship(self, prompt: Prompt, part: int, now_s: float) -> None:
         if part >= len(prompt.parts):
             return  # it never left
-        again = replace(prompt.parts[part], attempt=prompt.parts[part].attempt + 1)
+        again = replace(prompt.parts[part], attempt=prompt.parts[part].attempt + 1, wire=RAW)
         prompt.parts[part] = again
         self.out.put(ShipKV(again))
         if prompt.handoff.state is State.SHIPPED:

@@ -19,6 +19,7 @@ from jdisagg.core.events import (
     Received,
     RouterLost,
     TimerFired,
+    WiresTimed,
 )
 from jdisagg.core.messages import (
     Abort,
@@ -78,6 +79,8 @@ class Worker:
                 self._timer(*owner_of_timer(key), now_s)
             case EngineFailed():
                 self._engine_failed(event, now_s)
+            case WiresTimed(costs):
+                self.prompts.wires.measured(costs)
             case RouterLost():
                 self._give_up_all()
             case _:

@@ -16,7 +16,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.targets import GIB
-from jdisagg.core.worker_config import Digests, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_divides
 from jdisagg.policy.stages import split_layers
@@ -37,9 +37,14 @@ class Blueprint:
     mesh: MeshSpec
     layers: tuple[range, ...]
     dtype: str
-    kv: KVLayout
+    kv: KVLayout  # of decode and colocated workers
+    prefill_kv: KVLayout  # of prefill workers
     max_model_len: int
     workers: tuple[WorkerConfig, ...]
+
+    def layout(self, role: Role) -> KVLayout:
+        """How workers of this role hold KV."""
+        return self.prefill_kv if role is Role.PREFILL else self.kv
 
     def place(self, worker: WorkerId) -> WorkerMesh:
         return next(each for each in self.mesh.workers() if each.worker == worker)
@@ -63,6 +68,12 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
     kv = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, settings.page_size, kv_dtype)
+    prefill_kv = replace(
+        kv,
+        page_size=settings.prefill_page_size or settings.page_size,
+        dtype=settings.prefill_kv_dtype if settings.prefill_kv_dtype != "auto" else kv_dtype,
+    )
+    layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     longest = min(settings.max_model_len or model.max_position, model.max_position)
     if settings.max_model_len > model.max_position:
         raise ConfigError(
@@ -72,12 +83,18 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     budget = Budget(model, layers, DTYPE_BYTES[dtype], device_bytes)
     name = settings.served_model_name or ("embedded" if folder == EMBEDDED_MODEL else folder.resolve().name)
     workers = tuple(
-        worker_config(settings, place, longest, _pages(settings, place, kv, longest, budget.of(place, mesh)))
+        worker_config(
+            settings,
+            place,
+            layouts[place.role].page_size,
+            longest,
+            _pages(settings, place, layouts[place.role], longest, budget.of(place, mesh)),
+        )
         for place in mesh.workers()
     )
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
-    return Blueprint(folder, name, model, mesh, layers, dtype, kv, longest, workers)
+    return Blueprint(folder, name, model, mesh, layers, dtype, kv, prefill_kv, longest, workers)
 
 
 def sharing_warnings(mesh: MeshSpec) -> list[str]:
@@ -89,7 +106,7 @@ def sharing_warnings(mesh: MeshSpec) -> list[str]:
     ]
 
 
-def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages: int) -> WorkerConfig:
+def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
     """One worker's sizes; slots are rounded up to whole microbatches."""
     slots = -(-settings.max_num_seqs // place.pp) * place.pp
     chunk = settings.max_num_batched_tokens
@@ -97,12 +114,12 @@ def worker_config(settings: Settings, place: WorkerMesh, longest: int, num_pages
     if buckets[-1] != chunk:
         buckets = (*(size for size in buckets if size < chunk), chunk)
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
-    pages = sorted({-(-width // settings.page_size) for width in (*widths, longest) if width <= longest})
+    pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
     return WorkerConfig(
         worker=place.worker,
         role=place.role,
         num_pages=num_pages,
-        page_size=settings.page_size,
+        page_size=page_size,
         max_model_len=longest,
         num_slots=slots,
         num_microbatches=place.pp,
@@ -121,7 +138,9 @@ def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> di
         "transfer": TransferMode(settings.transfer),
         "digests": Digests(settings.transfer_digests),
         "layer_groups": tuple((run.start, run.stop) for run in layers),
-        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.page_size} x {kv.head_dim} {kv.dtype}",
+        "compress": Compress(settings.transfer_compress),
+        "error_bound": settings.transfer_error_bound,
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.head_dim}",  # pages and dtypes may differ
     }
 
 

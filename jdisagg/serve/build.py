@@ -83,7 +83,7 @@ def load_machines(plan: Blueprint, settings: Settings, devices: Sequence[Any]) -
             config,
             plan.model,
             source,
-            plan.kv,
+            plan.layout(config.role),
             plan.layers,
             [devices[index] for index in plan.place(config.worker).device_ids],
             jnp.dtype(plan.dtype),

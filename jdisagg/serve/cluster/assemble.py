@@ -29,11 +29,12 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.engine.warmup import Job
-from jdisagg.kv.shipping import StageShape, shapes_of
+from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.terms import SHORTEST_SECRET, Identity, Terms
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.reshard import StageShape
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
@@ -85,14 +86,16 @@ def read_secret(settings: Settings) -> bytes:
 def identity_of(plan: Blueprint, settings: Settings) -> Identity:
     """What all processes must agree on: the weights (by their files' sizes), the model's numbers, the KV's pages.
 
-    The mesh as well: what a worker compiles before it joins is for the shapes of the others.
+    The mesh and the wires as well: what a worker compiles before it joins is for the shapes of the others.
     """
     text = json.dumps(asdict(plan.model), sort_keys=True) + settings.load_format + str(settings.seed)
     files = sorted((path.name, path.stat().st_size) for path in plan.model_folder.glob("*.safetensors"))
     model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
-    kv = plan.kv
-    layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.page_size}x{kv.head_dim} of {settings.mesh}"
-    return Identity(f"{plan.model_name}:{model}", layout, kv.dtype)
+    kv, sent = plan.kv, plan.prefill_kv
+    layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.head_dim} in {sent.page_size} to {kv.page_size} of {settings.mesh}"
+    if settings.transfer_compress != "none":
+        layout += f" as {settings.transfer_compress}"
+    return Identity(f"{plan.model_name}:{model}", layout, f"{sent.dtype} to {kv.dtype}")
 
 
 def own_workers(plan: Blueprint, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
@@ -124,7 +127,7 @@ def load(
             config,
             plan.model,
             source,
-            plan.kv,
+            plan.layout(config.role),
             plan.layers,
             [here[device] for device in plan.place(name).device_ids],
             jnp.dtype(plan.dtype),
@@ -149,10 +152,11 @@ def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: in
 def _far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
     tps = {role: {place.tp for place in plan.mesh.workers() if place.role is role} for role in Role}
     if machine.config.role is Role.PREFILL:
-        stages = [[StageShape(run, tp) for run in plan.layers] for tp in tps[Role.DECODE]]
+        form = plan.kv.page_size, plan.kv.dtype
+        stages = [[StageShape(run, tp, *form) for run in plan.layers] for tp in tps[Role.DECODE]]
         return [job for shapes in stages for job in departure_jobs(machine, shapes)]
     if machine.config.role is Role.DECODE:
-        return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, tp)]
+        return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, plan.prefill_kv, tp)]
     return []
 
 

@@ -24,11 +24,12 @@ from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.mesh_machine import MeshMachine
-from jdisagg.kv.shipping import Departure, Move, StageShape, devices_of, joined, pack_pages
+from jdisagg.kv.shipping import Departure, Move, devices_of, joined
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.protocol import Transport
 from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Parcel, read_ticket
+from jdisagg.policy.reshard import StageShape
 from jdisagg.serve.cluster.tickets import Tickets
 
 log = logging.getLogger("jdisagg.cluster")
@@ -47,14 +48,19 @@ class PeerRecord:
         return self.config.worker
 
     def to_json(self) -> dict[str, Any]:
-        stages = [[stage.layers.start, stage.layers.stop, stage.tp] for stage in self.stages]
+        stages = [
+            [stage.layers.start, stage.layers.stop, stage.tp, stage.page_size, stage.dtype] for stage in self.stages
+        ]
         return {"config": encode(self.config), "stages": stages, "capability": self.capability.to_json()}
 
 
 def read_peer(record: dict[str, Any]) -> PeerRecord:
     """Of a peer's JSON. Raises BadTicket where it is none."""
     try:
-        stages = tuple(StageShape(range(int(first), int(stop)), int(tp)) for first, stop, tp in record["stages"])
+        stages = tuple(
+            StageShape(range(int(first), int(stop)), int(tp), int(page_size), str(dtype))
+            for first, stop, tp, page_size, dtype in record["stages"]
+        )
         config = decode(record["config"])
         assert isinstance(config, WorkerConfig), config
         return PeerRecord(config, stages, read_capability(record["capability"]))
@@ -94,8 +100,7 @@ class Crossing:
 
     def ship(self, machine: MeshMachine, transfer: KVTransfer, peer: PeerRecord) -> dict[str, Any]:
         """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
-        pages = transfer.source_pages, transfer.destination_pages
-        departures = pack_pages(machine.pages, machine.docks, peer.stages, *pages, transfer.layers)
+        departures = machine.pack(transfer, peer.stages)
         transport = self._open(choose(self.mine, peer.capability, self.wanted))
         parcel = Parcel(transfer.handoff, transfer.epoch, transfer.part)
         pieces = [piece for departure in departures for piece in departure.pieces]

@@ -7,49 +7,61 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.engine.warmup import Job, ship_jobs
 from jdisagg.kv.shipping import (
     Move,
-    StageShape,
     check_moves,
     devices_of,
     insert_moves,
     joined,
+    null_lists,
     pack_pages,
     piece_shapes,
 )
-from jdisagg.policy.reshard import TRANSFER_BUCKETS, plan_heads
+from jdisagg.policy.reshard import StageShape, group_pages, plan_heads
 
 
 def departure_jobs(machine: MeshMachine, stages: Sequence[StageShape]) -> list[Job]:
-    """Packs null pages for such stages, every declared page count once."""
+    """Packs null pages for such stages, every declared page count and wire once."""
+    group = group_pages(machine.config.page_size, stages[0].page_size)
 
-    def pack(pages: int) -> Any:
-        nulls = (NULL_PAGE,) * pages
-        departures = pack_pages(machine.pages, machine.docks, stages, nulls, nulls)
+    def pack(wire: str, groups: int) -> Any:
+        departures = pack_pages(machine.pages, machine.docks, stages, *null_lists(group, groups), wire=wire)
         return [departure.packed for departure in departures]
 
-    return ship_jobs(pack, f"tp{stages[0].tp} elsewhere", TRANSFER_BUCKETS)
+    return [
+        job
+        for wire in machine.config.wires
+        for job in ship_jobs(partial(pack, wire), f"tp{stages[0].tp} elsewhere, {wire}", group.buckets())
+    ]
 
 
-def arrival_jobs(machine: MeshMachine, source_tp: int) -> list[Job]:
-    """Inserts null pages as they would come from a mesh of `source_tp` shards with the same layer groups."""
-    return ship_jobs(partial(_insert_nulls, machine, source_tp), f"tp{source_tp} from elsewhere", TRANSFER_BUCKETS)
+def arrival_jobs(machine: MeshMachine, layout: KVLayout, source_tp: int) -> list[Job]:
+    """Inserts null pages as they would come from a mesh of `source_tp` shards with such pages and our layer groups."""
+    sizes = group_pages(layout.page_size, machine.config.page_size).buckets()
+    return [
+        job
+        for wire in machine.config.wires
+        for job in ship_jobs(
+            partial(_insert_nulls, machine, layout, source_tp, wire), f"tp{source_tp} from elsewhere, {wire}", sizes
+        )
+    ]
 
 
-def _insert_nulls(machine: MeshMachine, source_tp: int, pages: int) -> Any:
+def _insert_nulls(machine: MeshMachine, layout: KVLayout, source_tp: int, wire: str, groups: int) -> Any:
     moves = []
+    group = group_pages(layout.page_size, machine.config.page_size)
     for index, stage in enumerate(machine.pages):
-        heads = plan_heads(stage.layout.num_kv_heads, source_tp, stage.place.tp)
-        shapes = piece_shapes(stage.layout, len(stage.layers), pages, heads, machine.config.digests)
-        zeros = [np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+        heads = plan_heads(layout.num_kv_heads, source_tp, stage.place.tp)
+        size = len(stage.layers), groups * group.source
+        shapes = piece_shapes(layout, stage.layout.dtype, *size, heads, machine.config.digests, wire)
+        zeros = [np.zeros(piece.shape, piece.dtype) for piece in shapes]
         landed = jax.device_put(zeros * stage.place.tp, devices_of(stage.place, len(zeros)))
-        null_pages = np.full(pages, NULL_PAGE, np.int32)
+        null_pages = np.full(groups * group.destination, NULL_PAGE, np.int32)
         moves.append(Move(index, stage.layers, joined(landed, stage.place), null_pages))
     jax.block_until_ready(check_moves(machine.pages, machine.docks, moves))
     insert_moves(machine.pages, machine.docks, moves)
