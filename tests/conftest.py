@@ -1,7 +1,13 @@
-"""Eight virtual CPU devices for every test, and a thread pool wide enough for collectives of several meshes."""
+"""Eight virtual CPU devices for every test, a thread pool wide enough for collectives, and the folder of traces."""
 
 import os
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("PJRT_NPROC", "32")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--data_dir", default="", help="folder of the public traces that tests/published reads")

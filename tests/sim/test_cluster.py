@@ -117,6 +117,11 @@ def test_two_stages_turn_two_microbatches_in_the_time_of_one():
     assert both < 1.1 * alone
 
 
+def test_turns_dispatched_ahead_still_wait_for_the_token_that_they_feed():
+    ends = [run("colocated:pp2tp1", one(4, 60), turns_ahead=ahead).span_s for ahead in (1, 2)]
+    assert ends[0] == pytest.approx(ends[1])
+
+
 def test_attainment_counts_whoever_met_both_objectives():
     outcome = run(MESHES[0], trace())
     ttft, tpot = outcome.values("TTFT"), outcome.values("TPOT")
