@@ -269,10 +269,13 @@ class RouterNode(Node):
         if "lost" in body:
             self.give_up(speaker)
         elif to in self.driver.actors:
-            shifts = self._shifts.get(link)
-            self.take(body, min(shifts) if shifts else 0.0)
+            self.take(body, self.shift_s(link))
         else:
             self.post(to, body)
+
+    def shift_s(self, link: Link) -> float:
+        """What the clock of that process lacks to be ours."""
+        return min(self._shifts.get(link, [0.0]))
 
     def _note(self, link: Link, tidings: dict[str, Any]) -> None:
         """Its clock is read from the word that came quickest, of the latest: clocks drift, and words are held up."""

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import queue
+import shutil
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jdisagg.core.errors import ConfigError
-from jdisagg.kv.transport.terms import Identity
+from jdisagg.core.errors import ConfigError, TransportError
+from jdisagg.core.settings import Settings
+from jdisagg.core.wire import MAX_RECORD_BYTES
+from jdisagg.kv.transport.tcp import tcp
+from jdisagg.kv.transport.terms import Identity, Terms
+from jdisagg.kv.transport.ticket import Parcel
+from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.link import METHOD, Link, Pulse
 from jdisagg.serve.cluster.reception import Reception
 from jdisagg.serve.cluster.visit import Visit
@@ -48,6 +59,8 @@ class HostNotes(Notes):
 
     def hear(self, link: Link, body: dict[str, Any]) -> None:
         self.told.put(("hear", body))
+        if "crash" in body:
+            raise KeyError("crash")
 
     def lose(self, link: Link, why: str) -> None:
         self.told.put(("lose", why))
@@ -63,6 +76,8 @@ class GuestNotes(Notes):
 
     def hear(self, body: dict[str, Any]) -> None:
         self.told.put(("hear", body))
+        if "crash" in body:
+            raise KeyError("crash")
 
     def lose(self, why: str) -> None:
         self.told.put(("lose", why))
@@ -72,9 +87,9 @@ class GuestNotes(Notes):
 def open_reception() -> Iterator[Callable[..., tuple[Reception, HostNotes]]]:
     opened: list[Reception] = []
 
-    def make(port: int = 0) -> tuple[Reception, HostNotes]:
+    def make(port: int = 0, pulse: Pulse = QUICK, **more: Any) -> tuple[Reception, HostNotes]:
         notes = HostNotes()
-        reception = Reception(f"127.0.0.1:{port}", SECRET, KIND, notes, QUICK)
+        reception = Reception(f"127.0.0.1:{port}", SECRET, KIND, notes, pulse, **more)
         reception.start()
         opened.append(reception)
         return reception, notes
@@ -88,9 +103,11 @@ def open_reception() -> Iterator[Callable[..., tuple[Reception, HostNotes]]]:
 def visit() -> Iterator[Callable[..., tuple[Visit, GuestNotes]]]:
     started: list[Visit] = []
 
-    def make(port: int, secret: bytes = SECRET, kind: Identity = KIND, **more: Any) -> tuple[Visit, GuestNotes]:
+    def make(
+        port: int, secret: bytes = SECRET, kind: Identity = KIND, pulse: Pulse = QUICK, **more: Any
+    ) -> tuple[Visit, GuestNotes]:
         notes = GuestNotes()
-        one = Visit(f"127.0.0.1:{port}", secret, kind, notes, QUICK, again_s=0.05, **more)
+        one = Visit(f"127.0.0.1:{port}", secret, kind, notes, pulse, again_s=0.05, **more)
         one.start()
         started.append(one)
         return one, notes
@@ -180,3 +197,125 @@ def test_an_address_in_use_is_refused_by_name(open_reception):
     reception, _ = open_reception()
     with pytest.raises(ConfigError, match=str(reception.port)):
         Reception(f"127.0.0.1:{reception.port}", SECRET, KIND, HostNotes())
+
+
+def test_a_stranger_who_says_nothing_keeps_no_thread_for_long(open_reception):
+    reception, host = open_reception(handshake_s=0.3)
+    silence: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel:
+        call: Any = channel.stream_stream(METHOD)(iter(silence.get, b""))
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        silence.put(b"")
+    assert host.told.empty()
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x00" * 2000, b"[]", b'{"jdisagg": 99, "nonce": "0"}', b'{"jdisagg": 1}'])
+def test_junk_is_sent_away_and_others_are_served(open_reception, visit, junk: bytes):
+    reception, host = open_reception()
+    with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel, pytest.raises(grpc.RpcError):
+        list(channel.stream_stream(METHOD)(iter([junk, junk])))
+    assert host.told.empty()
+    visit(reception.port)
+    assert host.next() == ("admit", "decode")
+
+
+def test_a_record_over_the_limit_ends_the_stranger_and_not_the_router(open_reception, visit):
+    reception, host = open_reception()
+    with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel:
+        call: Any = channel.stream_stream(METHOD)(iter([b"x" * (MAX_RECORD_BYTES + 1)]))
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    visit(reception.port)
+    assert host.next() == ("admit", "decode")
+
+
+def test_a_word_over_the_limit_is_not_sent_and_the_link_stays(open_reception, visit):
+    patient = Pulse(beat_s=0.05, silence_s=60)  # to weigh the long word takes a while
+    reception, host = open_reception(pulse=patient)
+    _, guest = visit(reception.port, pulse=patient)
+    assert host.next() and guest.next()
+    guest.link.send({"long": "x" * MAX_RECORD_BYTES})
+    guest.link.send({"short": "x"})
+    assert host.next() == ("hear", {"short": "x"})
+
+
+def test_a_word_that_cannot_be_followed_ends_the_link_and_the_guest_joins_again(open_reception, visit):
+    reception, host = open_reception()
+    _, guest = visit(reception.port)
+    assert host.next() and guest.next()
+    guest.link.send({"crash": 1})
+    assert [host.next()[0] for _ in range(3)] == ["hear", "lose", "admit"]
+    assert [guest.next()[0] for _ in range(2)] == ["lose", "joined"]
+    host.link.send({"crash": 1})
+    assert [guest.next()[0] for _ in range(3)] == ["hear", "lose", "joined"]
+
+
+def test_a_guest_waits_for_a_router_behind_a_port_that_never_answers(open_reception, visit):
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        one, _ = visit(mute.getsockname()[1], handshake_s=0.3)
+        time.sleep(1.0)
+        began_s = time.monotonic()
+        one.stop()
+        assert time.monotonic() - began_s < 3
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A certificate for this host that is its own authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=jdisagg", "-addext"]
+    subprocess.run([*command, "subjectAltName=IP:127.0.0.1,DNS:localhost"], check=True, capture_output=True)
+    return Settings(tls_cert=cert, tls_key=key, tls_ca=cert)
+
+
+def test_by_tls_a_guest_joins_and_one_without_a_certificate_does_not(open_reception, visit, certified: Settings):
+    reception, host = open_reception(credentials=server_credentials(certified))
+    visit(reception.port)  # in the clear
+    visit(reception.port, credentials=grpc.ssl_channel_credentials(Path(certified.tls_ca).read_bytes()))
+    time.sleep(0.5)
+    assert host.told.empty()
+    _, guest = visit(reception.port, credentials=channel_credentials(certified))
+    assert host.next() == ("admit", "decode") and guest.next() == ("joined", 7)
+
+
+def test_kv_crosses_by_the_same_certificates(certified: Settings):
+    server, client = kv_contexts(certified)
+    source = tcp(Terms(SECRET, KIND, tls_server=server, tls_client=client))
+    sink, plain = tcp(source.terms), tcp(Terms(SECRET, KIND))
+    try:
+        array = jnp.arange(1000.0)
+        ticket = source.offer(Parcel("r", 1, 0), [array], time.monotonic() + 20)
+        with pytest.raises(TransportError):
+            plain.pull(ticket, jax.devices()[:1], time.monotonic() + 3)
+        (pulled,) = sink.pull(ticket, jax.devices()[:1], time.monotonic() + 20)
+        assert (pulled == array).all()
+    finally:
+        for each in (source, sink, plain):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (Settings(tls_cert="c.pem"), "give both or neither"),
+        (Settings(tls_ca="a.pem"), "needs --tls_cert"),
+        (Settings(tls_cert="/nowhere.pem", tls_key="/nowhere.pem"), "/nowhere.pem: No such file"),
+    ],
+)
+def test_half_a_tls_is_refused(settings: Settings, says: str):
+    with pytest.raises(ConfigError, match=says):
+        server_credentials(settings)
+
+
+def test_a_certificate_that_is_none_is_refused_by_its_flag(tmp_path: Path):
+    path = tmp_path / "junk.pem"
+    path.write_text("junk")
+    with pytest.raises(ConfigError, match=r"--tls_cert=.*junk\.pem"):
+        kv_contexts(Settings(tls_cert=str(path), tls_key=str(path)))
