@@ -89,6 +89,7 @@ class Readers:
     def _run(lane: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while (wait := lane.get()) is not None:
             wait()
+            del wait  # it may hold KV that has been inserted
 
     def stop(self) -> None:
         for lane in self._lanes.values():

@@ -1,0 +1,63 @@
+"""Mistakes are one line; a worker of another kind is sent away with both fingerprints; a router may work as well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures import conformance
+from tests.serve.cluster.processes import Cluster, until
+
+MISTAKES = {
+    ("--role=prefill",): "needs --router=HOST:PORT",
+    ("--role=baker",): "roles are router, prefill, decode",
+    ("--role=router", "--router=127.0.0.1:1"): "names another",
+    ("--role=router",): "need --secret_file=FILE",
+    ("--role=router", "--secret_file=/dev/null"): "has 0 bytes, needs 16",
+    ("--role=router", "--peer_silence_s=0"): "must be at least 0.5",
+    ("--role=router", "--secret_file=pyproject.toml", "--prompt=x"): "give prompts to the whole stack",
+    ("--role=decode", "--router=127.0.0.1:1", "--secret_file=pyproject.toml", "--tls_ca=x"): "needs --tls_cert",
+}
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "jdisagg.launch", "--http_port=0", "--grpc_port=0", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_and_exit_code_2():
+    with ThreadPoolExecutor(2) as pool:
+        for done, says in zip(pool.map(lambda flags: run(*flags), MISTAKES), MISTAKES.values(), strict=True):
+            assert done.returncode == 2 and says in done.stderr, done.stderr
+            assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_router_that_prefills_works_with_a_decode_process_and_refuses_another_model(cluster: Cluster, tmp_path: Path):
+    cluster.mesh = "prefill:tp1,decode:tp1"
+    cluster.start("router,prefill")
+    decode = cluster.start("decode", "--transport=tcp")
+    other = cluster.start("decode", f"--model={conformance.load('llama3').folder}", "--max_model_len=256")
+    cluster.await_ready()
+    told = cluster.ask(prompt="def f(", max_tokens=20, temperature=0, logprobs=1)
+    assert told.error is None and len(told.tokens) > 5
+    assert len(cluster.pages()) == 2
+    cluster.await_all_free()
+
+    assert other.popen.wait(timeout=240) == 1
+    refused = until(lambda: other.said(r"jdisagg: .*fingerprint (\w+) there, (\w+) here.*"), "a refusal")
+    assert refused[1] != refused[2] and "embedded" in refused[0] and "llama3" in refused[0]
+
+    forger = tmp_path / "secret"
+    forger.write_text("another sixteen bytes or more")
+    stranger = cluster.start("decode", f"--secret_file={forger}")
+    assert stranger.popen.wait(timeout=240) == 1
+    assert stranger.said("jdisagg: the router at .* does not share our secret")
+    assert decode.popen.poll() is None
