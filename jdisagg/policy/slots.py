@@ -20,7 +20,7 @@ class Slots(Generic[T]):
         self._seats: list[T | None] = [None] * config.num_slots
         self._taken = [0] * config.num_microbatches
         self._retiring: list[set[int]] = [set() for _ in range(config.num_microbatches)]
-        self._last = config.num_microbatches - 1
+        self._order = list(range(config.num_microbatches))  # as they last took a turn, the latest at the end
 
     def microbatch_of(self, slot: int) -> int:
         return slot // self.per_microbatch
@@ -51,14 +51,22 @@ class Slots(Generic[T]):
         return [(slot, sequence) for slot, sequence in pairs if sequence is not None]
 
     def due(self) -> list[int]:
-        """Microbatches that may take a turn now: fewest in flight first, then round robin."""
-        count = len(self.in_flight)
-        able = [m for m in range(count) if self._taken[m] and self.in_flight[m] < self.turns_ahead]
-        return sorted(able, key=lambda m: (self.in_flight[m], (m - self._last - 1) % count))
+        """Microbatches that may take a turn now, the one that waited longest first.
+
+        They go round: no microbatch takes two turns while another's are in flight. A stage runs turns in the order of
+        their dispatch, and the second of two turns in a row waits for the first to pass through all stages; whatever
+        is behind it waits as well, though it could run (two stages then work two turns in three).
+        """
+        waiting_for = [m for m in self._order if self._taken[m] and self.in_flight[m]]
+        first = waiting_for[0] if waiting_for else None
+        at = {m: place for place, m in enumerate(self._order)}
+        able = [m for m in self._order if self._taken[m] and self.in_flight[m] < self.turns_ahead]
+        return [m for m in able if first is None or at[m] <= at[first] or not self.in_flight[m]]
 
     def begin_turn(self, microbatch: int) -> tuple[int, ...]:
         """Books a turn; returns the slots that it retires."""
-        self._last = microbatch
+        self._order.remove(microbatch)
+        self._order.append(microbatch)
         self.in_flight[microbatch] += 1
         retired = tuple(sorted(self._retiring[microbatch]))
         self._retiring[microbatch].clear()

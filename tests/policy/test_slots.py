@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from jdisagg.core.worker_config import Role
@@ -32,8 +34,34 @@ def test_microbatches_take_turns_so_that_every_stage_has_work():
         order.append(slots.due()[0])
         slots.begin_turn(order[-1])
     assert order == [0, 1, 2, 0, 1, 2] and slots.due() == []
-    slots.end_turn(1)
-    assert slots.due() == [1]
+    slots.end_turn(0)
+    assert slots.due() == [0]
+
+
+def test_two_turns_of_a_microbatch_never_stand_before_another_that_could_run():
+    slots = slots_of()
+    order: list[int] = []
+    seat_all(slots, "a")
+    for _ in range(2):  # alone, it runs ahead of itself
+        order += slots.due()[:1]
+        slots.begin_turn(0)
+    seat_all(slots, "b")
+    for turn in range(6):
+        while due := slots.due():
+            order.append(due[0])
+            slots.begin_turn(due[0])
+        slots.end_turn(order[turn])  # results come in the order of their dispatch
+    assert order[:2] == [0, 0] and all(one != other for one, other in pairwise(order[2:])), order
+
+
+def test_a_microbatch_that_cannot_take_its_turn_holds_the_others_up_only_while_its_last_is_in_flight():
+    slots = slots_of()
+    seat_all(slots, "a", "b")
+    slots.begin_turn(0)
+    slots.begin_turn(1)
+    assert slots.due() == [0], "and its worker finds that it has no page for it"
+    slots.end_turn(0)
+    assert slots.due() == [0, 1]
 
 
 def test_a_cleared_slot_is_retired_by_the_next_turn_of_its_microbatch_once():
