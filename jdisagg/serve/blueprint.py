@@ -19,6 +19,7 @@ from jdisagg.core.targets import GIB
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_divides
+from jdisagg.policy.reshard import StageShape
 from jdisagg.policy.stages import split_layers
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
@@ -45,6 +46,10 @@ class Blueprint:
     def layout(self, role: Role) -> KVLayout:
         """How workers of this role hold KV."""
         return self.prefill_kv if role is Role.PREFILL else self.kv
+
+    def decode_shapes(self, tp: int) -> list[StageShape]:
+        """The stages of a decode worker, `tp` shards each."""
+        return [StageShape(run, tp, self.kv.page_size, self.kv.dtype) for run in self.layers]
 
     def place(self, worker: WorkerId) -> WorkerMesh:
         return next(each for each in self.mesh.workers() if each.worker == worker)

@@ -24,6 +24,7 @@ from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.wires import tell_wire_costs
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,7 +48,7 @@ def build(
     journal = Journal(Header(router_config(settings), plan.workers), sink=journal_sink(settings.record_dir))
     machines.update(load_machines(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
-    return LocalService(
+    service = LocalService(
         Router(router_config(settings), plan.workers),
         {config.worker: Worker(config) for config in plan.workers},
         machines,
@@ -60,6 +61,8 @@ def build(
         journal=journal,
         recompiles=recompiles,
     )
+    tell_wire_costs(service.driver, plan, machines)
+    return service
 
 
 def journal_sink(record_dir: str) -> Callable[[str], object] | None:

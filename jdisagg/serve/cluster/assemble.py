@@ -34,7 +34,6 @@ from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.terms import SHORTEST_SECRET, Identity, Terms
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.reshard import StageShape
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
@@ -50,6 +49,7 @@ from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.tidings import EVERY_S
+from jdisagg.serve.wires import tell_wire_costs
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
@@ -152,8 +152,7 @@ def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: in
 def _far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
     tps = {role: {place.tp for place in plan.mesh.workers() if place.role is role} for role in Role}
     if machine.config.role is Role.PREFILL:
-        form = plan.kv.page_size, plan.kv.dtype
-        stages = [[StageShape(run, tp, *form) for run in plan.layers] for tp in tps[Role.DECODE]]
+        stages = [plan.decode_shapes(tp) for tp in tps[Role.DECODE]]
         return [job for shapes in stages for job in departure_jobs(machine, shapes)]
     if machine.config.role is Role.DECODE:
         return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, plan.prefill_kv, tp)]
@@ -227,6 +226,7 @@ def build_workers(
         observers=(metrics.observe, node.observe),
         far=node,
     )
+    tell_wire_costs(node.driver, plan, machines)
     terms, pulse = crossing.terms, pulse_of(settings)
     visit = Visit(settings.router, terms.secret, terms.identity, node, pulse, credentials, refused=ended)
     return WorkerProcess(node, visit)
@@ -278,8 +278,9 @@ def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], pr
     terms = crossing.terms
     reception = Reception(address, terms.secret, terms.identity, node, pulse_of(settings), credentials)
     warm(plan, machines, progress)
-    config = replace(router_config(settings), workers_return=True)
-    service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()], first_epoch=first_epoch()))
+    config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
+    service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()]))
+    tell_wire_costs(service.driver, plan, machines)
     node.driver = service.driver
     return RouterProcess(service, node, reception)
 

@@ -1,0 +1,20 @@
+"""--transfer_compress=auto: what packing a page costs each way, measured on warm programs and told to the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jdisagg.core.events import WiresTimed
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Compress, Role
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.driver import LiveDriver
+
+
+def tell_wire_costs(driver: LiveDriver, plan: Blueprint, machines: Mapping[WorkerId, MeshMachine]) -> None:
+    """Before the driver starts: until it does, nothing else uses the machines."""
+    tps = [place.tp for place in plan.mesh.workers() if place.role is Role.DECODE]
+    for worker, machine in machines.items():
+        if tps and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
+            driver.post(worker, WiresTimed(machine.time_packs(plan.decode_shapes(tps[0]))))
