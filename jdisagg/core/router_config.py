@@ -19,4 +19,5 @@ class RouterConfig:
     abort_tries: int = 3  # times an abort is sent before the lease is left to end it
     capacity_retry_s: float = 1.0  # a full house is asked again after this, should its word of free pages be lost
     workers_return: bool = False  # lost workers may be replaced: requests wait for that until their queue deadline
+    first_epoch: int = 1  # over every epoch of earlier routers: workers may still hold what those asked for
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared

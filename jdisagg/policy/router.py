@@ -59,15 +59,14 @@ CAPACITY_TIMER = "capacity"
 class Router:
     """Takes `Submit`, `Cancel`, words of workers, timers and losses."""
 
-    def __init__(self, config: RouterConfig, workers: Iterable[WorkerConfig], first_epoch: int = 1) -> None:
-        """`first_epoch` must be over every epoch of earlier routers: workers may still hold what those asked for."""
+    def __init__(self, config: RouterConfig, workers: Iterable[WorkerConfig]) -> None:
         self.config = config
         self.peers = {each.worker: Peer(each) for each in workers}
         self.rows: dict[RequestId, Row] = {}
         self.queue: list[Row] = []  # rows that wait for a bed, in order
         self.out = Outbox()
         self.aborts = Aborts(self.out, config.handoff_timeout_s, config.abort_tries)
-        self._epochs = count(first_epoch)
+        self._epochs = count(config.first_epoch)
         self._finish_gap_s, self._last_finish_s = 1.0, 0.0
         self._ask_anyway = False
         self._capacity_armed = False

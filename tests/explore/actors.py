@@ -11,7 +11,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, RouterLost, Send
@@ -70,7 +70,7 @@ def new_worker(config: WorkerConfig) -> Worker:
 
 
 def new_router(config: RouterConfig, workers: Sequence[WorkerConfig], life: int) -> Router:
-    return Router(config, workers, first_epoch=life * EPOCHS_A_LIFE + 1)
+    return Router(replace(config, first_epoch=life * EPOCHS_A_LIFE + 1), workers)
 
 
 class Part(NamedTuple):
