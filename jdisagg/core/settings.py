@@ -89,7 +89,7 @@ class Settings:
     transfer_compress: str = _setting("none", "transfer", "what KV is quantised to for the way; auto: as measured",
                                       ("none", "int8", "fp8", "int4", "auto"))  # fmt: skip
     transfer_error_bound: float = _setting(
-        0.1, "transfer", "relative error of a layer's KV over which its pages travel uncompressed"
+        0.05, "transfer", "relative error of a layer's KV over which it travels uncompressed (int4 loses about 0.1)"
     )
     lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
     # cluster

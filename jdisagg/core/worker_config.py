@@ -78,7 +78,7 @@ class WorkerConfig:
     kv_layout: str = ""  # what a page's bytes are, where workers may differ: a Commit of another is refused
     digests: Digests = Digests.FULL
     compress: Compress = Compress.NONE
-    error_bound: float = 0.1  # relative, of a layer's pages: one that loses more by compression goes raw
+    error_bound: float = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
 

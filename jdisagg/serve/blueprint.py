@@ -23,6 +23,7 @@ from jdisagg.policy.reshard import StageShape
 from jdisagg.policy.stages import split_layers
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
+TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     mesh = MeshSpec.parse(settings.mesh)
     for pool in mesh.pools:
         check_divides(model, pool.tp)
-    for line in sharing_warnings(mesh):
+    for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
         log.warning(line)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
@@ -108,6 +109,17 @@ def sharing_warnings(mesh: MeshSpec) -> list[str]:
         f"{' and '.join(workers)} share device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}: for testing only,"
         f" they take turns on {'them' if len(ids) > 1 else 'it'}, and each gets 1/{len(workers)} of the memory"
         for workers, ids in mesh.shared().items()
+    ]
+
+
+def compression_warnings(settings: Settings) -> list[str]:
+    """Where what is asked for would hardly ever happen."""
+    wire, bound = settings.transfer_compress, settings.transfer_error_bound
+    if bound >= TYPICAL_ERROR.get(wire, 0.0):
+        return []
+    return [
+        f"--transfer_compress={wire} loses about {TYPICAL_ERROR[wire]:g} of a layer, more than"
+        f" --transfer_error_bound={bound:g} allows: most KV will travel uncompressed"
     ]
 
 
