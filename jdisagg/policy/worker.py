@@ -83,6 +83,7 @@ class Worker:
                 self.prompts.wires.measured(costs)
             case RouterLost():
                 self._give_up_all()
+                return True
             case _:
                 raise AssertionError(f"no worker takes {event!r}")
         return False
