@@ -1,12 +1,15 @@
 """The sizes of a stack, worked out from settings and the devices' memory."""
 
 import logging
+from math import prod
 
 import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.serve import blueprint
 
 GIB = 1 << 30
@@ -17,37 +20,42 @@ def drawn(mesh: str, device_bytes: int | None = GIB, **settings) -> blueprint.Bl
     return blueprint.draw(Settings(mesh=mesh, hbm_fraction=1.0, **settings), platform, device_bytes)
 
 
-def bytes_of(plan: blueprint.Blueprint) -> dict[str, int]:
-    """Weights and KV pages of each worker."""
-    weights = plan.model.num_params() * DTYPE_BYTES[plan.dtype]
-    return {config.worker: weights + config.num_pages * plan.kv.bytes_per_page for config in plan.workers}
-
-
-def test_a_worker_alone_has_its_devices_memory_but_for_less_than_a_page():
-    plan = drawn("prefill:tp2,decode:tp1")
-    for worker, devices in (("prefill-0", 2), ("decode-0", 1)):
-        assert 0 <= devices * GIB - bytes_of(plan)[worker] < plan.kv.bytes_per_page
+def bytes_on_devices(plan: blueprint.Blueprint, config: WorkerConfig) -> list[tuple[int, int]]:
+    """Weights with KV, and a page, of one device of each of the worker's stages."""
+    place, kv = plan.place(config.worker), plan.kv
+    found = []
+    for run in plan.layers if place.pp > 1 else (range(plan.model.num_layers),):
+        page = len(run) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
+        weights = int(Shard(plan.model, run, place.tp, DTYPE_BYTES[plan.dtype], 0).held_bytes)
+        found.append((weights + config.num_pages * page, page))
+    return found
 
 
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
+        ("prefill:tp2,decode:tp1", {"prefill-0": 1, "decode-0": 1}),
         ("prefill:tp1@0,decode:tp1@0", {"prefill-0": 0.5, "decode-0": 0.5}),
         ("prefill:2xtp1,decode:tp1@0", {"prefill-0": 0.5, "prefill-1": 1, "decode-0": 0.5}),
-        ("prefill:tp1@1,decode:pp2@0", {"prefill-0": 0.5, "decode-0": 1}),  # its stages hold equal parts
+        ("prefill:tp1@1,decode:pp2@0", {"prefill-0": 0.5, "decode-0": 0.5}),  # its stages hold equally many pages
     ],
 )
-def test_workers_that_share_a_device_share_its_memory(mesh, parts):
+def test_the_fullest_device_of_a_worker_is_full_but_for_less_than_a_page(mesh: str, parts: dict[str, float]):
     plan = drawn(mesh)
-    for worker, size in bytes_of(plan).items():
-        assert 0 <= parts[worker] * GIB - size < plan.kv.bytes_per_page
-    assert sum(bytes_of(plan).values()) <= plan.mesh.num_devices * GIB
+    for config in plan.workers:
+        used = bytes_on_devices(plan, config)
+        left = [parts[config.worker] * GIB - size for size, _ in used]
+        assert min(left) >= 0, "no device holds more than its part"
+        assert any(each < page for each, (_, page) in zip(left, used, strict=True))
 
 
 def test_too_little_memory_for_two_names_the_worker_and_both_sizes():
-    enough_for_one = bytes_of(drawn("colocated:tp1", kv_tokens=2048))["colocated-0"]
+    alone = drawn("colocated:tp1", kv_tokens=2048)
+    ((enough_for_one, _),) = bytes_on_devices(alone, alone.workers[0])
     drawn("colocated:tp1", enough_for_one, max_model_len=2048)
-    with pytest.raises(ConfigError, match=r"prefill-0: room for 0 KV tokens, but one sequence may have 2048"):
+    with pytest.raises(
+        ConfigError, match=r"prefill-0 does not fit: .* room for 0 KV tokens, and one sequence may have 2048"
+    ):
         drawn("prefill:tp1@0,decode:tp1@0", enough_for_one, max_model_len=2048)
 
 
