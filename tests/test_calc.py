@@ -26,7 +26,8 @@ def test_a_folders_flops_are_those_of_its_matrices():
         pytest.skip("configs/llama3_70b is not there")
     from_folder, named = calc.attention_of(str(folder)), model("llama3-70b")
     assert from_folder.kv_bytes(1) == named.kv_bytes(1)
-    assert from_folder.prefill_flops(8192) == pytest.approx(named.prefill_flops(8192), rel=0.1)
+    assert from_folder.linear_flops == 25.5, "2 FLOPs for each of (2 + 2/8 + 3 * 3.5) hidden_size**2 weights"
+    assert from_folder.prefill_flops(8192) == pytest.approx(named.prefill_flops(8192), rel=0.15), "Mooncake says 22"
 
 
 @pytest.mark.parametrize(
