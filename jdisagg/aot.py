@@ -35,43 +35,40 @@ from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve import blueprint
 
 GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory that jax takes, as in the run itself
-UNFIT, BAD_USE, INTERRUPTED = 1, 2, 130
+UNFIT = 1
 WIDTH = 120  # of tables that go to a file or a pipe
 
 
-def parse(argv: Sequence[str]) -> tuple[absl_flags.FlagValues, list[str]]:
-    """This command's own flags, and the arguments that are left for the settings. Raises FlagError."""
-    values = absl_flags.FlagValues()
+def declare() -> flags.FlagValues:
+    """This command's own flags; the settings come besides."""
+    values = flags.own()
     absl_flags.DEFINE_string("target", "", "as v5p:2x2x4 or h100:8", flag_values=values)
     absl_flags.DEFINE_bool("all_programs", False, "every declared bucket and stage", flag_values=values)
     absl_flags.DEFINE_integer("context_tokens", 4096, "of decode's floors", lower_bound=1, flag_values=values)
     absl_flags.DEFINE_string("json", "", "file for the report", flag_values=values)
-    try:
-        rest = values([argv[0], *map(flags.underscored, argv[1:])], known_only=True)
-    except absl_flags.Error as error:
-        raise FlagError(str(error).replace("\n", " ")) from error
-    return values, rest
+    return values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See the head of this file for the exit codes."""
+    values = declare()
     try:
-        values, rest = parse(sys.argv if argv is None else argv)
-        settings, others = config.resolve(rest)
-        if others["help"].value:
+        rest = flags.read(values, sys.argv if argv is None else argv, others=True)
+        if values.help:
             print(f"{__doc__}\n{flags.help_text()}")
             return 0
+        settings, _ = config.resolve(rest)
         if not values.target:
             raise FlagError("needed: --target=CHIP:SIDES, as v5p:2x2x4 or h100:8")
         return run(settings, Target.parse(values.target), values)
     except (ConfigError, CheckpointError) as error:
         print(f"jdisagg.aot: {error}", file=sys.stderr)
-        return UNFIT if isinstance(error, blueprint.NoRoom) else BAD_USE
+        return UNFIT if isinstance(error, blueprint.NoRoom) else flags.BAD_USE
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return flags.INTERRUPTED
 
 
-def run(settings: Settings, target: Target, values: absl_flags.FlagValues) -> int:
+def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
     """Compiles and prints; returns the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
+from absl import flags as absl_flags
 from rich.console import Console
 from rich.table import Table
 
-from jdisagg.core.errors import FlagError, JdisaggError
+from jdisagg import flags
 from jdisagg.model.hf_config import read_config
 from jdisagg.sim.arithmetic import (
     DTYPE_BYTES,
@@ -30,22 +30,16 @@ from jdisagg.sim.arithmetic import (
 from jdisagg.sim.hardware import HARDWARE, LINKS, Hardware, hardware
 
 
-def parse(argv: Sequence[str]) -> flags.FlagValues:
-    """Flags of this command alone. Raises `FlagError`."""
-    values = flags.FlagValues()
-    flags.DEFINE_string("model", "llama3-70b", f"one of {', '.join(MODELS)}", flag_values=values)
-    flags.DEFINE_string("config", "", "folder of a Hugging Face config.json, instead of --model", flag_values=values)
-    flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
-    flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of the KV", flag_values=values)
-    flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "of the prefill mesh", flag_values=values)
-    flags.DEFINE_integer("devices", 8, "of the prefill mesh", lower_bound=1, flag_values=values)
-    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
-    try:
-        rest = values(list(argv))
-    except flags.Error as error:
-        raise FlagError(str(error).replace("\n", " ")) from error
-    if len(rest) > 1:
-        raise FlagError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    absl_flags.DEFINE_string("model", "llama3-70b", f"one of {', '.join(MODELS)}", flag_values=values)
+    absl_flags.DEFINE_string(
+        "config", "", "folder of a Hugging Face config.json, instead of --model", flag_values=values
+    )
+    absl_flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
+    absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of the KV", flag_values=values)
+    absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "of the prefill mesh", flag_values=values)
+    absl_flags.DEFINE_integer("devices", 8, "of the prefill mesh", lower_bound=1, flag_values=values)
     return values
 
 
@@ -127,21 +121,17 @@ def report(attention: Attention, tokens: int, dtype: str, chip: Hardware, device
     ]
 
 
+def run(values: flags.FlagValues) -> int:
+    attention = attention_of(values.config) if values.config else model(values.model)
+    chip = hardware(values.hardware)
+    for part in report(attention, values.tokens, values.dtype, chip, values.devices):
+        Console().print(part, highlight=False)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 with one line on what was wrong."""
-    try:
-        values = parse(argv)
-        if values.help:
-            print(__doc__)
-            return 0
-        attention = attention_of(values.config) if values.config else model(values.model)
-        chip = hardware(values.hardware)
-        for part in report(attention, values.tokens, values.dtype, chip, values.devices):
-            Console().print(part, highlight=False)
-    except JdisaggError as error:
-        print(f"jdisagg.calc: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return flags.command("jdisagg.calc", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":

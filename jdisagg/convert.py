@@ -13,10 +13,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from absl import flags
+from absl import flags as absl_flags
 from rich.progress import track
 
-from jdisagg.core.errors import CheckpointError, FlagError, JdisaggError
+from jdisagg import flags
+from jdisagg.core.errors import CheckpointError, FlagError
 from jdisagg.model.checkpoint import stored_source
 from jdisagg.model.export import copy_companions, save_hf
 from jdisagg.model.hf_config import read_config
@@ -27,20 +28,12 @@ from jdisagg.model.sources import HFSource
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 
 
-def parse(argv: Sequence[str]) -> flags.FlagValues:
-    """Flags of this command alone. Raises `FlagError`."""
-    values = flags.FlagValues()
-    flags.DEFINE_string("input", None, "model folder, Hugging Face or Orbax", flag_values=values)
-    flags.DEFINE_string("output", None, "folder to write, new or empty", flag_values=values)
-    flags.DEFINE_enum("format", "orbax", ["orbax", "hf"], "what to write", flag_values=values)
-    flags.DEFINE_enum("dtype", None, list(DTYPES), "cast weights to this; as stored if absent", flag_values=values)
-    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
-    try:
-        rest = values(list(argv))
-    except flags.Error as error:
-        raise FlagError(str(error).replace("\n", " ")) from error
-    if not values.help and (len(rest) > 1 or not values.input or not values.output):
-        raise FlagError(f"needed: --input=FOLDER --output=DIR; found: {' '.join(argv[1:]) or 'nothing'}")
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    absl_flags.DEFINE_string("input", None, "model folder, Hugging Face or Orbax", flag_values=values)
+    absl_flags.DEFINE_string("output", None, "folder to write, new or empty", flag_values=values)
+    absl_flags.DEFINE_enum("format", "orbax", ["orbax", "hf"], "what to write", flag_values=values)
+    absl_flags.DEFINE_enum("dtype", None, list(DTYPES), "cast weights to this; as stored if absent", flag_values=values)
     return values
 
 
@@ -66,19 +59,17 @@ def _tensors(source: HFSource | OrbaxSource, dtype: str | None) -> Iterator[tupl
         yield name, tensor if dtype is None else tensor.astype(DTYPES[dtype])
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
-    try:
-        values = parse(argv)
-        if values.help:
-            print(__doc__)
-            return 0
-        convert(Path(values.input), Path(values.output), values.format, values.dtype)
-    except JdisaggError as error:
-        print(f"jdisagg.convert: {error}", file=sys.stderr)
-        return 2
+def run(values: flags.FlagValues) -> int:
+    if not values.input or not values.output:
+        raise FlagError(f"needed: --input=FOLDER --output=DIR; found: {values.input!r} and {values.output!r}")
+    convert(Path(values.input), Path(values.output), values.format, values.dtype)
     print(f"wrote {values.output} ({values.format})")
     return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return flags.command("jdisagg.convert", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":

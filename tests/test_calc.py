@@ -32,12 +32,24 @@ def test_a_folders_flops_are_those_of_its_matrices():
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("--model=gpt-9", "no model 'gpt-9'"), ("--tokens=0", "tokens"), ("--dtype=int3", "int3"), ("8192", "not a flag")],
+    [
+        ("--model=gpt-9", "no model 'gpt-9'"),
+        ("--tokens=0", "tokens"),
+        ("--dtype=int3", "int3"),
+        ("8192", "not a flag"),
+        ("--token=8", "did you mean --tokens?"),
+    ],
 )
 def test_a_wrong_flag_costs_one_line(flag: str, words: str, capsys: pytest.CaptureFixture[str]):
     assert calc.main(["calc", flag]) == 2
     told = capsys.readouterr().err
     assert words in told and told.count("\n") == 1
+
+
+def test_help_shows_the_law_and_every_flag(capsys: pytest.CaptureFixture[str]):
+    assert calc.main(["calc", "-h"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("The calculator") and "--tokens=8192" in printed and "<a100|" in printed
 
 
 @pytest.mark.parametrize(("duration_s", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-6, "4 us")])

@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from absl import flags
+from absl import flags as absl_flags
 from rich.console import Console
 from rich.table import Table
 
-from jdisagg.core.errors import ConfigError, FlagError, JdisaggError
+from jdisagg import flags
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
@@ -35,48 +36,44 @@ READERS = {"azure": read_azure, "mooncake": read_mooncake, "lengths": read_lengt
 QUANTILES = (50, 90, 99)
 
 
-def parse(argv: Sequence[str]) -> flags.FlagValues:
-    """Flags of this command alone. Raises `FlagError`."""
-    values = flags.FlagValues()
+def declare() -> flags.FlagValues:
+    values = flags.own()
     _define_workload(values)
     _define_cluster(values)
-    flags.DEFINE_float("slo_ttft_s", 1.0, "objective for the first token", 0.0, flag_values=values)
-    flags.DEFINE_float("slo_tpot_s", 0.1, "objective for the mean gap between tokens", 0.0, flag_values=values)
-    flags.DEFINE_string("csv", "", "file for a row a request", flag_values=values)
-    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
-    try:
-        rest = values(list(argv))
-    except flags.Error as error:
-        raise FlagError(str(error).replace("\n", " ")) from error
-    if len(rest) > 1:
-        raise FlagError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+    absl_flags.DEFINE_float("slo_ttft_s", 1.0, "objective for the first token", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("slo_tpot_s", 0.1, "objective for the mean gap between tokens", 0.0, flag_values=values)
+    absl_flags.DEFINE_string("csv", "", "file for a row a request", flag_values=values)
     return values
 
 
 def _define_workload(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("trace", "", f"KIND:FILE, KIND one of {', '.join(READERS)}", flag_values=values)
-    flags.DEFINE_float("rate", 0.0, "requests a second; 0: as recorded", 0.0, flag_values=values)
-    flags.DEFINE_integer("requests", 0, "the trace's first so many; of lengths, drawn; 0: all", 0, flag_values=values)
-    flags.DEFINE_float("inputs", 1.0, "input lengths times this", flag_values=values)
-    flags.DEFINE_float("outputs", 1.0, "output lengths times this", flag_values=values)
-    flags.DEFINE_integer("max_model_len", 0, "longer requests are left out; 0: none is", 0, flag_values=values)
-    flags.DEFINE_integer("seed", 0, "of whatever is drawn", flag_values=values)
+    absl_flags.DEFINE_string("trace", "", f"KIND:FILE, KIND one of {', '.join(READERS)}", flag_values=values)
+    absl_flags.DEFINE_float("rate", 0.0, "requests a second; 0: as recorded", 0.0, flag_values=values)
+    absl_flags.DEFINE_integer(
+        "requests", 0, "the trace's first so many; of lengths, drawn; 0: all", 0, flag_values=values
+    )
+    absl_flags.DEFINE_float("inputs", 1.0, "input lengths times this", flag_values=values)
+    absl_flags.DEFINE_float("outputs", 1.0, "output lengths times this", flag_values=values)
+    absl_flags.DEFINE_integer("max_model_len", 0, "longer requests are left out; 0: none is", 0, flag_values=values)
+    absl_flags.DEFINE_integer("seed", 0, "of whatever is drawn", flag_values=values)
 
 
 def _define_cluster(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "as jdisagg.launch takes it", flag_values=values)
-    flags.DEFINE_string("model", "opt-13b", f"one of {', '.join(MODELS)}", flag_values=values)
-    flags.DEFINE_enum("cost", "roofline", ["distserve", "roofline"], "where seconds come from", flag_values=values)
-    flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
-    flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "--cost=roofline: the devices", flag_values=values)
-    flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "--cost=roofline: of weights and KV", flag_values=values)
-    flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
-    flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
-    flags.DEFINE_enum("transfer", "chunk", list(map(str, TransferMode)), "when KV leaves", flag_values=values)
-    flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
-    flags.DEFINE_integer("chunk_tokens", 2048, "of one prefill plan", 1, flag_values=values)
-    flags.DEFINE_integer("page_size", 16, "tokens a page", 1, flag_values=values)
-    flags.DEFINE_integer("reserve_tokens", 512, "of output that a bed holds pages for", 1, flag_values=values)
+    absl_flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "as jdisagg.launch takes it", flag_values=values)
+    absl_flags.DEFINE_string("model", "opt-13b", f"one of {', '.join(MODELS)}", flag_values=values)
+    absl_flags.DEFINE_enum("cost", "roofline", ["distserve", "roofline"], "where seconds come from", flag_values=values)
+    absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
+    absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "--cost=roofline: the devices", flag_values=values)
+    absl_flags.DEFINE_enum(
+        "dtype", "bfloat16", list(DTYPE_BYTES), "--cost=roofline: of weights and KV", flag_values=values
+    )
+    absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
+    absl_flags.DEFINE_enum("transfer", "chunk", list(map(str, TransferMode)), "when KV leaves", flag_values=values)
+    absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
+    absl_flags.DEFINE_integer("chunk_tokens", 2048, "of one prefill plan", 1, flag_values=values)
+    absl_flags.DEFINE_integer("page_size", 16, "tokens a page", 1, flag_values=values)
+    absl_flags.DEFINE_integer("reserve_tokens", 512, "of output that a bed holds pages for", 1, flag_values=values)
 
 
 def workload(values: flags.FlagValues) -> Trace:
@@ -157,17 +154,8 @@ def simulate(values: flags.FlagValues) -> tuple[Outcome, float]:
     return outcome, took_s
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
-    try:
-        values = parse(argv)
-        if values.help:
-            print(f"{__doc__}\n{values.main_module_help()}")
-            return 0
-        outcome, took_s = simulate(values)
-    except JdisaggError as error:
-        print(f"jdisagg.sim: {error}", file=sys.stderr)
-        return 2
+def run(values: flags.FlagValues) -> int:
+    outcome, took_s = simulate(values)
     devices = MeshSpec.parse(values.mesh).num_devices
     console = Console()
     console.print(latencies(outcome), highlight=False)
@@ -177,6 +165,11 @@ def main(argv: Sequence[str]) -> int:
         write_csv(outcome, values.csv)
         console.print(f"a row a request in {values.csv}", highlight=False)
     return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return flags.command("jdisagg.sim", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":
