@@ -6,7 +6,7 @@ and 2); attention kinds MHA, GQA (Ainslie et al. 2023), MLA (DeepSeek-V2, 2024, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.core.errors import ConfigError
 
@@ -26,6 +26,17 @@ class Attention:
     kv_width: int = 0  # MLA: numbers a token and layer keeps
     linear_flops: float = 22.0  # a token and layer, times hidden_size**2
     attention_flops: float = 4.0  # a pair of tokens and layer, times hidden_size
+    vocab_size: int = 0  # 0: embedding and head are left out of all counts
+
+    @property
+    def layer_params(self) -> float:
+        """Weights of one layer's matrices, each of which multiplies and adds once a token."""
+        return self.linear_flops / 2 * self.hidden_size**2
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the head; the embedding has as many."""
+        return self.vocab_size * self.hidden_size
 
     @property
     def kv_numbers(self) -> int:
@@ -46,23 +57,46 @@ class Attention:
         return self.num_layers * (linear + pairs)
 
 
+def dense(
+    name: str, num_layers: int, hidden_size: int, heads: tuple[int, int], mlp: tuple[int, int], vocab_size: int,
+    head_dim: int = 128,
+) -> Attention:  # fmt: skip
+    """A dense decoder. heads: of queries, of keys and values; mlp: its matrices (3 where gated, else 2), its width."""
+    query_heads, kv_heads = heads
+    matrices, width = mlp
+    attention = 2 * (query_heads + kv_heads) * head_dim
+    return Attention(
+        name,
+        num_layers,
+        hidden_size,
+        kv_heads,
+        head_dim,
+        "MHA" if query_heads == kv_heads else "GQA",
+        linear_flops=2.0 * (attention + matrices * width) / hidden_size,
+        attention_flops=4.0 * query_heads * head_dim / hidden_size,
+        vocab_size=vocab_size,
+    )
+
+
 MODELS = {
     each.name: each
     for each in (
-        Attention("llama2-7b", 32, 4096, 32, 128, "MHA", linear_flops=24.0),
-        Attention("llama2-70b", 80, 8192, 8, 128),
-        Attention("llama3-8b", 32, 4096, 8, 128),
-        Attention("llama3-70b", 80, 8192, 8, 128),
-        Attention("llama3-405b", 126, 16384, 8, 128),
-        Attention("qwen2.5-7b", 28, 3584, 4, 128),
-        Attention("qwen3-32b", 64, 5120, 8, 128),
-        Attention("mistral-7b", 32, 4096, 8, 128),
-        Attention("opt-13b", 40, 5120, 40, 128, "MHA", linear_flops=24.0),
-        Attention("opt-66b", 64, 9216, 72, 128, "MHA", linear_flops=24.0),
-        Attention("bloom-176b", 70, 14336, 112, 128, "MHA", linear_flops=24.0),
+        dense("llama2-7b", 32, 4096, (32, 32), (3, 11008), 32000),
+        dense("llama2-70b", 80, 8192, (64, 8), (3, 28672), 32000),
+        dense("llama3-8b", 32, 4096, (32, 8), (3, 14336), 128256),
+        dense("llama3-70b", 80, 8192, (64, 8), (3, 28672), 128256),
+        dense("llama3-405b", 126, 16384, (128, 8), (3, 53248), 128256),
+        dense("qwen2.5-7b", 28, 3584, (28, 4), (3, 18944), 152064),
+        dense("qwen3-32b", 64, 5120, (64, 8), (3, 25600), 151936),
+        dense("mistral-7b", 32, 4096, (32, 8), (3, 14336), 32768),
+        dense("opt-13b", 40, 5120, (40, 40), (2, 20480), 50272),
+        dense("opt-66b", 64, 9216, (72, 72), (2, 36864), 50272),
+        dense("bloom-176b", 70, 14336, (112, 112), (2, 57344), 250880),
         Attention("deepseek-v3", 61, 7168, 128, 128, "MLA", kv_width=576),
     )
 }
+# LLaMA3-70B as Mooncake counts it (FAST 2025, table 3): 22 for the linear part, embedding and head left out.
+MOONCAKE_70B = replace(MODELS["llama3-70b"], name="llama3-70b as Mooncake counts", linear_flops=22.0, vocab_size=0)
 
 
 def model(name: str) -> Attention:

@@ -8,15 +8,16 @@ step depends on the batch *and* on the tokens that it reads: with either one alo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
-from jdisagg.sim.arithmetic import DTYPE_BYTES, Attention, model
-from jdisagg.sim.hardware import Hardware
+from jdisagg.sim.arithmetic import DTYPE_BYTES, MOONCAKE_70B, Attention, model
+from jdisagg.sim.hardware import Hardware, hardware
 
 DISTSERVE = Path(__file__).parent / "data" / "distserve_a100_80g.json"
 ENGINES = ("distserve", "vllm")  # whose measurements the fits are of
@@ -37,6 +38,20 @@ class CostModel(Protocol):
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         """What the part puts on the wire."""
         ...
+
+
+@runtime_checkable
+class FusedCostModel(CostModel, Protocol):
+    """Of an engine that runs prompts' chunks and a decode turn as one step."""
+
+    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+        """Seconds of the step: weights are read once for the rows of both."""
+        ...
+
+
+def drawn(plan: PrefillPlan) -> int:
+    """Rows of the plan that a token is drawn for."""
+    return sum(chunk.last for chunk in plan.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +141,9 @@ def distserve_kv_tokens(name: str, tp: int, pp: int) -> int:
 class Roofline:
     """`tp` devices, each with 1/tp of the weights and heads; efficiencies are the hardware's, by name.
 
-    Weights are the layers' matrices, read once a plan: linear work takes its FLOPs or its weights' bytes, whichever is
-    longer. Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode. Two
-    all-reduces a layer where tp > 1 (ring: 2 (tp - 1) / tp of the bytes). Embedding and head are left out.
+    Linear work takes its FLOPs or its weights' bytes, whichever is longer, the layers' matrices and the head's apart.
+    Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode. Two all-reduces
+    a layer where tp > 1 (ring: 2 (tp - 1) / tp of the bytes). Looking tokens up in the embedding is left out.
     """
 
     model: Model
@@ -142,33 +157,49 @@ class Roofline:
             raise ConfigError(f"the roofline knows dense models: {self.model.attention.name} has MLA and experts")
 
     def prefill_s(self, plan: PrefillPlan) -> float:
-        attention = self.model.attention
-        ends = [(chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
-        pairs = attention.attention_flops / 2 * sum(end**2 - start**2 for start, end in ends) * attention.hidden_size
-        pairs_s = attention.num_layers * pairs / (self.chip.flops * self.tp * self.chip.prefill_attention)
-        return self.host_s + self._linear_s(plan.num_tokens) + pairs_s
+        return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(drawn(plan))
 
     def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
-        kv_bytes = self.model.attention.kv_bytes(context_tokens, self.model.dtype)
-        kv_s = kv_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.decode_attention)
-        return self.host_s + self._linear_s(len(plan.active)) + kv_s
+        batch = len(plan.active)
+        return self.host_s + self._linear_s(batch) + self._read_s(context_tokens) + self._head_s(batch)
+
+    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+        batch = len(decode.active)
+        attention_s = self._pairs_s(prefill) + self._read_s(context_tokens)
+        linear_s = self._linear_s(prefill.num_tokens + batch) + self._head_s(drawn(prefill) + batch)
+        return self.host_s + linear_s + attention_s
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return self.model.part_bytes(transfer)
 
+    def _pairs_s(self, plan: PrefillPlan) -> float:
+        attention = self.model.attention
+        ends = [(chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
+        pairs = attention.attention_flops / 2 * sum(end**2 - start**2 for start, end in ends) * attention.hidden_size
+        return attention.num_layers * pairs / (self.chip.flops * self.tp * self.chip.prefill_attention)
+
+    def _read_s(self, context_tokens: int) -> float:
+        kv_bytes = self.model.attention.kv_bytes(context_tokens, self.model.dtype)
+        return kv_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.decode_attention)
+
     def _linear_s(self, rows: int) -> float:
         attention = self.model.attention
-        flops = attention.num_layers * attention.linear_flops * rows * attention.hidden_size**2
-        compute_s = flops / (self.chip.flops * self.tp * self.chip.gemm)
-        read_s = self.weight_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.skinny)
-        return max(compute_s, read_s) + self._collectives_s(rows)
+        return self._matrices_s(attention.num_layers * attention.layer_params, rows) + self._collectives_s(rows)
+
+    def _head_s(self, rows: int) -> float:
+        return self._matrices_s(self.model.attention.head_params, rows) if rows else 0.0
+
+    def _matrices_s(self, params: float, rows: int) -> float:
+        compute_s = 2 * params * rows / (self.chip.flops * self.tp * self.chip.gemm)
+        read_bytes = params * DTYPE_BYTES[self.weight_dtype]
+        return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.skinny))
 
     @property
     def weight_bytes(self) -> float:
-        """Of all shards: a multiply and an add a weight."""
+        """Of all shards, the embedding as large as the head."""
         attention = self.model.attention
-        weights = attention.num_layers * attention.linear_flops / 2 * attention.hidden_size**2
-        return weights * DTYPE_BYTES[self.weight_dtype]
+        params = attention.num_layers * attention.layer_params + 2 * attention.head_params
+        return params * DTYPE_BYTES[self.weight_dtype]
 
     def _collectives_s(self, rows: int) -> float:
         if self.tp == 1:
@@ -185,3 +216,12 @@ class Roofline:
             devices = f"{self.tp * pp} x {self.chip.name}"
             raise ConfigError(f"{self.model.attention.name}: {self.weight_bytes:.3g} bytes of weights, over {devices}")
         return int(room // self.model.attention.kv_bytes(1, self.model.dtype))
+
+
+def mooncake_70b() -> Roofline:
+    """A prefill node of Mooncake: LLaMA3-70B on 8 A800, its two shares fitted on the paper's figure 14a (FAST 2025).
+
+    T(n, p) = 80 (22 (n - p) d² / .41 + 2 (n² - p²) d / .73) / (8 x 312 TFLOP/s) for n tokens of which p are held.
+    """
+    chip = replace(hardware("a800"), gemm=0.41, prefill_attention=0.73, collective_s=0.0, link_bytes_per_s=math.inf)
+    return Roofline(Model(MOONCAKE_70B), chip, tp=8, host_s=0.0)

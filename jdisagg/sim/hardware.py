@@ -1,15 +1,17 @@
 """What devices and links can do, by name: data sheets, and the shares of them that measurements found.
 
-Bandwidths are one way, bytes a second, decimal. Efficiencies were read from kernel tables measured with vLLM 0.14-0.19
-(aiconfigurator's data, Apache-2.0): large bf16 GEMM, skinny GEMM (share of HBM), causal prefill attention, GQA decode
-attention; TPUs have no such table yet and take the H100's shares.
+Chips that one may compile for have their sheet in `core.targets`, and have it only there. Bandwidths are one way, bytes
+a second, decimal. Efficiencies were read from kernel tables measured with vLLM 0.14-0.19 (aiconfigurator's data,
+Apache-2.0): large bf16 GEMM, skinny GEMM (share of HBM), causal prefill attention, GQA decode attention; TPUs and chips
+without such a table take the H100's shares.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.targets import CHIPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +33,29 @@ class Hardware:
     collective_s: float = 15.5e-6  # of an all-reduce of a few bytes
 
 
+def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: float) -> Hardware:
+    """A chip of `core.targets`, and what its sheet does not say."""
+    chip = CHIPS[name]
+    sheet = (chip.flops_per_s, chip.memory_bytes, chip.memory_bytes_per_s)
+    return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest)
+
+
+_A100 = _chip("a100", 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6)
+_H100 = _chip("h100", 450e9, 50e9, 4.76, 0.78, 0.83, 0.67, 0.86, 0.77, 15.5e-6)
 HARDWARE = {
     each.name: each
     for each in (
-        Hardware("a100", 312e12, 80 << 30, 2.039e12, 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6),
-        Hardware("h100", 989e12, 80 << 30, 3.35e12, 450e9, 50e9, 4.76, 0.78, 0.83, 0.67, 0.86, 0.77, 15.5e-6),
-        Hardware("h200", 989e12, 141 << 30, 4.8e12, 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6),
-        Hardware("a800", 312e12, 80 << 30, 2.039e12, 200e9, 25e9),
-        Hardware("h800", 989e12, 80 << 30, 3.35e12, 200e9, 50e9, 2.0),
-        Hardware("v5e", 197e12, 16 << 30, 0.819e12, 50e9, 3.1e9, 1.2),
-        Hardware("v5p", 459e12, 95 << 30, 2.765e12, 100e9, 6.2e9, 4.2),
-        Hardware("v6e", 918e12, 32 << 30, 1.64e12, 100e9, 6.2e9, 2.7),
+        _A100,
+        _H100,
+        _chip("h200", 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6),
+        Hardware("b200", 2250e12, 180 << 30, 7.7e12, 900e9, 100e9),
+        replace(_A100, name="a800", link_bytes_per_s=200e9, price_per_hour=0.0),
+        replace(_H100, name="h800", link_bytes_per_s=200e9, price_per_hour=2.0),
+        _chip("v5e", 50e9, 3.1e9, 1.2),
+        _chip("v5p", 100e9, 6.2e9, 4.2),
+        _chip("v6e", 100e9, 6.2e9, 2.7),
+        # One socket of 56 cores with AMX at 1.9 GHz and 8 channels of DDR5-4800; the shares are guesses, not measured.
+        Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6),
     )
 }
 

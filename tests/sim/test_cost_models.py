@@ -3,11 +3,14 @@
 import pytest
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import hardware
+
+H100 = hardware("h100")
 
 
 def prefill(*spans: tuple[int, int]) -> PrefillPlan:
@@ -38,7 +41,7 @@ def test_distserves_lines_give_its_milliseconds():
     assert fit.decode_s(turn(95), 50_000) == pytest.approx(7.16619e-3 + 0.5798e-6 * 50_000 + 0.158311e-3 * 95, rel=1e-4)
 
 
-@pytest.mark.parametrize("cost", [distserve_fit("opt-66b", 4), Roofline(Model(model("llama3-8b")), hardware("h100"))])
+@pytest.mark.parametrize("cost", [distserve_fit("opt-66b", 4), Roofline(Model(model("llama3-8b")), H100)])
 def test_a_prompt_in_chunks_costs_its_squares_once_and_each_plan_its_own_fixed_part(cost):
     whole, first, second = (cost.prefill_s(prefill(span)) for span in ((0, 4096), (0, 2048), (2048, 4096)))
     assert second > first, "the second half sees the first"
@@ -47,30 +50,48 @@ def test_a_prompt_in_chunks_costs_its_squares_once_and_each_plan_its_own_fixed_p
     assert 0 < tail <= nothing * 1.0001, "two plans pay one fixed part more, and nothing else"
 
 
-@pytest.mark.parametrize(
-    "cost", [distserve_fit("opt-13b", 2), Roofline(Model(model("llama3-70b")), hardware("h100"), 4)]
-)
+@pytest.mark.parametrize("cost", [distserve_fit("opt-13b", 2), Roofline(Model(model("llama3-70b")), H100, 4)])
 def test_decoding_slows_with_the_batch_and_with_the_context_alone(cost):
     assert cost.decode_s(turn(64), 10_000) > cost.decode_s(turn(1), 10_000)
     assert cost.decode_s(turn(16), 100_000) > cost.decode_s(turn(16), 10_000)
 
 
-def test_a_lone_decode_step_reads_the_weights_once():
-    """Llama-3-8B has 7.0 G weights in its layers: 14 GB at .83 of 3.35 TB/s."""
-    cost = Roofline(Model(model("llama3-8b")), hardware("h100"), host_s=0.0)
-    layers = 32 * 11 * 4096**2 * 2
-    assert cost.weight_bytes == layers
-    assert cost.decode_s(turn(1), 0) == pytest.approx(layers / (3.35e12 * 0.83))
+def test_a_lone_decode_step_reads_layers_and_head_once():
+    """Llama-3-8B has 6.98 G weights in its layers and .53 G in its head."""
+    cost = Roofline(Model(model("llama3-8b")), H100, host_s=0.0)
+    layers, head = 32 * (4096 * 10240 + 3 * 4096 * 14336) * 2, 128256 * 4096 * 2
+    assert cost.weight_bytes == layers + 2 * head
+    assert cost.decode_s(turn(1), 0) == pytest.approx((layers + head) / (H100.hbm_bytes_per_s * 0.83))
 
 
 def test_a_long_prefill_is_bound_by_its_flops():
-    cost = Roofline(Model(model("llama3-8b")), hardware("h100"), host_s=0.0)
-    linear, pairs = 32 * 22 * 4096 * 4096**2, 32 * 2 * 4096**2 * 4096
-    assert cost.prefill_s(prefill((0, 4096))) == pytest.approx(linear / (989e12 * 0.78) + pairs / (989e12 * 0.67))
+    cost = Roofline(Model(model("llama3-8b")), H100, host_s=0.0)
+    linear, pairs = 32 * 26 * 4096 * 4096**2, 32 * 2 * 4096**2 * 4096
+    head_s = 128256 * 4096 * 2 / (H100.hbm_bytes_per_s * 0.83)
+    compute_s = linear / (H100.flops * 0.78) + pairs / (H100.flops * 0.67)
+    assert cost.prefill_s(prefill((0, 4096))) == pytest.approx(compute_s + head_s)
+
+
+def test_a_fused_step_reads_the_weights_once_for_both():
+    cost = Roofline(Model(model("llama3-8b")), H100)
+    alone_s = cost.prefill_s(prefill((0, 64))) + cost.decode_s(turn(8), 8_000)
+    weights_s = (cost.weight_bytes - model("llama3-8b").head_params * 2) / (H100.hbm_bytes_per_s * 0.83)
+    assert alone_s - cost.fused_s(prefill((0, 64)), turn(8), 8_000) == pytest.approx(weights_s + cost.host_s)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "qwen3-32b"])
+def test_the_weights_of_a_name_are_those_of_its_numbers(name: str):
+    heads, width, vocab = {
+        "llama3-8b": (32, 14336, 128256), "llama3-70b": (64, 28672, 128256), "qwen3-32b": (64, 25600, 151936)
+    }[name]  # fmt: skip
+    shape = model(name)
+    config = ModelConfig("llama", vocab, shape.hidden_size, width, shape.num_layers, heads, 8, 128, 8192)
+    assert shape.layer_params == pytest.approx(config.layer_params())
+    assert Roofline(Model(shape), H100).weight_bytes == pytest.approx(2 * config.num_params())
 
 
 def test_shards_pay_their_collectives():
-    costs = [Roofline(Model(model("llama3-70b")), hardware("h100"), tp) for tp in (4, 8)]
+    costs = [Roofline(Model(model("llama3-70b")), H100, tp) for tp in (4, 8)]
     alone = [cost.prefill_s(prefill((0, 2048))) for cost in costs]
     assert alone[0] / 2 < alone[1] < alone[0]
 
@@ -83,10 +104,10 @@ def test_a_part_weighs_its_own_tokens_and_layers():
 
 def test_kv_room_is_what_weights_leave():
     assert distserve_kv_tokens("opt-66b", 2, 2) == 78_512
-    roomy = Roofline(Model(model("llama3-8b")), hardware("h100"))
-    assert roomy.kv_tokens() == int((0.9 * (80 << 30) - roomy.weight_bytes) // 131_072)
+    roomy = Roofline(Model(model("llama3-8b")), H100)
+    assert roomy.kv_tokens() == int((0.9 * H100.hbm_bytes - roomy.weight_bytes) // 131_072)
     with pytest.raises(ConfigError, match=r"llama3-70b.*1 x h100"):
-        Roofline(Model(model("llama3-70b")), hardware("h100")).kv_tokens()
+        Roofline(Model(model("llama3-70b")), H100).kv_tokens()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +116,7 @@ def test_kv_room_is_what_weights_leave():
         (lambda: distserve_fit("opt-175b", 8), "opt-13b, opt-66b"),
         (lambda: distserve_fit("opt-13b", 8), "1, 2, 4"),
         (lambda: distserve_fit("opt-13b", 1, "orca"), "distserve, vllm"),
-        (lambda: Roofline(Model(model("deepseek-v3")), hardware("h100")), "deepseek-v3"),
+        (lambda: Roofline(Model(model("deepseek-v3")), H100), "deepseek-v3"),
     ],
 )
 def test_what_was_not_published_is_refused_by_name(ask, there):
