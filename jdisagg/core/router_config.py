@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Routing(StrEnum):
+    """By what the router pairs workers; see `policy/routing.py`."""
+
+    LEAST_LOADED = "least_loaded"  # the least outstanding work
+    ROUND_ROBIN = "round_robin"  # whose turn it is
+    CACHE_AWARE = "cache_aware"  # the least work with the prompt's uncached tokens added
+    PAIR_AFFINITY = "pair_affinity"  # each prefill worker ships to its own decode workers, as long as they have room
+    RANDOM = "random"  # by lot
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +32,5 @@ class RouterConfig:
     workers_return: bool = False  # lost workers may be replaced: requests wait for that until their queue deadline
     first_epoch: int = 1  # over every epoch of earlier routers: workers may still hold what those asked for
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared
+    routing: Routing = Routing.LEAST_LOADED
+    routing_seed: int = 0  # of --routing=random

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jdisagg.core.request import Request
+from jdisagg.core.worker_config import Role
 from jdisagg.policy.peers import Peer
-from jdisagg.policy.routing import choose_pair
 
 
 def why_rejected(peers: Collection[Peer], waiting: int, limit: int) -> str:
@@ -21,8 +21,8 @@ def why_rejected(peers: Collection[Peer], waiting: int, limit: int) -> str:
 
 def could_ever_serve(peers: Collection[Peer], request: Request) -> bool:
     """Whether some live pair would do, had it nothing else to do."""
-    looks = [Peer(peer.config).look(request, avoided=False, ask_anyway=False) for peer in peers]
-    return choose_pair(looks).taken is not None
+    able = {peer.config.role for peer in peers if peer.could_hold(request)}
+    return Role.COLOCATED in able or {Role.PREFILL, Role.DECODE} <= able
 
 
 def why_never(peers: Collection[Peer], request: Request) -> str:

@@ -1,12 +1,25 @@
-"""Which prefill worker and which decode worker take a request: a pure function over views that shows its reasons."""
+"""Which prefill worker and which decode worker take a request: pure functions over looks, which show their reasons.
+
+Every routing says what each worker would cost; the cheapest of each phase make the pair. A worker that failed the
+request before comes after all others, and a colocated worker pairs only with itself. Cost is work in any one unit:
+prompt tokens where the router asks, seconds in a replay that knows them. The effort grows with the number of workers,
+not of pairs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
+
+SHOWN = 8  # candidates of a phase that a choice shows
+FREELY, APART, FAILED = 0, 1, 2  # ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,54 +28,198 @@ class WorkerLook:
 
     worker: WorkerId
     role: Role
-    work_tokens: float  # outstanding work, in prompt tokens: what was sent there and has not ended
+    work: float  # outstanding: what was sent there and has not ended
     served: int  # requests sent there so far, to share the idle hours
     has_room: bool  # a bed for this request, as far as is known (decode) or pages for its prompt at all (prefill)
     avoided: bool = False  # it failed this request before
+    cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What is to be routed, and how dear its prompt is: by default in prompt tokens, and no KV fetched."""
+
+    request_id: str = ""
+    prompt_tokens: int = 0
+    number: int = 0  # of pairs taken before it: whose turn it is
+    seed: int = 0  # of lots
+    prefill: Callable[[int, int], float] = lambda tokens, cached: float(tokens - cached)
+    fetch: Callable[[int], float] = lambda tokens: math.inf  # the KV of so many tokens, from another prefill worker
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pair and its rank: pairs that failed this request last, then least outstanding work, then fewest served."""
+    """One worker for one phase. Rank first, then cost, then requests served."""
 
-    prefill: WorkerId
-    decode: WorkerId
-    avoided: bool
-    work_tokens: float
+    worker: WorkerId
+    rank: int  # FREELY; APART: another pair's partner; FAILED: it failed this request before
+    parts: tuple[tuple[str, float], ...]  # what the cost is made of
     served: int
 
     @property
-    def score(self) -> tuple[bool, float, int, str, str]:
-        return (self.avoided, self.work_tokens, self.served, self.prefill, self.decode)
+    def cost(self) -> float:
+        return sum(part for _, part in self.parts)
+
+    @property
+    def score(self) -> tuple[int, float, int, str]:
+        return (self.rank, self.cost, self.served, self.worker)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill: WorkerId
+    decode: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The pair taken, None where no pair has room, and every pair that was weighed, best first."""
+    """The pair taken, None where no pair has room, and the best candidates of each kind, best first."""
 
-    taken: Candidate | None
-    weighed: tuple[Candidate, ...]
+    routing: Routing
+    taken: Pair | None
+    prefills: tuple[Candidate, ...] = ()
+    decodes: tuple[Candidate, ...] = ()
+    colocated: tuple[Candidate, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        if self.taken is None:
+            return f"{self.routing}: no worker has room for its {self._missing()}"
+        if self.taken.prefill == self.taken.decode:
+            return f"{self.routing}: {_words(self.colocated)}"
+        return f"{self.routing}: {_words(self.prefills)}; {_words(self.decodes)}"
+
+    def _missing(self) -> str:
+        phases = (("prompt", self.prefills), ("output", self.decodes))
+        return " and its ".join(name for name, able in phases if not able)
 
 
-def choose_pair(looks: Sequence[WorkerLook]) -> Choice:
-    """The pair with the least outstanding work. A colocated worker pairs only with itself."""
-    able = [look for look in looks if look.has_room]
-    pairs = [
-        Candidate(first.worker, second.worker, first.avoided or second.avoided, *_load(first, second))
-        for first in able
-        for second in able
-        if first.role.prefills and second.role.decodes and _fit_together(first, second)
+def _words(candidates: Sequence[Candidate]) -> str:
+    first, *others = candidates
+    text = f"{first.worker} costs {_sum(first)}"
+    if first.rank == FAILED:
+        text += ", failed this request before, and there is no other"
+    return text + (f", next {others[0].worker} {_sum(others[0])}" if others else "")
+
+
+def _sum(candidate: Candidate) -> str:
+    parts = " + ".join(f"{name} {part:.4g}" for name, part in candidate.parts)
+    return parts if len(candidate.parts) == 1 else f"{candidate.cost:.4g} ({parts})"
+
+
+# ------------------------------------------------------------------ what a worker costs
+
+Parts = tuple[tuple[str, float], ...]
+Cost = Callable[[WorkerLook], Parts]
+
+
+def work(look: WorkerLook) -> Parts:
+    """What waits there already."""
+    return (("work", look.work),)
+
+
+def place_in_turn(looks: Sequence[WorkerLook], number: int) -> Cost:
+    """How many have their turn before it."""
+    places = {look.worker: index for index, look in enumerate(looks)}
+    return lambda look: (("turns until its own", (places[look.worker] - number) % len(places)),)
+
+
+def lot(errand: Errand) -> Cost:
+    """Drawn by seed, request and worker: the same ones draw the same lot."""
+
+    def drawn(look: WorkerLook) -> Parts:
+        name = f"{errand.seed}/{errand.request_id}/{look.worker}".encode()
+        return (("lot", int.from_bytes(blake2b(name, digest_size=6).digest(), "little") / 2.0**48),)
+
+    return drawn
+
+
+def prompt_there(looks: Sequence[WorkerLook], errand: Errand) -> Cost:
+    """Until its first token: the queue, the tokens to compute, and KV fetched from who holds most, where that is less.
+
+    Mooncake (Qin et al., FAST 2025), algorithm 1, without its threshold: both ways are priced and the lesser counts.
+    """
+    most = max((look.cached_tokens for look in looks), default=0)
+
+    def cost(look: WorkerLook) -> Parts:
+        here = (("work", look.work), ("prefill", errand.prefill(errand.prompt_tokens, look.cached_tokens)))
+        missing = most - look.cached_tokens
+        if missing <= 0:
+            return here
+        fetched = (("prefill", errand.prefill(errand.prompt_tokens, most)), ("fetch", errand.fetch(missing)))
+        return min(here, (here[0], *fetched), key=lambda parts: sum(part for _, part in parts))
+
+    return cost
+
+
+# ------------------------------------------------------------------ pairs
+
+
+def choose_pair(looks: Sequence[WorkerLook], errand: Errand | None = None, routing: Routing | None = None) -> Choice:
+    """The pair for `errand` by `routing`; the least loaded where none is named."""
+    errand, routing = errand or Errand(), routing or Routing.LEAST_LOADED
+    prefills, decodes, colocated = ([look for look in looks if look.role is role] for role in Role)
+    match routing:
+        case Routing.PAIR_AFFINITY:
+            return _partners(prefills, decodes, colocated)
+        case Routing.ROUND_ROBIN:
+            costs = (place_in_turn(kind, errand.number) for kind in (prefills, decodes, colocated))
+        case Routing.RANDOM:
+            costs = (lot(errand),) * 3
+        case Routing.CACHE_AWARE:
+            costs = (prompt_there(prefills, errand), work, prompt_there(colocated, errand))
+        case Routing.LEAST_LOADED:
+            costs = (work,) * 3
+    kinds = zip((prefills, decodes, colocated), costs, strict=True)
+    return _joined(routing, *(_ranked(kind, cost) for kind, cost in kinds))
+
+
+def _ranked(
+    looks: Sequence[WorkerLook], cost: Cost, apart: Callable[[WorkerLook], bool] = lambda look: False
+) -> tuple[Candidate, ...]:
+    able = [
+        Candidate(look.worker, FAILED if look.avoided else APART if apart(look) else FREELY, cost(look), look.served)
+        for look in looks
+        if look.has_room
     ]
-    weighed = tuple(sorted(pairs, key=lambda pair: pair.score))
-    return Choice(weighed[0] if weighed else None, weighed)
+    return tuple(heapq.nsmallest(SHOWN, able, key=lambda each: each.score))
 
 
-def _fit_together(prefill: WorkerLook, decode: WorkerLook) -> bool:
-    colocated = Role.COLOCATED in (prefill.role, decode.role)
-    return prefill.worker == decode.worker if colocated else True
+def _joined(
+    routing: Routing,
+    prefills: tuple[Candidate, ...],
+    decodes: tuple[Candidate, ...],
+    colocated: tuple[Candidate, ...],
+) -> Choice:
+    """The best of both phases, or the colocated worker that is better than the two together."""
+    pair = Pair(prefills[0].worker, decodes[0].worker) if prefills and decodes else None
+    if colocated and (pair is None or _rank_and_cost(colocated[0]) < _rank_and_cost(prefills[0], decodes[0])):
+        pair = Pair(colocated[0].worker, colocated[0].worker)
+    return Choice(routing, pair, prefills, decodes, colocated)
 
 
-def _load(prefill: WorkerLook, decode: WorkerLook) -> tuple[float, int]:
-    if prefill.worker == decode.worker:
-        return prefill.work_tokens, prefill.served
-    return prefill.work_tokens + decode.work_tokens, prefill.served + decode.served
+def _rank_and_cost(*candidates: Candidate) -> tuple[int, float]:
+    return max(each.rank for each in candidates), sum(each.cost for each in candidates)
+
+
+def _partners(prefills: Sequence[WorkerLook], decodes: Sequence[WorkerLook], colocated: Sequence[WorkerLook]) -> Choice:
+    """Workers of equal place, modulo the smaller pool's size, are partners for good: KV keeps to few links.
+
+    The pair of partners with the least work together; where nobody's partner has room, the least loaded of all.
+    """
+    groups = max(1, min(len(prefills), len(decodes)))
+    group_of = {look.worker: index % groups for looks in (prefills, decodes) for index, look in enumerate(looks)}
+    least: dict[int, float] = {}
+    for look in decodes:
+        if look.has_room and not look.avoided:
+            group = group_of[look.worker]
+            least[group] = min(look.work, least.get(group, math.inf))
+
+    def together(look: WorkerLook) -> Parts:
+        return (*work(look), ("partner's", least.get(group_of[look.worker], 0.0)))
+
+    first = _ranked(prefills, together, apart=lambda look: group_of[look.worker] not in least)
+    taken = group_of[first[0].worker] if first else -1
+    second = _ranked(decodes, work, apart=lambda look: group_of[look.worker] != taken)
+    return _joined(Routing.PAIR_AFFINITY, first, second, _ranked(colocated, work))

@@ -1,9 +1,15 @@
+"""Who takes a request, by each routing; and that a choice shows what it weighed."""
+
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.routing import WorkerLook, choose_pair
+from jdisagg.policy.routing import FAILED, Errand, WorkerLook, choose_pair
 
 looks = st.lists(
     st.builds(
@@ -14,18 +20,24 @@ looks = st.lists(
         st.integers(0, 5),
         st.booleans(),
         st.booleans(),
+        st.integers(0, 50),
     ),
     unique_by=lambda look: look.worker,
 )
+errands = st.builds(Errand, st.text(max_size=3), st.just(50), st.integers(0, 9), st.integers(0, 3))
 
 
-def look(name, role, work=0.0, *, served=0, room=True, avoided=False):
-    return WorkerLook(WorkerId(name), role, work, served, room, avoided)
+def look(name, role, work=0.0, *, served=0, room=True, avoided=False, cached=0):
+    return WorkerLook(WorkerId(name), role, work, served, room, avoided, cached)
 
 
-def taken(*given):
-    pair = choose_pair(given).taken
+def taken(*given, errand=None, routing=Routing.LEAST_LOADED):
+    pair = choose_pair(given, errand, routing).taken
     return pair and (pair.prefill, pair.decode)
+
+
+def pool(role, count, work=0.0):
+    return [look(f"{role}-{index}", role, work) for index in range(count)]
 
 
 def test_the_least_outstanding_work_is_taken():
@@ -34,11 +46,12 @@ def test_the_least_outstanding_work_is_taken():
     assert taken(p0, p1, d0, d1) == ("p1", "d0")
 
 
-def test_a_worker_that_failed_the_request_is_taken_only_where_there_is_no_other():
+@pytest.mark.parametrize("routing", Routing)
+def test_a_worker_that_failed_the_request_is_taken_only_where_there_is_no_other(routing):
     p0, p1 = look("p0", Role.PREFILL, 0, avoided=True), look("p1", Role.PREFILL, 9)
     d0 = look("d0", Role.DECODE)
-    assert taken(p0, p1, d0) == ("p1", "d0")
-    assert taken(p0, d0) == ("p0", "d0")
+    assert taken(p0, p1, d0, routing=routing) == ("p1", "d0")
+    assert taken(p0, d0, routing=routing) == ("p0", "d0")
 
 
 def test_idle_workers_take_turns():
@@ -49,20 +62,85 @@ def test_idle_workers_take_turns():
 
 
 def test_a_colocated_worker_pairs_only_with_itself():
-    pairs = choose_pair([look("c0", Role.COLOCATED, 2), look("c1", Role.COLOCATED, 1), look("d0", Role.DECODE)]).weighed
-    assert [(pair.prefill, pair.decode) for pair in pairs] == [("c1", "c1"), ("c0", "c0")]
+    choice = choose_pair([look("c0", Role.COLOCATED, 2), look("c1", Role.COLOCATED, 1), look("d0", Role.DECODE)])
+    assert [each.worker for each in choice.colocated] == ["c1", "c0"]
+    assert choice.taken is not None and (choice.taken.prefill, choice.taken.decode) == ("c1", "c1")
 
 
-def test_no_room_means_no_pair():
-    assert taken(look("p0", Role.PREFILL), look("d0", Role.DECODE, room=False)) is None
+def test_a_colocated_worker_beside_pools_takes_what_costs_less_there_than_the_two_phases():
+    p0, d0 = look("p0", Role.PREFILL, 3), look("d0", Role.DECODE, 3)
+    assert taken(p0, d0, look("c0", Role.COLOCATED, 5)) == ("c0", "c0")
+    assert taken(p0, d0, look("c0", Role.COLOCATED, 7)) == ("p0", "d0")
 
 
-@given(looks)
-def test_the_choice_shows_every_pair_it_weighed_best_first(given):
-    choice = choose_pair(given)
+@pytest.mark.parametrize("routing", Routing)
+def test_no_room_means_no_pair_and_says_for_what(routing):
+    choice = choose_pair([look("p0", Role.PREFILL), look("d0", Role.DECODE, room=False)], None, routing)
+    assert choice.taken is None and choice.reason == f"{routing}: no worker has room for its output"
+
+
+def test_round_robin_goes_round_both_pools():
+    given = [*pool(Role.PREFILL, 2), *pool(Role.DECODE, 3, work=9.0)]
+    pairs = [taken(*given, errand=Errand(number=n), routing=Routing.ROUND_ROBIN) for n in range(6)]
+    assert len(set(pairs)) == 6 and pairs[:2] == [("prefill-0", "decode-0"), ("prefill-1", "decode-1")]
+
+
+def test_lots_are_drawn_alike_by_the_same_seed_and_evenly_over_requests():
+    given = [*pool(Role.PREFILL, 4), *pool(Role.DECODE, 1)]
+    drawn = [taken(*given, errand=Errand(f"r{n}"), routing=Routing.RANDOM) for n in range(400)]
+    again = [taken(*given, errand=Errand(f"r{n}"), routing=Routing.RANDOM) for n in range(400)]
+    other = [taken(*given, errand=Errand(f"r{n}", seed=1), routing=Routing.RANDOM) for n in range(400)]
+    assert drawn == again != other
+    assert min(Counter(drawn).values()) > 60
+
+
+def test_a_held_prefix_is_worth_a_queue_up_to_its_length():
+    holder, idle, d0 = look("p0", Role.PREFILL, 400, cached=500), look("p1", Role.PREFILL), look("d0", Role.DECODE)
+    aware = {"errand": Errand(prompt_tokens=600), "routing": Routing.CACHE_AWARE}
+    assert taken(holder, idle, d0, **aware) == ("p0", "d0")  # 400 + 100 against 600
+    assert taken(look("p0", Role.PREFILL, 501, cached=500), idle, d0, **aware) == ("p1", "d0")
+    assert taken(holder, idle, d0) == ("p1", "d0")
+
+
+def test_a_prefix_is_fetched_where_that_costs_less_than_waiting_and_than_computing():
+    holder, idle, d0 = look("p0", Role.PREFILL, 400, cached=500), look("p1", Role.PREFILL), look("d0", Role.DECODE)
+    cheap, dear = (Errand(prompt_tokens=600, fetch=lambda tokens, s=s: s * tokens) for s in (0.1, 2.0))
+    found = choose_pair([holder, idle, d0], cheap, Routing.CACHE_AWARE)
+    assert found.taken is not None and found.taken.prefill == "p1"
+    assert dict(found.prefills[0].parts) == {"work": 0, "prefill": 100, "fetch": 50}
+    assert taken(holder, idle, d0, errand=dear, routing=Routing.CACHE_AWARE) == ("p0", "d0")
+
+
+def test_partners_keep_together_until_one_is_full():
+    prefills, decodes = pool(Role.PREFILL, 2), pool(Role.DECODE, 4)
+    busy = [look(each.worker, each.role, 50.0 * index) for index, each in enumerate(decodes)]
+    assert taken(*prefills, *busy, routing=Routing.PAIR_AFFINITY) == ("prefill-0", "decode-0")
+    first = look("prefill-0", Role.PREFILL, 100)
+    assert taken(first, prefills[1], *busy, routing=Routing.PAIR_AFFINITY) == ("prefill-1", "decode-1")
+    full = [look(each.worker, each.role, room=index % 2 == 0) for index, each in enumerate(decodes)]
+    assert taken(first, prefills[1], *full, routing=Routing.PAIR_AFFINITY) == ("prefill-0", "decode-0")
+    assert taken(prefills[1], *full[:1], routing=Routing.PAIR_AFFINITY) == ("prefill-1", "decode-0")
+
+
+def test_the_reason_names_the_runner_up_and_what_each_costs():
+    given = [look("p0", Role.PREFILL, 5), look("p1", Role.PREFILL, 3, cached=20), look("d0", Role.DECODE, 1)]
+    reason = choose_pair(given, Errand(prompt_tokens=30), Routing.CACHE_AWARE).reason
+    assert reason == (
+        "cache_aware: p1 costs 13 (work 3 + prefill 10), next p0 35 (work 5 + prefill 30); d0 costs work 1"
+    )
+
+
+@given(looks, errands, st.sampled_from(Routing))
+def test_a_choice_shows_its_candidates_best_first_and_takes_the_best(given, errand, routing):
+    choice = choose_pair(given, errand, routing)
     by_name = {each.worker: each for each in given}
-    assert list(choice.weighed) == sorted(choice.weighed, key=lambda pair: pair.score)
-    assert choice.taken == (choice.weighed[0] if choice.weighed else None)
-    for pair in choice.weighed:
-        prefill, decode = by_name[pair.prefill], by_name[pair.decode]
-        assert prefill.role.prefills and decode.role.decodes and prefill.has_room and decode.has_room
+    for kind, phase in ((choice.prefills, Role.PREFILL), (choice.decodes, Role.DECODE)):
+        assert list(kind) == sorted(kind, key=lambda each: each.score)
+        assert all(by_name[each.worker].role is phase and by_name[each.worker].has_room for each in kind)
+        assert all((each.rank == FAILED) is by_name[each.worker].avoided for each in kind)
+    able = bool(choice.prefills and choice.decodes) or bool(choice.colocated)
+    assert (choice.taken is not None) is able and choice.reason
+    if choice.taken is not None and choice.taken.prefill == choice.taken.decode:
+        assert choice.taken.prefill == choice.colocated[0].worker
+    elif choice.taken is not None:
+        assert choice.taken == type(choice.taken)(choice.prefills[0].worker, choice.decodes[0].worker)
