@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -44,6 +44,7 @@ from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.outcome import Outcome, Record
+from jdisagg.sim.spans import SpanLog, Work, WorkSpan
 from jdisagg.sim.traces import Trace
 
 TOKEN = Sampled(0)
@@ -86,8 +87,9 @@ class Cluster:
         router: RouterConfig = PATIENT,
         message_s: float = 50e-6,
         latency_s: float = 0.0,
+        log: SpanLog | None = None,
     ) -> None:
-        """message_s: of a word between actors; latency_s: of a part of KV, besides its bytes."""
+        """message_s: of a word between actors; latency_s: of a part of KV, besides its bytes; log: is written into."""
         self.router = Router(router, workers)
         self.workers = {config.worker: Worker(config) for config in workers}
         self.devices = {config.worker: Device(config) for config in workers}
@@ -95,7 +97,9 @@ class Cluster:
         self.message_s, self.latency_s = message_s, latency_s
         self.now_s, self.events = 0.0, 0
         self.records: dict[RequestId, Record] = {}
+        self.log = log
         self._arrivals: Iterator[Request] = iter(())
+        self._closed = False  # whether arrivals wait for ends
         self._heap: list[tuple[float, int, WorkerId, Any]] = []
         self._ties = count()
         self._timers: dict[tuple[WorkerId, str], float] = {}
@@ -116,10 +120,14 @@ class Cluster:
 
     # ------------------------------------------------------------ running
 
-    def run(self, trace: Trace, until_s: float = math.inf) -> Outcome:
-        """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`)."""
-        self._arrivals = requests_of(trace)
-        self._next_arrival()
+    def run(self, trace: Trace, until_s: float = math.inf, clients: int = 0) -> Outcome:
+        """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`).
+
+        clients: that many keep one request each, the next as soon as one has ended, whatever the trace's times are.
+        """
+        self._arrivals, self._closed = requests_of(trace), clients > 0
+        for _ in range(max(1, clients)):
+            self._next_arrival()
         heap = self._heap
         while heap and heap[0][0] <= until_s:
             at_s, _, actor, event = heapq.heappop(heap)
@@ -134,7 +142,8 @@ class Cluster:
                 return  # moved since
             del self._timers[actor, event.key]
         elif kind is Submit:
-            self._next_arrival()
+            if not self._closed:
+                self._next_arrival()
         elif actor == NETWORK:
             self._network(event)
             return
@@ -145,6 +154,9 @@ class Cluster:
         act = self._act
         for effect in (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s):
             act[type(effect)](actor, effect)
+        if self.log is not None and actor != ROUTER:
+            pool = self.workers[actor].pool
+            self.log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
 
     def _at(self, at_s: float, actor: WorkerId, event: Any) -> None:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))
@@ -153,6 +165,7 @@ class Cluster:
         """Only the next request is in the heap, however long the trace."""
         request = next(self._arrivals, None)
         if request is not None:
+            request = replace(request, arrival_s=self.now_s) if self._closed else request
             self.records[request.request_id] = Record(
                 request.request_id, request.arrival_s, len(request.prompt), request.sampling.max_tokens
             )
@@ -171,14 +184,20 @@ class Cluster:
         plan, device = effect.plan, self.devices[actor]
         seconds = self.costs[actor].decode_s(plan, device.read_tokens(plan))
         span = device.run_turn(self.now_s, plan.microbatch, seconds)
+        self._note(actor, Work.DECODE, span, len(plan.active))
         self._at(span.done_s, actor, DecodeDone(plan.plan_id, tuple((slot, TOKEN) for slot in plan.active)))
 
     def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
         plan = effect.plan
         span = self.devices[actor].run(self.now_s, self.costs[actor].prefill_s(plan))
+        self._note(actor, Work.PREFILL, span, plan.num_tokens)
         self._at_layers(actor, effect.ships, span)
         sampled = tuple((chunk.request_id, TOKEN) for chunk in plan.chunks if chunk.last)
         self._at(span.done_s, actor, PrefillDone(plan.plan_id, sampled))
+
+    def _note(self, actor: WorkerId, work: Work, span: Span, amount: int) -> None:
+        if self.log is not None:
+            self.log.did(WorkSpan(actor, work, span.start_s, span.done_s, amount))
 
     def _at_layers(self, actor: WorkerId, ships: Sequence[KVTransfer], span: Span) -> None:
         """Layer groups take equal shares of a plan's time; the parts of each leave when it is done."""
@@ -213,6 +232,8 @@ class Cluster:
         record = self.records[request_id]
         record.reason, record.detail, record.end_s = reason, detail, self.now_s
         record.ends += 1
+        if self._closed:
+            self._next_arrival()
         return record
 
     # ------------------------------------------------------------ the network
@@ -234,7 +255,9 @@ class Cluster:
 
     def _land(self, transfer: KVTransfer) -> None:
         landed_s = self.now_s + self.latency_s
-        self._at(landed_s, transfer.destination, KVArrived(transfer, True, landed_s - self._left_s.pop(transfer)))
+        left_s = self._left_s.pop(transfer)
+        self._note(transfer.destination, Work.TRANSFER, Span(left_s, landed_s), transfer.num_tokens)
+        self._at(landed_s, transfer.destination, KVArrived(transfer, True, landed_s - left_s))
 
     # ------------------------------------------------------------ what came of it
 

@@ -2,18 +2,21 @@
 
 import csv
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from jdisagg.core.ledger import Mark
 from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.fleet import Sizes, fleet, longest, published
 from jdisagg.sim.outcome import Outcome, write_csv
 from jdisagg.sim.sequence import Sequence
-from jdisagg.sim.traces import Trace, poisson
+from jdisagg.sim.spans import SpanLog, Work
+from jdisagg.sim.traces import Trace, closed_loop, poisson
 
 MESHES = ["prefill:tp2,decode:tp1", "prefill:2xtp1,decode:2xpp2tp1", "colocated:2xtp1", "colocated:pp2tp1"]
 
@@ -146,3 +149,29 @@ def test_a_sequence_knows_its_length_and_nothing_else():
     whole = Sequence(10)
     assert len(whole[3:7]) == 4 and len(whole[8:99]) == 2 and len(whole[:0]) == 0
     assert len(whole + whole[:2]) == 12
+
+
+@pytest.mark.parametrize("mesh", MESHES[:3])
+def test_clients_of_a_closed_loop_ask_again_when_they_have_their_answer(mesh):
+    work = closed_loop(trace(20), 3)
+    hosted = cluster(mesh, work)
+    records = sorted(hosted.run(work, clients=3).records, key=lambda record: record.arrival_s)
+    hosted.check_all_ended()
+    assert [record.arrival_s for record in records[:3]] == [0, 0, 0]
+    ends = sorted(record.end_s for record in records)
+    assert [record.arrival_s for record in records[3:]] == ends[:17], "each asks at the instant that another ended"
+
+
+def test_a_log_has_all_work_and_every_change_of_the_pages():
+    work, log = trace(20), SpanLog()
+    given = fleet(MeshSpec.parse(MESHES[0]), Sizes(longest(work)), published("opt-13b"), 5e9)
+    outcome = Cluster(given.workers, given.costs, given.links, log=log).run(work)
+    for name, share in outcome.busy.items():
+        worker = WorkerId(name)
+        did_s = sum(span.done_s - span.start_s for span in log.of(worker) if span.work is not Work.TRANSFER)
+        assert did_s == pytest.approx(share * outcome.span_s)
+        curve = log.pages[worker]
+        assert curve[-1][1] == 0 and max(pages for _, pages in curve) > 0
+        assert all(before[0] < after[0] and before[1] != after[1] for before, after in pairwise(curve))
+    assert sum(span.amount for span in log.spans if span.work is Work.PREFILL) == work.input_tokens.sum()
+    assert len([span for span in log.spans if span.work is Work.TRANSFER]) >= sum(work.output_tokens > 1)
