@@ -1,5 +1,8 @@
 """`python -m jdisagg.replay PATH`: takes a recorded journal through fresh actors and compares every decision.
 
+With --virtual its events are not handed over: the simulator makes them again from the actors' own effects, and takes of
+the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`).
+
 Exit code 0 and "N events, same decisions", or 1 and the first event that led to something else, or 2.
 """
 
@@ -15,6 +18,7 @@ from jdisagg.core.events import ROUTER
 from jdisagg.core.journal import Header, Recorded, digest, encode, read_lines
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from jdisagg.sim.rerun import rerun
 
 
 def replay(header: Header, entries: Iterable[Recorded]) -> int:
@@ -39,7 +43,9 @@ def replay(header: Header, entries: Iterable[Recorded]) -> int:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="jdisagg.replay", description="Replay a journal to the same decisions.")
     parser.add_argument("path", type=Path, help="a file that --record_dir kept")
-    path = parser.parse_args(arguments).path
+    parser.add_argument("--virtual", action="store_true", help="decide again in the simulator, on measured durations")
+    given = parser.parse_args(arguments)
+    path: Path = given.path
     try:
         lines = path.open(encoding="utf-8")
     except OSError as error:
@@ -47,7 +53,10 @@ def main(arguments: list[str]) -> int:
         return 2
     with lines:
         try:
-            print(f"{replay(*read_lines(lines))} events, same decisions")
+            if given.virtual:
+                print(f"{len(rerun(*read_lines(lines)).entries)} events, same decisions in virtual time")
+            else:
+                print(f"{replay(*read_lines(lines))} events, same decisions")
         except JournalError as error:
             print(error, file=sys.stderr)
             return 1

@@ -1,0 +1,296 @@
+"""Two clocks, one scheduler: a live run's journal, decided again by the simulator, event for event.
+
+`measure` takes from a journal only what its actors did not decide: what reached them from outside, how long each plan,
+part, message took and how late each timer was, and which tokens were drawn. `Rerun` is the simulator's cluster on these
+durations: fresh actors, its own heap, and every event made from the effects of its own actors. Each must decide what
+the live run decided, in the same order, field by field: plans, pages, placements, words, timers.
+
+What this does not show: that a cost model's durations are the live ones. That is calibration, and has its own figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdisagg.core.errors import JournalError
+from jdisagg.core.events import (
+    ROUTER,
+    DecodeDone,
+    Effect,
+    EngineFailed,
+    Event,
+    KVArrived,
+    PrefillDone,
+    Received,
+    RunDecode,
+    RunPrefill,
+    Send,
+    SetTimer,
+    ShipKV,
+    Submit,
+    TimerFired,
+)
+from jdisagg.core.journal import Entry, Header, Recorded, digest, encode
+from jdisagg.core.messages import Message
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import WorkerId
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.outcome import Record
+from jdisagg.sim.traces import Trace
+
+NEVER = math.inf  # of a timer that was overdue and yet moved before it fired
+
+
+class Answer(NamedTuple):
+    """How a plan or a part ended, and how long after its dispatch."""
+
+    took_s: float
+    event: Event
+
+
+@dataclass
+class Measured:
+    """What a live run's actors did not decide. Messages and timers are numbered in the order of their effects."""
+
+    entries: list[Entry] = field(default_factory=list)  # the live run's own, with its effects: to compare with
+    given: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # from outside, at their times
+    plans: dict[tuple[WorkerId, int], Answer] = field(default_factory=dict)
+    parts: dict[KVTransfer, Answer] = field(default_factory=dict)
+    messages_s: dict[tuple[WorkerId, WorkerId, int], float] = field(default_factory=dict)
+    lateness_s: dict[tuple[WorkerId, str, int], float] = field(default_factory=dict)
+
+    @property
+    def end_s(self) -> float:
+        return self.entries[-1].at_s if self.entries else 0.0
+
+    @property
+    def num_effects(self) -> int:
+        return sum(len(entry.effects) for entry in self.entries)
+
+
+def between(began_s: float, ended_s: float) -> float:
+    """Seconds that lead from the one instant to the other exactly: began_s + between == ended_s, to the last bit."""
+    took_s = ended_s - began_s
+    while began_s + took_s != ended_s:
+        took_s = math.nextafter(took_s, math.inf if began_s + took_s < ended_s else -math.inf)
+    return took_s
+
+
+# ---------------------------------------------------------------------- what was measured
+
+
+def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
+    """Durations of a journal whose actors are all in it.
+
+    Raises JournalError where its events do not lead to the effects on record.
+    """
+    router = Router(header.router, header.workers)
+    actors: dict[WorkerId, Any] = {ROUTER: router, **{each.worker: Worker(each) for each in header.workers}}
+    stopwatch = Stopwatch()
+    for number, recorded in enumerate(entries, 1):
+        if recorded.actor not in actors:
+            raise JournalError(f"event {number} is for {recorded.actor}, which the header does not have")
+        effects = actors[recorded.actor].handle(recorded.event, recorded.at_s)
+        if digest(effects) != recorded.decided:
+            raise JournalError(f"event {number}, {recorded.actor}: its effects are not those on record; see the replay")
+        stopwatch.see(Entry(recorded.at_s, recorded.actor, recorded.event, effects))
+    return stopwatch.stop()
+
+
+class Stopwatch:
+    """Pairs every effect with the event that answers it."""
+
+    def __init__(self) -> None:
+        self.found = Measured()
+        self._plans: dict[tuple[WorkerId, int], float] = {}
+        self._parts: dict[KVTransfer, float] = {}
+        self._sent: dict[tuple[WorkerId, WorkerId], deque[tuple[int, float, Message]]] = defaultdict(deque)
+        self._armed: dict[tuple[WorkerId, str], tuple[int, float]] = {}
+        self._numbers = Numbers()
+
+    def see(self, entry: Entry) -> None:
+        self.found.entries.append(entry)
+        if not self._answers(entry):
+            self.found.given.append((entry.at_s, entry.actor, entry.event))
+        for effect in entry.effects:
+            self._begin(entry, effect)
+
+    def stop(self) -> Measured:
+        """Timers that were due and had not fired when the record ends never fire."""
+        for (actor, key), (number, due_s) in self._armed.items():
+            if due_s <= self.found.end_s:
+                self.found.lateness_s[actor, key, number] = NEVER
+        return self.found
+
+    def _answers(self, entry: Entry) -> bool:
+        """Whether the event follows from an effect of the record; its duration is then noted."""
+        match entry.event:
+            case DecodeDone(plan_id) | PrefillDone(plan_id) | EngineFailed(int() as plan_id):
+                began_s = self._plans.pop((entry.actor, plan_id), None)
+                if began_s is not None:
+                    answer = Answer(between(began_s, entry.at_s), entry.event)
+                    self.found.plans[entry.actor, plan_id] = answer
+                return began_s is not None
+            case KVArrived(transfer):
+                began_s = self._parts.pop(transfer, None)
+                if began_s is not None:
+                    self.found.parts[transfer] = Answer(between(began_s, entry.at_s), entry.event)
+                return began_s is not None
+            case Received(sender, message):
+                return self._heard(sender, message, entry)
+            case TimerFired(key):
+                number, due_s = self._armed.pop((entry.actor, key))
+                self.found.lateness_s[entry.actor, key, number] = between(due_s, entry.at_s)
+                return True
+        return False
+
+    def _heard(self, sender: WorkerId, message: Message, entry: Entry) -> bool:
+        """Words of one pair arrive in the order in which they were said; others came from another process."""
+        waiting = self._sent[sender, entry.actor]
+        if not waiting or waiting[0][2] != message:
+            return False
+        number, sent_s, _ = waiting.popleft()
+        self.found.messages_s[sender, entry.actor, number] = between(sent_s, entry.at_s)
+        return True
+
+    def _begin(self, entry: Entry, effect: Effect) -> None:
+        actor, now_s = entry.actor, entry.at_s
+        match effect:
+            case RunDecode(plan):
+                self._plans[actor, plan.plan_id] = now_s
+            case RunPrefill(plan, ships):
+                self._plans[actor, plan.plan_id] = now_s
+                self._parts |= dict.fromkeys(ships, now_s)
+            case ShipKV(transfer):
+                self._parts[transfer] = now_s
+            case Send(to, message):
+                self._sent[actor, to].append((self._numbers.next(actor, to), now_s, message))
+            case SetTimer(at_s, key):
+                self._arm(actor, key, at_s, now_s)
+
+    def _arm(self, actor: WorkerId, key: str, at_s: float, now_s: float) -> None:
+        before = self._armed.get((actor, key))
+        if before is not None and before[1] <= now_s:
+            self.found.lateness_s[actor, key, before[0]] = NEVER
+        self._armed[actor, key] = self._numbers.next(actor, key), at_s
+
+
+class Numbers:
+    """Counts from 0 for every pair of names."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], count] = defaultdict(count)
+
+    def next(self, one: str, other: str) -> int:
+        return next(self._counts[one, other])
+
+
+# ---------------------------------------------------------------------- the simulator, on these durations
+
+
+class Rerun(Cluster):
+    """A cluster in virtual time whose durations and tokens are a live run's. Compares as it goes."""
+
+    def __init__(self, header: Header, measured: Measured) -> None:
+        super().__init__(header.workers, {}, router=header.router)
+        self.measured = measured
+        self._numbers = Numbers()
+        for at_s, actor, event in measured.given:
+            self._at(at_s, actor, event)
+
+    def compare(self) -> int:
+        """The number of events, each with the same effects as live. Raises JournalError at the first that differs."""
+        nobody = Trace(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self.run(nobody, until_s=self.measured.end_s)
+        live = self.measured.entries
+        if self.events < len(live):
+            raise JournalError(f"event {self.events + 1} does not happen here; live it was {said(live[self.events])}")
+        return self.events
+
+    def _deliver(self, actor: WorkerId, event: Event) -> None:
+        if isinstance(event, Submit):
+            sizes = len(event.request.prompt), event.request.sampling.max_tokens
+            self.records[event.request.request_id] = Record(event.request.request_id, self.now_s, *sizes)
+        effects = (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s)
+        self._same(Entry(self.now_s, actor, event, effects))
+        self.events += 1
+        for effect in effects:
+            self._act[type(effect)](actor, effect)
+
+    def _same(self, here: Entry) -> None:
+        number, live = self.events + 1, self.measured.entries
+        if number > len(live):
+            raise JournalError(f"event {number} happens here alone: {said(here)}")
+        there = live[number - 1]
+        if (here.at_s, here.actor, here.event) != (there.at_s, there.actor, there.event):
+            raise JournalError(f"event {number}\nlive {said(there)}\nhere {said(here)}")
+        if here.effects != there.effects:
+            raise JournalError(f"event {number}, {said(here)}\n{first_difference(there.effects, here.effects)}")
+
+    # ------------------------------------------------------------ durations
+
+    def _send(self, actor: WorkerId, effect: Send) -> None:
+        took_s = self.measured.messages_s.get((actor, effect.to, self._numbers.next(actor, effect.to)))
+        if took_s is not None:  # else it had not been heard when the record ended, or went to another process
+            self._at(self.now_s + took_s, effect.to, Received(actor, effect.message))
+
+    def _set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+        number = self._numbers.next(actor, effect.key)
+        at_s = effect.at_s + self.measured.lateness_s.get((actor, effect.key, number), 0.0)
+        self._timers[actor, effect.key] = at_s
+        if at_s < NEVER:
+            self._at(at_s, actor, TimerFired(effect.key))
+
+    def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+        plan = effect.plan
+        answer = self.measured.plans.get((actor, plan.plan_id))
+        if answer is None:
+            return  # still running when the record ended
+        event = answer.event
+        if isinstance(event, DecodeDone):
+            drawn = dict(event.sampled)
+            event = DecodeDone(plan.plan_id, tuple((slot, drawn[slot]) for slot in plan.active))
+        self._at(self.now_s + answer.took_s, actor, event)
+
+    def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
+        for transfer in effect.ships:
+            self._leave(transfer)
+        answer = self.measured.plans.get((actor, effect.plan.plan_id))
+        if answer is not None:
+            self._at(self.now_s + answer.took_s, actor, answer.event)
+
+    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        self._leave(effect.transfer)
+
+    def _leave(self, transfer: KVTransfer) -> None:
+        answer = self.measured.parts.get(transfer)
+        if answer is not None:
+            self._at(self.now_s + answer.took_s, transfer.destination, answer.event)
+
+
+def rerun(header: Header, entries: Iterable[Recorded]) -> Measured:
+    """Runs a journal again in virtual time; what was measured of it. Raises JournalError where anything differs."""
+    measured = measure(header, entries)
+    Rerun(header, measured).compare()
+    return measured
+
+
+def said(entry: Entry) -> str:
+    return f"at {entry.at_s} s, {entry.actor}: {encode(entry.event)}"
+
+
+def first_difference(live: Sequence[Effect], here: Sequence[Effect]) -> str:
+    """The first pair of effects that are not equal; "nothing" where one side has no more."""
+    size = max(len(live), len(here))
+    rows = [[*map(encode, effects), *["nothing"] * (size - len(effects))] for effects in (live, here)]
+    index = next(index for index in range(size) if rows[0][index] != rows[1][index])
+    return f"effect {index + 1} live {rows[0][index]}\neffect {index + 1} here {rows[1][index]}"

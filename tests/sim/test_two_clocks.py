@@ -1,0 +1,241 @@
+"""Two clocks, one scheduler: what a live run decided, the simulator decides on the live durations, effect for effect.
+
+Live: real threads, a real clock, and machines whose answers come late, by chance, from as many threads as there are
+lanes. Toys draw the tokens in most; one run is the embedded model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdisagg import devices, replay
+from jdisagg.core.errors import JournalError
+from jdisagg.core.events import DecodeDone, KVArrived, PrefillDone, RunDecode, RunPrefill, ShipKV, TimerFired
+from jdisagg.core.journal import Header, Journal, Recorded, encode, read_lines
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import TransferMode, WorkerConfig
+from jdisagg.engine.toy import VOCAB, ToyMachine
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.serve import blueprint
+from jdisagg.serve.build import build
+from jdisagg.serve.local import LocalService
+from jdisagg.serve.service import Service
+from jdisagg.sim.rerun import Measured, Rerun, between, measure, rerun
+from tests.serve.scripted import FIXTURE
+from tests.sim.cases import request, worker
+
+MESHES = ["prefill:tp1,decode:pp2", "colocated:2xtp1"]
+Journalled = tuple[Header, list[Recorded]]
+
+
+@dataclass(frozen=True)
+class Late:
+    """An answer, or a parcel, that is some time on its way."""
+
+    inner: Any
+    late_s: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self) -> Any:
+        time.sleep(self.late_s)
+        return self.inner.read()
+
+    def wait(self) -> None:
+        time.sleep(self.late_s)
+
+
+class LateToy(ToyMachine):
+    """A toy that answers up to 3 ms late."""
+
+    luck = random.Random(5)
+
+    def run_prefill(self, plan: Any, group_done: Any = None) -> Any:
+        return Late(super().run_prefill(plan, group_done), self.luck.uniform(0.0, 3e-3))
+
+    def run_decode(self, plan: Any) -> Any:
+        return Late(super().run_decode(plan), self.luck.uniform(0.0, 2e-3))
+
+    def ship(self, transfer: Any, destination: Any) -> Any:
+        return Late(super().ship(transfer, destination), self.luck.uniform(0.0, 3e-3))
+
+    def check(self, parcel: Any) -> Any:
+        return super().check(parcel.inner)
+
+    def insert(self, parcel: Any) -> None:
+        super().insert(parcel.inner)
+
+
+def configs_of(mesh: str) -> list[WorkerConfig]:
+    """Pools that a few sequences fill: some are preempted."""
+    sizes = {"num_pages": 40, "reserve_tokens": 4, "transfer": TransferMode.AUTO, "layer_groups": ((0, 1), (1, 2))}
+    return [
+        worker(place.worker, place.role, num_microbatches=place.pp, **sizes) for place in MeshSpec.parse(mesh).workers()
+    ]
+
+
+async def ask(service: Service, each: Request, wait_s: float, gives_up: bool) -> None:
+    await asyncio.sleep(wait_s)
+    stream = service.stream(replace(each, arrival_s=service.now_s()))
+    async for delta in stream:
+        if gives_up and delta.sampled:
+            await stream.aclose()  # type: ignore[attr-defined]
+            return
+
+
+async def ask_all(service: Service, requests: list[Request]) -> None:
+    luck = random.Random(7)
+    tasks = [ask(service, each, luck.uniform(0.0, 0.25), i % 7 == 3) for i, each in enumerate(requests)]
+    await asyncio.gather(*tasks)
+
+
+def stream(service: LocalService, requests: list[Request], lines: Callable[[], list[str]]) -> Journalled:
+    service.start()
+    try:
+        asyncio.run(ask_all(service, requests))
+    finally:
+        service.stop()
+    header, entries = read_lines(lines())
+    return header, list(entries)
+
+
+def live_toys(mesh: str, tmp_path: Path) -> Journalled:
+    configs, lines, limits = configs_of(mesh), list[str](), RouterConfig(lease_s=0.1)  # renewed by timers
+    journal = Journal(Header(limits, tuple(configs)), sink=lines.append)
+    service = LocalService(
+        Router(limits, configs),
+        {config.worker: Worker(config) for config in configs},
+        {config.worker: LateToy(config) for config in configs},
+        model_name="toy",
+        model_config=ModelConfig("llama", VOCAB, 8, 16, 1, 1, 1, 8, 128),
+        max_model_len=128,
+        tokenizer=Tokenizer(FIXTURE),
+        observers=[journal.observe],
+        journal=journal,
+    )
+    stops = {"stop_token_ids": (3, 50), "max_tokens": 40}
+    requests = [request(f"r{i}", 5 + 3 * i % 40, **stops) for i in range(24)]
+    return stream(service, requests, lambda: lines)
+
+
+def live_embedded(mesh: str, tmp_path: Path) -> Journalled:
+    sizes = {"max_model_len": 128, "prefill_buckets": "64", "table_buckets": "128", "max_num_batched_tokens": 64}
+    settings = Settings(mesh=mesh, record_dir=str(tmp_path), page_size=16, **sizes)
+    found = devices.prepare("cpu", MeshSpec.parse(mesh).num_devices)
+    service = build(blueprint.draw(settings, "cpu", None), settings, found)
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    requests = [Request(RequestId(f"r{i}"), tuple(range(300, 310 + 9 * i)), sampling) for i in range(8)]
+    return stream(service, requests, lambda: next(tmp_path.glob("*.jsonl")).read_text().splitlines())
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def toys(request, tmp_path_factory) -> Journalled:
+    return live_toys(request.param, tmp_path_factory.mktemp("journal"))
+
+
+def line_of(each: Recorded) -> str:
+    fields = {"at_s": each.at_s, "actor": each.actor, "event": encode(each.event), "decided": each.decided}
+    return json.dumps(fields)
+
+
+def kinds(measured: Measured, kind: type) -> int:
+    return sum(isinstance(effect, kind) for entry in measured.entries for effect in entry.effects)
+
+
+def check_same(journal: Journalled) -> Measured:
+    header, entries = journal
+    measured = rerun(header, entries)
+    assert len(measured.entries) == len(entries) and kinds(measured, RunPrefill) and kinds(measured, RunDecode)
+    outside = {type(event).__name__ for _, _, event in measured.given}
+    assert outside <= {"Submit", "Cancel", "WiresTimed"}, "every other event follows from an actor's own effect"
+    return measured
+
+
+def test_the_simulator_decides_what_the_live_run_decided(toys):
+    measured = check_same(toys)
+    events = [entry.event for entry in measured.entries]
+    assert sum(isinstance(event, DecodeDone) for event in events) > 30
+    assert any(isinstance(event, TimerFired) for event in events) or toys[0].workers[0].role == "colocated"
+    assert any(isinstance(event, KVArrived) for event in events) == (toys[0].workers[0].role == "prefill")
+
+
+@pytest.mark.slow
+def test_so_it_is_with_the_embedded_model(tmp_path):
+    check_same(live_embedded(MESHES[0], tmp_path))
+
+
+def test_the_replay_takes_a_journal_through_the_simulator(toys, tmp_path, capsys):
+    header, entries = toys
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join([header.to_line(), *map(line_of, entries)]))
+    assert replay.main([str(path), "--virtual"]) == 0
+    assert f"{len(entries)} events, same decisions in virtual time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [{"num_slots": 2}, {"turns_ahead": 1}, {"max_chunk_seqs": 1}, {"num_pages": 39}])
+def test_another_scheduler_is_found_out(toys, change):
+    header, entries = toys
+    measured = measure(header, entries)
+    other = replace(header, workers=tuple(replace(each, **change) for each in header.workers))
+    with pytest.raises(JournalError, match="event"):
+        Rerun(other, measured).compare()
+
+
+def test_a_plan_that_takes_longer_is_found_out(toys):
+    measured = measure(*toys)
+    key, answer = next((key, each) for key, each in measured.plans.items() if isinstance(each.event, PrefillDone))
+    measured.plans[key] = answer._replace(took_s=answer.took_s + 5e-3)
+    with pytest.raises(JournalError, match="event"):
+        Rerun(toys[0], measured).compare()
+
+
+def test_a_token_that_was_not_drawn_is_found_out(toys):
+    measured = measure(*toys)
+    key, answer = next((key, each) for key, each in measured.plans.items() if isinstance(each.event, DecodeDone))
+    assert isinstance(answer.event, DecodeDone)
+    slots = [(slot, sampled and replace(sampled, token=96 - sampled.token)) for slot, sampled in answer.event.sampled]
+    measured.plans[key] = answer._replace(event=replace(answer.event, sampled=tuple(slots)))
+    with pytest.raises(JournalError, match="DecodeDone"):
+        Rerun(toys[0], measured).compare()
+
+
+def test_an_effect_that_differs_is_named(toys):
+    measured = measure(*toys)
+    entry = next(each for each in measured.entries if any(isinstance(effect, RunPrefill) for effect in each.effects))
+    entry.effects.insert(0, ShipKV(None))  # type: ignore[arg-type]
+    with pytest.raises(JournalError, match=r"effect 1 live .*ShipKV"):
+        Rerun(toys[0], measured).compare()
+
+
+def test_a_journal_of_other_actors_is_refused(toys):
+    header, entries = toys
+    other = replace(header, workers=tuple(replace(each, num_slots=2) for each in header.workers))
+    with pytest.raises(JournalError, match="not those on record"):
+        measure(other, entries)
+    with pytest.raises(JournalError, match="which the header does not have"):
+        measure(header, [replace(entries[0], actor=WorkerId("decode-9"))])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_durations_lead_from_instant_to_instant_to_the_last_bit(seed):
+    luck = random.Random(seed)
+    for _ in range(2000):
+        began_s = luck.uniform(0.0, 10.0 ** luck.randint(-6, 6))
+        ended_s = began_s + luck.uniform(0.0, 10.0 ** luck.randint(-9, 3))
+        assert began_s + between(began_s, ended_s) == ended_s
