@@ -7,9 +7,10 @@ the router is what shipping again did not mend.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
-from jdisagg.core.request import Phase
+from jdisagg.core.request import FinishReason, Phase, WorkerId
 
 
 class Trouble(StrEnum):
@@ -57,3 +58,14 @@ TABLE: dict[tuple[Trouble, Phase], Remedy] = {
 def remedy(trouble: Trouble, phase: Phase) -> Remedy:
     """What the table says; IGNORE where it says nothing."""
     return TABLE.get((trouble, phase), Remedy.IGNORE)
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """Trouble as a row meets it. `reason` is what the client hears should trying again be no use."""
+
+    trouble: Trouble
+    reason: FinishReason
+    detail: str
+    gone: WorkerId | None = None  # holds nothing of the attempt any more
+    avoid: WorkerId | None = None  # is to be avoided by the next attempt

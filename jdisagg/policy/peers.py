@@ -83,9 +83,9 @@ class Peer:
         self.prefilled(request_id)
         self.work_tokens -= self.decode_work.pop(request_id, 0.0)
 
-    def look(self, request: Request, *, avoided: bool, ask_anyway: bool) -> WorkerLook:
+    def look(self, request: Request, *, avoided: bool, ask_anyway: bool, cached_tokens: int = 0) -> WorkerLook:
         room = self.could_hold(request)
         if self.config.role.decodes:
             room = room and (self.has_bed(request) or (ask_anyway and not self.unanswered))
         role = self.config.role
-        return WorkerLook(self.config.worker, role, self.work_tokens, self.served, room, avoided)
+        return WorkerLook(self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens)

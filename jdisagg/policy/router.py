@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from jdisagg.core.events import (
@@ -35,22 +35,23 @@ from jdisagg.core.messages import (
     Preempted,
     Progress,
     Refused,
-    Reserve,
     Reserved,
-    StartPrefill,
     View,
 )
 from jdisagg.core.request import FinishReason, Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy import orders, waits
 from jdisagg.policy.aborts import Aborts
 from jdisagg.policy.admission import could_ever_serve, retry_after_s, why_never, why_rejected
-from jdisagg.policy.failures import Remedy, Trouble, remedy
+from jdisagg.policy.decisions import Decision, Verdict, unheard
+from jdisagg.policy.failures import Mishap, Remedy, Trouble, remedy
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.peers import Peer
 from jdisagg.policy.planning import order_of
-from jdisagg.policy.routing import Choice, choose_pair
+from jdisagg.policy.routes import Routes
+from jdisagg.policy.routing import Pair
 from jdisagg.policy.rows import END_PHASE, PHASE_OF_MARK, TROUBLE_OF_WAIT, Row, Waiting
 
 CAPACITY_TIMER = "capacity"
@@ -59,9 +60,13 @@ CAPACITY_TIMER = "capacity"
 class Router:
     """Takes `Submit`, `Cancel`, words of workers, timers and losses."""
 
-    def __init__(self, config: RouterConfig, workers: Iterable[WorkerConfig]) -> None:
+    def __init__(
+        self, config: RouterConfig, workers: Iterable[WorkerConfig], note: Callable[[Decision], None] = unheard
+    ) -> None:
+        """`note` is given every decision about whom a request goes to, for people: it must return at once."""
         self.config = config
         self.peers = {each.worker: Peer(each) for each in workers}
+        self.routes = Routes(config, self.peers, note)
         self.rows: dict[RequestId, Row] = {}
         self.queue: list[Row] = []  # rows that wait for a bed, in order
         self.out = Outbox()
@@ -99,6 +104,7 @@ class Router:
         peers, waiting = self.peers.values(), len(self.queue)
         rejected = why_rejected(peers, waiting, self.config.queue_limit)
         if rejected:
+            self.routes.refuse(request.request_id, Verdict.REJECTED, rejected, now_s)
             self.out.put(Reject(request.request_id, retry_after_s(waiting, self._finish_gap_s), rejected))
             return
         row = Row(request, order_of(request), Ledger(), self._queue_deadline_s(request, now_s))
@@ -108,7 +114,9 @@ class Router:
         if could_ever_serve(peers, request):
             self._wait(row, Waiting.BED, row.first_deadline_s)
         else:
-            self._finish(row, FinishReason.ERROR, why_never(peers, request), now_s)
+            never = why_never(peers, request)
+            self.routes.refuse(request.request_id, Verdict.NEVER, never, now_s)
+            self._finish(row, FinishReason.ERROR, never, now_s)
 
     def _queue_deadline_s(self, request: Request, now_s: float) -> float:
         if request.queue_deadline_s is not None:
@@ -121,55 +129,34 @@ class Router:
         """Asks for beds in order; where the first in line finds none, nobody overtakes it."""
         while self.queue:
             row = self.queue[0]
-            pair = self._choose(row).taken
+            pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway)
             if pair is None:
                 break
             del self.queue[0]
-            self._reserve(row, pair.prefill, pair.decode, now_s)
+            self._reserve(row, pair, now_s)
         self._ask_anyway = False
         if self.queue and not self._capacity_armed:
             self._capacity_armed = True
             self.out.put(SetTimer(now_s + self.config.capacity_retry_s, CAPACITY_TIMER))
 
-    def _choose(self, row: Row) -> Choice:
-        request = row.to_prefill()
-        return choose_pair(
-            [
-                peer.look(request, avoided=worker in row.avoid, ask_anyway=self._ask_anyway)
-                for worker, peer in self.peers.items()
-            ]
-        )
-
-    def _reserve(self, row: Row, prefill: WorkerId, decode: WorkerId, now_s: float) -> None:
+    def _reserve(self, row: Row, pair: Pair, now_s: float) -> None:
         request = row.to_prefill()
         row.epoch, row.num_before = next(self._epochs), len(row.output)
-        row.prefill, row.decode = prefill, decode
-        self.peers[prefill].book(row.request_id, float(len(request.prompt)), 0.0)
-        self.peers[decode].book(row.request_id, 0.0, request.sampling.max_tokens * self.config.decode_token_weight)
-        self.peers[decode].ask(row.owner, request)
-        self.out.send(decode, Reserve(*row.owner, request, row.num_before, prefill, self.config.lease_s))
+        row.prefill, row.decode = pair.prefill, pair.decode
+        decode_tokens = request.sampling.max_tokens * self.config.decode_token_weight
+        self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
+        self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
+        self.peers[pair.decode].ask(row.owner, request)
+        self.out.send(pair.decode, orders.reserve(row, self.config))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self._wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 
     def _start(self, row: Row, bed: Reserved, now_s: float) -> None:
-        assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
+        assert row.prefill is not None, "a reserved row has its pair"
         row.enter(Phase.PREFILLING)
         row.ledger.mark(Mark.RESERVED, now_s)
-        timeout_s = self.config.prefill_timeout_s
-        start = StartPrefill(
-            handoff=row.owner.handoff,
-            epoch=row.epoch,
-            request=row.to_prefill(),
-            num_output=row.num_before,
-            decode_worker=row.decode,
-            decode_pages=bed.pages,
-            timeout_s=timeout_s,
-            lease_s=self.config.lease_s,
-            cached_pages=bed.cached_pages,
-            decode_page_size=bed.page_size,
-        )
-        self.out.send(row.prefill, start)
-        self._wait(row, Waiting.PREFILL, now_s + timeout_s)
+        self.out.send(row.prefill, orders.start_prefill(row, bed, self.config))
+        self._wait(row, Waiting.PREFILL, now_s + self.config.prefill_timeout_s)
 
     # ------------------------------------------------------------ from workers
 
@@ -260,16 +247,12 @@ class Router:
         if row is not None:
             trouble = Trouble.DECODE_GAVE_UP if sender == row.decode else Trouble.PREFILL_GAVE_UP
             avoid = row.blamed(sender) if message.reason is FinishReason.TIMEOUT else sender
-            self._meet(row, trouble, message.reason, message.detail, now_s, gone=sender, avoid=avoid)
+            self._meet(row, Mishap(trouble, message.reason, message.detail, gone=sender, avoid=avoid), now_s)
 
     # ------------------------------------------------------------ waits
 
     def _wait(self, row: Row, waiting: Waiting, deadline_s: float) -> None:
-        """One timer a row, moved only to an earlier time: a later deadline is found out when it fires."""
-        row.waiting, row.deadline_s = waiting, deadline_s
-        if deadline_s < math.inf and (row.armed_s is None or deadline_s < row.armed_s):
-            row.armed_s = deadline_s
-            self.out.put(SetTimer(deadline_s, f"row/{row.request_id}"))
+        waits.wait(self.out, row, waiting, deadline_s)
 
     def _timer(self, key: str, now_s: float) -> None:
         kind, _, name = key.partition("/")
@@ -282,71 +265,49 @@ class Router:
             self.aborts.timer(key, now_s)
 
     def _row_timer(self, row: Row | None, now_s: float) -> None:
-        if row is None or (row.armed_s is not None and now_s < row.armed_s):
-            return  # of an earlier request with this id
-        row.armed_s = None
-        if now_s < row.deadline_s:
-            self._wait(row, row.waiting, row.deadline_s)
+        if row is None or not waits.runs_out(self.out, row, now_s):
             return
         detail = f"waited for {row.waiting} until its deadline"
         if row.waiting is Waiting.BED:
             self._finish(row, FinishReason.TIMEOUT, detail, now_s)
         else:
             late = row.prefill if row.waiting is Waiting.PREFILL else row.decode
-            self._meet(row, TROUBLE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, now_s, avoid=late)
+            self._meet(row, Mishap(TROUBLE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, avoid=late), now_s)
 
     # ------------------------------------------------------------ failures and ends
 
     def _lose(self, worker: WorkerId, now_s: float) -> None:
         self.peers.pop(worker, None)
         self.aborts.forget(worker)
+        self.routes.directory.forget(worker)
         for row in list(self.rows.values()):
             if worker in (row.prefill, row.decode):
                 trouble = Trouble.DECODE_LOST if row.decode == worker else Trouble.PREFILL_LOST
-                self._meet(row, trouble, FinishReason.ERROR, f"worker {worker} was lost", now_s, gone=worker)
+                self._meet(row, Mishap(trouble, FinishReason.ERROR, f"worker {worker} was lost", gone=worker), now_s)
         for row in [] if self.config.workers_return else list(self.queue):
             if not could_ever_serve(self.peers.values(), row.to_prefill()):
                 self._finish(row, FinishReason.ERROR, f"worker {worker} was lost and no other can do its work", now_s)
 
-    def _meet(
-        self,
-        row: Row,
-        trouble: Trouble,
-        reason: FinishReason,
-        detail: str,
-        now_s: float,
-        *,
-        gone: WorkerId | None = None,
-        avoid: WorkerId | None = None,
-    ) -> None:
-        """Does what the table of failures says; `reason` is what the client hears should that be no use."""
-        found = remedy(trouble, row.phase)
+    def _meet(self, row: Row, mishap: Mishap, now_s: float) -> None:
+        """Does what the table of failures says."""
+        found = remedy(mishap.trouble, row.phase)
         told = len(row.output) > row.num_before
         assert not (found is Remedy.REPREFILL and told), f"{row.request_id} was told tokens while {row.phase}"
         if found is not Remedy.IGNORE:
-            self._fail(row, reason, detail, now_s, gone=gone, avoid=avoid)
+            self._fail(row, mishap, now_s)
 
-    def _fail(
-        self,
-        row: Row,
-        reason: FinishReason,
-        detail: str,
-        now_s: float,
-        *,
-        gone: WorkerId | None = None,
-        avoid: WorkerId | None = None,
-    ) -> None:
+    def _fail(self, row: Row, mishap: Mishap, now_s: float) -> None:
         """Ends an attempt that went wrong: tries again, elsewhere where there is an elsewhere, or gives up."""
         row.failures += 1
-        if avoid is not None:
-            row.avoid.add(avoid)
+        if mishap.avoid is not None:
+            row.avoid.add(mishap.avoid)
         natural = row.natural_end()
         if natural is not None:
-            self._finish(row, natural, "", now_s, gone=gone)
+            self._finish(row, natural, "", now_s, gone=mishap.gone)
         elif row.failures > self.config.max_retries:
-            self._finish(row, reason, f"{detail} (attempt {row.failures})", now_s, gone=gone)
+            self._finish(row, mishap.reason, f"{mishap.detail} (attempt {row.failures})", now_s, gone=mishap.gone)
         else:
-            self._abort_attempt(row, detail, now_s, gone)
+            self._abort_attempt(row, mishap.detail, now_s, mishap.gone)
             self._enqueue(row, now_s)
 
     def _enqueue(self, row: Row, now_s: float) -> None:

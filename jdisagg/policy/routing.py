@@ -19,7 +19,8 @@ from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
 
 SHOWN = 8  # candidates of a phase that a choice shows
-FREELY, APART, FAILED = 0, 1, 2  # ranks
+FREELY, APART, FAILED = 0, 1, 2
+RANKS = ("", "another's partner", "failed this request before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,14 @@ class Candidate:
     """One worker for one phase. Rank first, then cost, then requests served."""
 
     worker: WorkerId
-    rank: int  # FREELY; APART: another pair's partner; FAILED: it failed this request before
+    rank: int  # a place in RANKS
     parts: tuple[tuple[str, float], ...]  # what the cost is made of
     served: int
+
+    @property
+    def rank_name(self) -> str:
+        """Why it comes after others whatever it costs; empty where it does not."""
+        return RANKS[self.rank]
 
     @property
     def cost(self) -> float:
@@ -98,8 +104,8 @@ class Choice:
 def _words(candidates: Sequence[Candidate]) -> str:
     first, *others = candidates
     text = f"{first.worker} costs {_sum(first)}"
-    if first.rank == FAILED:
-        text += ", failed this request before, and there is no other"
+    if first.rank:
+        text += f" ({first.rank_name}, and there is no other)"
     return text + (f", next {others[0].worker} {_sum(others[0])}" if others else "")
 
 

@@ -12,6 +12,7 @@ from jdisagg.core.request import FinishReason, Phase, Request, RequestId, Sample
 from jdisagg.policy.failures import Trouble
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order
+from jdisagg.policy.prefix_cache import PageHash, page_hashes
 
 LIFE = tuple(Mark)  # in the order in which an attempt reaches them
 
@@ -65,6 +66,8 @@ class Row:
     failures: int = 0
     avoid: set[WorkerId] = field(default_factory=set)
     armed_s: float | None = None  # when its timer fires
+    wait_told: bool = False  # that it waits for room is in the log of decisions
+    names: dict[tuple[int, int], tuple[PageHash, ...]] = field(default_factory=dict)  # by tokens and page size
 
     @property
     def owner(self) -> Owner:
@@ -77,6 +80,14 @@ class Row:
     def to_prefill(self) -> Request:
         """The request as it is to be prefilled now."""
         return continued(self.request, tuple(self.output)) if self.output else self.request
+
+    def page_names(self, page_size: int) -> tuple[PageHash, ...]:
+        """Of the full pages of what is to be prefilled now; worked out once, however often it is routed."""
+        prompt = self.to_prefill().prompt
+        key = (len(prompt), page_size)
+        if key not in self.names:
+            self.names[key] = page_hashes(prompt, page_size)
+        return self.names[key]
 
     def enter(self, phase: Phase) -> None:
         self.phase = next_phase(self.phase, phase)

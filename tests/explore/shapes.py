@@ -33,6 +33,8 @@ LEFT_OUT = frozenset(
         "_last_finish_s",
         "_counts",  # a sum of what `_owners` says
         "new_plan_id",  # a view of the counter
+        "note",  # where decisions are told, for people
+        "wait_told",  # whether they were
     }
 )
 TIMES = frozenset({"deadline_s", "first_deadline_s", "armed_s"})
