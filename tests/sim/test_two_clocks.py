@@ -188,7 +188,7 @@ def test_the_replay_takes_a_journal_through_the_simulator(toys, tmp_path, capsys
     assert f"{len(entries)} events, same decisions in virtual time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [{"num_slots": 2}, {"turns_ahead": 1}, {"max_chunk_seqs": 1}, {"num_pages": 39}])
+@pytest.mark.parametrize("change", [{"num_slots": 2}, {"turns_ahead": 1}, {"num_pages": 39}])
 def test_another_scheduler_is_found_out(toys, change):
     header, entries = toys
     measured = measure(header, entries)
