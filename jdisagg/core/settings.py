@@ -71,6 +71,8 @@ class Settings:
                                      ("auto", "float32", "bfloat16"))  # fmt: skip
     table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
     # scheduling
+    routing: str = _setting("least_loaded", "scheduling", "by what prefill and decode workers are paired",
+                            ("least_loaded", "round_robin", "cache_aware", "pair_affinity", "random"))  # fmt: skip
     queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")
     queue_timeout_s: float = _setting(60.0, "scheduling", "longest wait before prefill starts; 0: none")
     reserve_tokens: int = _setting(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.journal import Header, Journal
 from jdisagg.core.request import WorkerId
-from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.model.checkpoint import open_source
@@ -112,4 +112,6 @@ def router_config(settings: Settings) -> RouterConfig:
         stall_timeout_s=settings.stall_timeout_s,
         lease_s=settings.lease_s,
         max_retries=settings.max_retries,
+        routing=Routing(settings.routing),
+        routing_seed=settings.seed,
     )
