@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from jdisagg.core.worker_config import WorkerConfig
@@ -71,6 +72,15 @@ class Slots(Generic[T]):
         retired = tuple(sorted(self._retiring[microbatch]))
         self._retiring[microbatch].clear()
         return retired
+
+    def retires(self, microbatch: int) -> bool:
+        """Whether its next turn retires a slot."""
+        return bool(self._retiring[microbatch])
+
+    def go_round(self, cycle: Sequence[int], turns: int) -> None:
+        """Books `turns` turns that began as many ended, of these microbatches round and round; none retires a slot."""
+        latest = [cycle[turn % len(cycle)] for turn in range(max(0, turns - len(cycle)), turns)]
+        self._order = [microbatch for microbatch in self._order if microbatch not in latest] + latest
 
     def end_turn(self, microbatch: int) -> None:
         assert self.in_flight[microbatch] > 0, f"microbatch {microbatch} has no turn in flight"

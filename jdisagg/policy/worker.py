@@ -33,13 +33,15 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
-from jdisagg.core.request import FinishReason, WorkerId
+from jdisagg.core.plans import DecodePlan
+from jdisagg.core.request import FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.beds import Beds, HeldPrefix, no_prefix
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.prompts import Prompts
+from jdisagg.policy.steady import next_plans, quiet_turns, repeat
 
 
 class Worker:
@@ -157,6 +159,26 @@ class Worker:
         for owner in [*self.prompts.prompts, *self.beds.beds]:
             self._end(owner, Signal.ABORT)
         self.out.drain()  # there is nobody to tell
+
+    # ------------------------------------------------------------ turns that repeat
+
+    @property
+    def quiet_turns(self) -> int:
+        """Turns whose ends are foreseen: each only gives its sequences a token, until another event comes."""
+        busy_with_prompts = self.prompts.waiting_tokens or self.prompts.plans
+        return 0 if busy_with_prompts else quiet_turns(self.beds)
+
+    def next_quiet_plans(self) -> tuple[DecodePlan, ...]:
+        """One round of them, without plan ids."""
+        return next_plans(self.beds)
+
+    def end_quiet_turns(self, turns: int, sampled: Sampled) -> list[Effect]:
+        """What follows when as many of the `quiet_turns` have ended, each token `sampled`: as from their `DecodeDone`s,
+        but the tokens in one word, and of the turns dispatched meanwhile only those still in flight."""
+        assert 0 < turns <= self.quiet_turns, f"{turns} turns of {self.quiet_turns} that are quiet"
+        repeat(self.beds, turns, sampled)
+        self._turns_since_prefill += turns
+        return self.out.drain()
 
     # ------------------------------------------------------------ plans
 

@@ -37,11 +37,12 @@ from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.router import Router
+from jdisagg.policy.router import CAPACITY_TIMER, Router
 from jdisagg.policy.worker import Worker
 from jdisagg.sim import sequence
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span
+from jdisagg.sim.foresight import Foresight
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
@@ -49,6 +50,8 @@ from jdisagg.sim.traces import Trace
 
 TOKEN = Sampled(0)
 NETWORK = WorkerId("network")
+TURN_END = object()  # in the heap before all else of its instant
+WORTH = 4  # quiet turns from which on foreseeing them takes less than taking them
 PATIENT = RouterConfig(
     queue_limit=1 << 40, queue_timeout_s=0.0, prefill_timeout_s=1e9, stall_timeout_s=1e9, handoff_timeout_s=1e6
 )  # nothing is refused and nobody gives up: a saturated cluster is to be seen, not to be spared
@@ -88,14 +91,18 @@ class Cluster:
         message_s: float = 50e-6,
         latency_s: float = 0.0,
         log: SpanLog | None = None,
+        foresee: bool = True,
     ) -> None:
-        """message_s: of a word between actors; latency_s: of a part of KV, besides its bytes; log: is written into."""
+        """message_s: of a word between actors; latency_s: of a part of KV, besides its bytes; log: is written into.
+
+        foresee: turns that only repeat are taken at once; the outcome is the same, told in fewer events.
+        """
         self.router = Router(router, workers)
         self.workers = {config.worker: Worker(config) for config in workers}
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.links = dict(costs), links or FairLinks()
         self.message_s, self.latency_s = message_s, latency_s
-        self.now_s, self.events = 0.0, 0
+        self.now_s, self.events, self.quiet_turns = 0.0, 0, 0  # turns that no event stands for
         self.records: dict[RequestId, Record] = {}
         self.log = log
         self._arrivals: Iterator[Request] = iter(())
@@ -103,6 +110,9 @@ class Cluster:
         self._heap: list[tuple[float, int, WorkerId, Any]] = []
         self._ties = count()
         self._timers: dict[tuple[WorkerId, str], float] = {}
+        self._foresee = foresee
+        self._foreseen: dict[WorkerId, Foresight] = {}
+        self._turn_due_s: dict[WorkerId, float] = {}  # when the next turn ends that an event stands for
         self._version = 0  # of the network
         self._left_s: dict[KVTransfer, float] = {}
         self._act: dict[type, Callable[[WorkerId, Any], None]] = {
@@ -129,17 +139,24 @@ class Cluster:
         for _ in range(max(1, clients)):
             self._next_arrival()
         heap = self._heap
-        while heap and heap[0][0] <= until_s:
-            at_s, _, actor, event = heapq.heappop(heap)
-            self.now_s = at_s
-            self._step(actor, event)
-        return self._outcome()
+        while True:
+            while heap and heap[0][0] <= until_s:
+                self.now_s, _, actor, event = heapq.heappop(heap)
+                self._step(actor, event)
+            if not self._catch_all_up(until_s):
+                return self._outcome()
 
     def _step(self, actor: WorkerId, event: Any) -> None:
         kind = type(event)
+        if event is TURN_END:
+            self._turn_end(actor)
+            return
         if kind is TimerFired:
             if self._timers.get((actor, event.key)) != self.now_s:
                 return  # moved since
+            if actor == ROUTER and event.key != CAPACITY_TIMER and self._catch_all_up(self.now_s - self.message_s):
+                self._at(self.now_s, actor, event)  # whether a token is late depends on all that were told before
+                return
             del self._timers[actor, event.key]
         elif kind is Submit:
             if not self._closed:
@@ -152,11 +169,15 @@ class Cluster:
     def _deliver(self, actor: WorkerId, event: Event) -> None:
         self.events += 1
         act = self._act
+        if actor in self._foreseen:
+            self._catch_up(actor, self.now_s)
         for effect in (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s):
             act[type(effect)](actor, effect)
         if self.log is not None and actor != ROUTER:
             pool = self.workers[actor].pool
             self.log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
+        if actor != ROUTER and self.devices[actor].flight:
+            self._look_ahead(actor)
 
     def _at(self, at_s: float, actor: WorkerId, event: Any) -> None:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))
@@ -181,11 +202,8 @@ class Cluster:
         self._at(effect.at_s, actor, TimerFired(effect.key))
 
     def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
-        plan, device = effect.plan, self.devices[actor]
-        seconds = self.costs[actor].decode_s(plan, device.read_tokens(plan))
-        span = device.run_turn(self.now_s, plan.microbatch, seconds)
-        self._note(actor, Work.DECODE, span, len(plan.active))
-        self._at(span.done_s, actor, DecodeDone(plan.plan_id, tuple((slot, TOKEN) for slot in plan.active)))
+        span = self.devices[actor].dispatch(self.now_s, effect.plan, self.costs[actor])
+        self._note(actor, Work.DECODE, span, len(effect.plan.active))
 
     def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
         plan = effect.plan
@@ -210,7 +228,7 @@ class Cluster:
 
     def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Packed in program order: after the plans that the device has already."""
-        self._at(max(self.now_s, self.devices[actor].free_s[-1]), NETWORK, Leave(effect.transfer))
+        self._at(max(self.now_s, self.devices[actor].free_s), NETWORK, Leave(effect.transfer))
 
     def _emit(self, _: WorkerId, effect: EmitTokens) -> None:
         record = self.records[effect.request_id]
@@ -235,6 +253,54 @@ class Cluster:
         if self._closed:
             self._next_arrival()
         return record
+
+    # ------------------------------------------------------------ turns
+
+    def _look_ahead(self, actor: WorkerId) -> None:
+        """An event for the next turn that does not end quietly; what was foreseen stands while the worker says so."""
+        worker, device, seen = self.workers[actor], self.devices[actor], self._foreseen.get(actor)
+        quiet = worker.quiet_turns if self._foresee else 0
+        if seen is not None and seen.left == quiet:
+            return
+        due_s = device.flight[0].done_s
+        if quiet < WORTH:
+            self._foreseen.pop(actor, None)
+        else:
+            seen = self._foreseen[actor] = Foresight(device, self.costs[actor], worker.next_quiet_plans(), quiet)
+            due_s = seen.next_s
+        if self._turn_due_s.get(actor) != due_s:
+            self._turn_due_s[actor] = due_s
+            heapq.heappush(self._heap, (due_s, -1, actor, TURN_END))
+
+    def _turn_end(self, actor: WorkerId) -> None:
+        if self._turn_due_s.get(actor) != self.now_s:
+            return  # it is another that is due
+        del self._turn_due_s[actor]
+        if actor in self._foreseen:
+            self._catch_up(actor, self.now_s)
+            del self._foreseen[actor]
+        plan = self.devices[actor].flight.popleft().plan
+        self._deliver(actor, DecodeDone(plan.plan_id, tuple([(slot, TOKEN) for slot in plan.active])))
+
+    def _catch_up(self, actor: WorkerId, at_s: float) -> bool:
+        """The worker's quiet turns that have ended by now end in its books; whether there were any."""
+        seen = self._foreseen[actor]
+        turns = seen.ended(at_s)
+        if not turns:
+            return False
+        effects = self.workers[actor].end_quiet_turns(turns, TOKEN)
+        told_s = seen.done_s[seen.taken + turns - 1] + self.message_s
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._at(told_s, effect.to, Received(actor, effect.message))
+        for plan, span in seen.take(turns, [effect.plan for effect in effects if isinstance(effect, RunDecode)]):
+            self._note(actor, Work.DECODE, span, len(plan.active))
+        self.quiet_turns += turns
+        return True
+
+    def _catch_all_up(self, at_s: float) -> bool:
+        caught_up = [self._catch_up(actor, at_s) for actor in self._foreseen]
+        return any(caught_up)
 
     # ------------------------------------------------------------ the network
 
@@ -264,7 +330,7 @@ class Cluster:
     def _outcome(self) -> Outcome:
         records = list(self.records.values())
         span_s = max((record.end_s for record in records), default=0.0)
-        busy = {str(name): device.busy_s / span_s if span_s else 0.0 for name, device in self.devices.items()}
+        busy = {str(name): device.pipeline.busy_s / span_s if span_s else 0.0 for name, device in self.devices.items()}
         return Outcome(records, self.events, span_s, busy)
 
     def check_all_ended(self) -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
@@ -22,6 +26,10 @@ from jdisagg.sim.hardware import Hardware, hardware
 DISTSERVE = Path(__file__).parent / "data" / "distserve_a100_80g.json"
 ENGINES = ("distserve", "vllm")  # whose measurements the fits are of
 MEMORY_SHARE = 0.9  # of a device that weights and KV may take; the rest is activations and the runtime's own
+
+
+Contexts = npt.NDArray[np.int64]
+Times = npt.NDArray[np.float64]
 
 
 class CostModel(Protocol):
@@ -37,6 +45,15 @@ class CostModel(Protocol):
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         """What the part puts on the wire."""
+        ...
+
+
+@runtime_checkable
+class ManyTurns(CostModel, Protocol):
+    """One whose formula takes many turns at once, as arrays: a simulator then asks once for a sequence's whole life."""
+
+    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+        """`decode_s` of each of context_tokens, i64[N] -> f64[N], to the last bit."""
         ...
 
 
@@ -66,6 +83,11 @@ class Model:
         layers = self.attention.num_layers
         first, stop = transfer.layers or (0, layers)
         return self.attention.kv_bytes(transfer.num_tokens, self.dtype) * (stop - first) / layers
+
+
+def _over(formula: Callable[[DecodePlan, Any], Any], plan: DecodePlan, context_tokens: Contexts) -> Times:
+    """A formula that only adds and multiplies is the same over an array."""
+    return formula(plan, context_tokens)
 
 
 # ---------------------------------------------------------------------- fits
@@ -105,6 +127,9 @@ class PublishedFit:
         batch = len(plan.active)
         line = self.small if batch < self.threshold else self.large
         return self.host_s + line.at(context_tokens, batch)
+
+    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+        return _over(self.decode_s, plan, context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return self.model.part_bytes(transfer)
@@ -168,6 +193,9 @@ class Roofline:
         attention_s = self._pairs_s(prefill) + self._read_s(context_tokens)
         linear_s = self._linear_s(prefill.num_tokens + batch) + self._head_s(drawn(prefill) + batch)
         return self.host_s + linear_s + attention_s
+
+    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+        return _over(self.decode_s, plan, context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return self.model.part_bytes(transfer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdisagg.core.plans import DecodePlan
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.sim.cost_models import CostModel
 
 
 class Span(NamedTuple):
@@ -15,14 +18,25 @@ class Span(NamedTuple):
     done_s: float
 
 
-class Device:
-    """A pipeline of equal stages, as many as microbatches. A stage takes plans in the order of their dispatch."""
+class Flying(NamedTuple):
+    """A turn in flight, and when it is through."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self.free_s = [0.0] * config.num_microbatches  # when each stage is through with what it has
+    plan: DecodePlan
+    done_s: float
+
+
+class Pipeline:
+    """Equal stages, as many as microbatches. A stage takes plans in the order of their dispatch."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.free_s = [0.0] * num_stages  # when each stage is through with what it has
         self.busy_s = 0.0  # of the first stage
-        self._turn_done_s = [0.0] * config.num_microbatches
-        self._held: dict[int, int] = {}  # KV tokens by slot
+        self.turn_done_s = [0.0] * num_stages
+
+    def copy(self) -> Pipeline:
+        other = Pipeline(0)
+        other.free_s, other.turn_done_s = self.free_s.copy(), self.turn_done_s.copy()
+        return other
 
     def run(self, now_s: float, seconds: float) -> Span:
         """A plan that takes `seconds` through all stages together."""
@@ -35,8 +49,32 @@ class Device:
 
     def run_turn(self, now_s: float, microbatch: int, seconds: float) -> Span:
         """A decode turn: its microbatch's turn before must have drawn the tokens that it feeds."""
-        span = self.run(max(now_s, self._turn_done_s[microbatch]), seconds)
-        self._turn_done_s[microbatch] = span.done_s
+        span = self.run(max(now_s, self.turn_done_s[microbatch]), seconds)
+        self.turn_done_s[microbatch] = span.done_s
+        return span
+
+
+class Device:
+    """A pipeline, the turns in flight on it, and the KV of its slots."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.pipeline = Pipeline(config.num_microbatches)
+        self.flight: deque[Flying] = deque()  # in the order of their dispatch, which is that of their ends
+        self._held: dict[int, int] = {}  # KV tokens by slot
+
+    @property
+    def free_s(self) -> float:
+        """When it is through with all that it was given."""
+        return self.pipeline.free_s[-1]
+
+    def run(self, now_s: float, seconds: float) -> Span:
+        return self.pipeline.run(now_s, seconds)
+
+    def dispatch(self, now_s: float, plan: DecodePlan, cost: CostModel) -> Span:
+        """A decode turn joins the flight."""
+        seconds = cost.decode_s(plan, self.read_tokens(plan))
+        span = self.pipeline.run_turn(now_s, plan.microbatch, seconds)
+        self.flight.append(Flying(plan, span.done_s))
         return span
 
     def read_tokens(self, plan: DecodePlan) -> int:
@@ -46,8 +84,15 @@ class Device:
             held.pop(slot, None)
         for admission in plan.admit:
             held[admission.slot] = admission.position
-        total = 0
         for slot in plan.active:
-            tokens = held[slot] = held[slot] + 1
-            total += tokens
-        return total
+            held[slot] += 1
+        return self.held_tokens(plan.active)
+
+    def held_tokens(self, slots: Sequence[int]) -> int:
+        held = self._held
+        return sum([held[slot] for slot in slots])
+
+    def fed(self, slots: Sequence[int], turns: int) -> None:
+        """Turns passed unseen: each of these slots has a token more of each."""
+        for slot in slots:
+            self._held[slot] += turns
