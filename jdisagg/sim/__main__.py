@@ -3,6 +3,7 @@
     python -m jdisagg.sim --trace=azure:FILE --rate=4 --mesh=prefill:2xtp1,decode:1xtp1 --model=opt-13b --cost=distserve
     python -m jdisagg.sim --trace=lengths:FILE --rate=8 --requests=500 --mesh=prefill:tp2,decode:tp2
         --model=llama3-70b --cost=roofline --hardware=h100 --slo_ttft_s=1 --slo_tpot_s=0.05 --csv=requests.csv
+    python -m jdisagg.sim --trace=lengths:FILE --rates=1,2,4,8 --report=out.html --parquet=requests.parquet ...
 
 A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
 (num_prefill_tokens, num_decode_tokens; arrivals are drawn, Poisson). --rate stretches recorded arrivals alike.
@@ -11,9 +12,15 @@ A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens),
 
 from __future__ import annotations
 
+import importlib
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from absl import flags as absl_flags
@@ -21,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jdisagg import flags
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
@@ -29,26 +36,38 @@ from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.fleet import CostOf, Fleet, Sizes, by_roofline, fleet, longest, published
 from jdisagg.sim.hardware import HARDWARE, hardware
-from jdisagg.sim.outcome import METRICS, Outcome, write_csv
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, goodput_rps, write_csv
+from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
 
 READERS = {"azure": read_azure, "mooncake": read_mooncake, "lengths": read_lengths}
 QUANTILES = (50, 90, 99)
+WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
 
 def declare() -> flags.FlagValues:
     values = flags.own()
     _define_workload(values)
     _define_cluster(values)
+    _define_output(values)
+    return values
+
+
+def _define_output(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_float("slo_ttft_s", 1.0, "objective for the first token", 0.0, flag_values=values)
     absl_flags.DEFINE_float("slo_tpot_s", 0.1, "objective for the mean gap between tokens", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("attainment", 0.9, "of requests that goodput asks for", 0.0, 1.0, flag_values=values)
     absl_flags.DEFINE_string("csv", "", "file for a row a request", flag_values=values)
-    return values
+    absl_flags.DEFINE_string("parquet", "", "the same as Parquet; needs pyarrow", flag_values=values)
+    absl_flags.DEFINE_string("report", "", "HTML page that stands alone; needs matplotlib", flag_values=values)
 
 
 def _define_workload(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("trace", "", f"KIND:FILE, KIND one of {', '.join(READERS)}", flag_values=values)
     absl_flags.DEFINE_float("rate", 0.0, "requests a second; 0: as recorded", 0.0, flag_values=values)
+    absl_flags.DEFINE_list(
+        "rates", [], "as 1,2,4: goodput over these; told in full: --rate, else the highest good one", flag_values=values
+    )
     absl_flags.DEFINE_integer(
         "requests", 0, "the trace's first so many; of lengths, drawn; 0: all", 0, flag_values=values
     )
@@ -76,8 +95,8 @@ def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_integer("reserve_tokens", 512, "of output that a bed holds pages for", 1, flag_values=values)
 
 
-def workload(values: flags.FlagValues) -> Trace:
-    """The trace as asked for. Raises ConfigError."""
+def workload(values: flags.FlagValues, rate: float) -> Trace:
+    """The trace as asked for, at `rate` requests a second (0: as recorded). Raises ConfigError."""
     kind, _, path = values.trace.partition(":")
     if kind not in READERS or not path:
         raise ConfigError(f"--trace={values.trace!r}: write KIND:FILE, KIND one of {', '.join(READERS)}")
@@ -85,12 +104,12 @@ def workload(values: flags.FlagValues) -> Trace:
     if values.max_model_len:
         trace = trace.rows(trace.input_tokens + trace.output_tokens <= values.max_model_len)
     if kind == "lengths":
-        if not values.rate:
+        if not rate:
             raise ConfigError("lengths have no arrivals: --rate=R draws them")
-        return poisson(trace.sample(values.requests or len(trace), values.seed), values.rate, values.seed)
+        return poisson(trace.sample(values.requests or len(trace), values.seed), rate, values.seed)
     trace = spread_ticks(trace) if kind == "mooncake" else trace
     trace = trace.rows(np.arange(len(trace)) < (values.requests or len(trace)))
-    return trace.at_rate(values.rate) if values.rate else trace
+    return trace.at_rate(rate) if rate else trace
 
 
 def costs(values: flags.FlagValues) -> CostOf:
@@ -127,13 +146,14 @@ def latencies(outcome: Outcome) -> Table:
     return table
 
 
-def verdict(outcome: Outcome, devices: int, ttft_s: float, tpot_s: float, took_s: float) -> list[str]:
+def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
     """Attainment, throughput, how busy the workers were, and how fast all this was."""
+    outcome, took_s = run.outcome, run.took_s
     span_s, requests = max(outcome.span_s, 1e-9), len(outcome.records)
-    tokens, met = sum(record.told_tokens for record in outcome.records), outcome.attainment(ttft_s, tpot_s)
+    tokens, met = sum(record.told_tokens for record in outcome.records), outcome.attainment(slo.ttft_s, slo.tpot_s)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items())
     return [
-        f"attainment {met:.1%} of TTFT <= {ttft_s:g} s and TPOT <= {tpot_s:g} s:"
+        f"attainment {met:.1%} of TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s:"
         f" {met * requests / span_s / devices:.3g} requests/s a device within both",
         f"{requests / span_s:.4g} requests/s, {tokens / span_s:,.0f} tokens/s over {outcome.span_s:,.1f} s; busy:"
         f" {busy}",
@@ -142,29 +162,116 @@ def verdict(outcome: Outcome, devices: int, ttft_s: float, tpot_s: float, took_s
     ]
 
 
-def simulate(values: flags.FlagValues) -> tuple[Outcome, float]:
-    """What came of it, and the seconds that it took."""
-    trace = workload(values)
+def curve(points: Sequence[Point], slo: SLO) -> Table:
+    """A line a rate."""
+    best = goodput_rps(points, slo.share)
+    table = Table(
+        title=f"{best:.3g} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s"
+    )
+    for name in ("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99"):
+        table.add_column(name, justify="right")
+    for point in points:
+        latencies = (point.ttft_p50_s, point.ttft_p99_s, point.tpot_p50_s, point.tpot_p99_s)
+        good = (f"{point.attainment:.1%}", f"{point.good_rps_per_device:.3g}")
+        table.add_row(f"{point.rate_rps:g}", *good, *(f"{1e3 * each:,.1f}" for each in latencies))
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation, and the seconds that it took."""
+
+    outcome: Outcome
+    took_s: float
+    rate_rps: float
+    log: SpanLog | None = None
+
+
+def simulate(values: flags.FlagValues, rate: float) -> Run:
+    trace = workload(values, rate)
     given = build(values, trace)
-    cluster = Cluster(given.workers, given.costs, given.links)
+    log = SpanLog() if values.report else None
+    cluster = Cluster(given.workers, given.costs, given.links, log=log)
     began = time.perf_counter()
     outcome = cluster.run(trace)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
-    return outcome, took_s
+    return Run(outcome, took_s, rate or trace.rate_rps, log)
+
+
+def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[Run, list[Point]]:
+    """The run that is told in full, and a point of each rate: of several only one whole run is kept."""
+    rates = rates_of(values)
+    told, points = simulate(values, rates[0]), []
+    for rate in rates:
+        run = simulate(values, rate) if rate != rates[0] else told
+        points.append(Point.of(run.outcome, run.rate_rps, slo, devices))
+        if rate == values.rate or (not values.rate and points[-1].attainment >= slo.share):
+            told = run
+    return told, points
+
+
+def rates_of(values: flags.FlagValues) -> list[float]:
+    """Every rate that is asked for, rising; [0] where none is. Raises FlagError."""
+    try:
+        rates = {float(each) for each in values.rates} | ({values.rate} if values.rate else set())
+    except ValueError as error:
+        raise FlagError(f"--rates={','.join(values.rates)}: {error}") from error
+    if rates and min(rates) <= 0:
+        raise FlagError(f"--rates={','.join(values.rates)} has {min(rates):g}, must be more than 0")
+    return sorted(rates) or [values.rate]
 
 
 def run(values: flags.FlagValues) -> int:
-    outcome, took_s = simulate(values)
+    slo = SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
     devices = MeshSpec.parse(values.mesh).num_devices
+    rooms = {flag: _room(flag) for flag in WRITERS if values[flag].value}  # before any work
+    told, points = sweep(values, slo, devices)
     console = Console()
-    console.print(latencies(outcome), highlight=False)
-    for line in verdict(outcome, devices, values.slo_ttft_s, values.slo_tpot_s, took_s):
+    console.print(latencies(told.outcome), highlight=False)
+    for line in verdict(told, slo, devices):
         console.print(line, highlight=False, soft_wrap=True)
+    if len(points) > 1:
+        console.print(curve(points, slo), highlight=False)
     if values.csv:
-        write_csv(outcome, values.csv)
-        console.print(f"a row a request in {values.csv}", highlight=False)
+        write_csv(told.outcome, values.csv)
+    if "parquet" in rooms:
+        rooms["parquet"].write_parquet(told.outcome, values.parquet)
+    if "report" in rooms:
+        rooms["report"].write_report(story(values, rooms["report"], told, points), values.report)
+    for path in filter(None, (values.csv, values.parquet, values.report)):
+        console.print(f"wrote {path}", highlight=False)
     return 0
+
+
+def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequence[Point]) -> Any:
+    """What the page of --report is made of."""
+    outcome = told.outcome
+    facts = {
+        "model": values.model,
+        "costs": values.cost + (f" of {values.hardware}" if values.cost == "roofline" else f", {values.engine}"),
+        "workload": f"{Path(values.trace.partition(':')[2]).name}, {len(outcome.records):,} requests",
+        "rate": f"{told.rate_rps:.4g} requests/s",
+        "simulated": f"{outcome.span_s:,.0f} s in {told.took_s:.1f} s",
+    }
+    return room.Story(
+        title=f"{values.model} on {values.mesh}, simulated",
+        command="python -m jdisagg.sim " + shlex.join(sys.argv[1:]),
+        facts=facts,
+        outcome=outcome,
+        log=told.log,
+        slo=SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment),
+        devices=MeshSpec.parse(values.mesh).num_devices,
+        curve=points,
+    )
+
+
+def _room(flag: str) -> ModuleType:
+    """The module that writes what the flag asks for. Raises ConfigError where what it needs is not installed."""
+    try:
+        return importlib.import_module(WRITERS[flag])
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--{flag} needs {error.name}: pip install 'jdisagg[sim]'") from error
 
 
 def main(argv: Sequence[str]) -> int:

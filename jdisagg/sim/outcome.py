@@ -7,16 +7,23 @@ from arrival to the end. The parts of a latency are the live ledger's, and sum t
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.request import FinishReason
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+ASKED = ("request_id", "arrival_s", "input_tokens", "output_tokens", "prefill_worker", "decode_worker", "reason")
+DERIVED = ("ttft_s", "tpot_s", "latency_s")
+WIRE = ("wire_s", "transfer_hidden_s", "transfer_exposed_s")
 
 
 @dataclass(slots=True, eq=False)
@@ -99,14 +106,78 @@ class Outcome:
         return {part: ns / 1e9 / max(1, len(self.served)) for part, ns in sums.items()}
 
 
+def columns(outcome: Outcome) -> dict[str, list[Any]]:
+    """A row a request: what it asked for, who served it, when, and its ledger, in seconds; None where it has none."""
+    found: dict[str, list[Any]] = {name: [] for name in (*ASKED, *DERIVED, *(f"{part}_s" for part in PARTS), *WIRE)}
+    for record in outcome.records:
+        for name in ASKED:
+            found[name].append(getattr(record, name))
+        for name in DERIVED:
+            found[name].append(getattr(record, name) if record.served else None)
+        ledger = record.ledger or Ledger()
+        for part, ns in ledger.parts_ns().items():
+            found[f"{part}_s"].append(ns / 1e9)
+        for name, ns in zip(WIRE, (ledger.wire_ns, *ledger.transfer_ns()), strict=True):
+            found[name].append(ns / 1e9)
+    return found
+
+
 def write_csv(outcome: Outcome, path: Path | str) -> None:
-    """A row a request: lengths, workers, end, TTFT, TPOT, latency, and the ledger's parts, in seconds."""
-    columns = ["request_id", "arrival_s", "input_tokens", "output_tokens", "prefill_worker", "decode_worker", "reason"]
-    derived = ["ttft_s", "tpot_s", "latency_s"]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow([*columns, *derived, *(f"{part}_s" for part in PARTS)])
-        for record in outcome.records:
-            parts = record.ledger.parts_ns() if record.ledger else dict.fromkeys(PARTS, 0)
-            times = [getattr(record, name) if record.served else "" for name in derived]
-            rows.writerow([*(getattr(record, name) for name in columns), *times, *(parts[p] / 1e9 for p in PARTS)])
+    """The columns under their names. Raises ConfigError where the file cannot be written."""
+    table = columns(outcome)
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(table)
+            rows.writerows(zip(*table.values(), strict=True))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What a good request keeps to, and the share of requests that must be good for a rate to count."""
+
+    ttft_s: float
+    tpot_s: float
+    share: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run at one rate, as goodput sees it. Latencies in seconds, nan where nothing was served."""
+
+    rate_rps: float
+    attainment: float
+    good_rps_per_device: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+
+    @staticmethod
+    def of(outcome: Outcome, rate_rps: float, slo: SLO, devices: int) -> Point:
+        """rate_rps: of arrivals, the clock's and not the run's, which ends when the last request does."""
+        met = outcome.attainment(slo.ttft_s, slo.tpot_s)
+        good = met * len(outcome.records) / max(outcome.span_s, 1e-9) / devices
+        spreads = [_quantiles(outcome.values(metric), (50, 99)) for metric in ("TTFT", "TPOT")]
+        return Point(rate_rps, met, good, *spreads[0], *spreads[1])
+
+
+def goodput_rps(points: Sequence[Point], share: float) -> float:
+    """The rate up to which at least `share` of the requests are good, a straight line between rates.
+
+    0 where the lowest rate fails already; the highest rate where none fails, which is then a lower bound.
+    """
+    ordered = sorted(points, key=lambda point: point.rate_rps)
+    if not ordered or ordered[0].attainment < share:
+        return 0.0
+    for before, after in pairwise(ordered):
+        if after.attainment < share:
+            fallen = (before.attainment - share) / (before.attainment - after.attainment)
+            return before.rate_rps + fallen * (after.rate_rps - before.rate_rps)
+    return ordered[-1].rate_rps
+
+
+def _quantiles(values: np.ndarray, percents: Sequence[int]) -> list[float]:
+    return [float(each) for each in np.percentile(values, percents)] if len(values) else [math.nan] * len(percents)
