@@ -84,6 +84,15 @@ class Model:
         first, stop = transfer.layers or (0, layers)
         return self.attention.kv_bytes(transfer.num_tokens, self.dtype) * (stop - first) / layers
 
+    def row_bytes(self, rows: int) -> float:
+        """Of the activations that a layer hands on."""
+        return rows * self.attention.hidden_size * DTYPE_BYTES[self.dtype]
+
+
+def all_reduce_s(size_bytes: float, tp: int, bytes_per_s: float, fixed_s: float) -> float:
+    """A ring over `tp` devices: 2 (tp - 1) / tp of the bytes go over each link; nothing where there is one."""
+    return fixed_s + size_bytes * 2 * (tp - 1) / tp / bytes_per_s if tp > 1 else 0.0
+
 
 def _over(formula: Callable[[DecodePlan, Any], Any], plan: DecodePlan, context_tokens: Contexts) -> Times:
     """A formula that only adds and multiplies is the same over an array."""
@@ -230,12 +239,9 @@ class Roofline:
         return params * DTYPE_BYTES[self.weight_dtype]
 
     def _collectives_s(self, rows: int) -> float:
-        if self.tp == 1:
-            return 0.0
-        attention = self.model.attention
-        size = rows * attention.hidden_size * DTYPE_BYTES[self.model.dtype] * 2 * (self.tp - 1) / self.tp
-        one_s = self.chip.collective_s + size / (self.chip.link_bytes_per_s * self.chip.link)
-        return 2 * attention.num_layers * one_s
+        bytes_per_s = self.chip.link_bytes_per_s * self.chip.link
+        one_s = all_reduce_s(self.model.row_bytes(rows), self.tp, bytes_per_s, self.chip.collective_s)
+        return 2 * self.model.attention.num_layers * one_s
 
     def kv_tokens(self, pp: int = 1) -> int:
         """KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError where the weights do not fit."""

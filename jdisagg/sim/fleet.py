@@ -10,6 +10,7 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
+from jdisagg.sim.kernel_tables import KernelTables
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.traces import Trace
 
@@ -28,6 +29,8 @@ class Sizes:
     reserve_tokens: int = 512
     decode_turns_per_prefill: int = 1
     transfer: TransferMode = TransferMode.CHUNK
+    beds_ahead: int = 2
+    fused_steps: bool = False  # of the engine that is modelled: see `sim.fused`
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
         pages = kv_tokens // self.page_size
@@ -49,6 +52,7 @@ class Sizes:
             decode_turns_per_prefill=self.decode_turns_per_prefill,
             prefills_ahead=self.prefills_ahead,
             transfer=self.transfer,
+            beds_ahead=self.beds_ahead,
         )
 
 
@@ -59,6 +63,7 @@ class Fleet:
     workers: tuple[WorkerConfig, ...]
     costs: dict[WorkerId, CostModel]
     links: FairLinks
+    fused_steps: bool = False  # the engines run a chunk and a turn as one step
 
 
 CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
@@ -71,7 +76,7 @@ def fleet(mesh: MeshSpec, sizes: Sizes, cost_of: CostOf, port_bytes_per_s: float
         costs[place.worker], kv_tokens = cost_of(place)
         workers.append(sizes.config(place, kv_tokens))
         ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
-    return Fleet(tuple(workers), costs, FairLinks(ports))
+    return Fleet(tuple(workers), costs, FairLinks(ports), sizes.fused_steps)
 
 
 def longest(trace: Trace) -> int:
@@ -96,3 +101,8 @@ def by_roofline(roofline: Callable[[int], Roofline]) -> CostOf:
         return model, model.kv_tokens(place.pp)
 
     return cost_of
+
+
+def by_kernels(tables: Callable[[int], KernelTables], kv_tokens: int) -> CostOf:
+    """Measured kernels for each `tp`, and the room that the engine was found to have."""
+    return lambda place: (tables(place.tp), kv_tokens)
