@@ -33,6 +33,7 @@ NOT_NEGATIVE = (
     "drain_s",
     "reserve_tokens",
     "max_retries",
+    "debug_keep",
     "temperature",
     "prefill_page_size",
     "transfer_error_bound",
@@ -116,6 +117,7 @@ class Settings:
     api_key: str = _setting("", "server", "key that clients must send; empty: none")
     drain_s: float = _setting(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")
     max_body_bytes: int = _setting(4 << 20, "server", "largest HTTP body")
+    debug_keep: int = _setting(512, "server", "requests and decisions that /debug remembers; 0: no /debug")
     metrics_compat: str = _setting("", "server", "also export metrics under these names, as vllm,jetstream")
     # one-shot
     prompt: str = _setting("", "one-shot", "stream one completion to the terminal and stop")

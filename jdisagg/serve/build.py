@@ -22,8 +22,10 @@ from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.driver import Observer
+from jdisagg.serve.learnt import learnt_by
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.records import Inside, Records
 from jdisagg.serve.wires import tell_wire_costs
 
 Progress = Callable[[str, int, int], None]
@@ -46,23 +48,31 @@ def build(
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(plan.model_name, plan.workers, plan.kv.bytes_per_page, recompiles, compat)
     journal = Journal(Header(router_config(settings), plan.workers), sink=journal_sink(settings.record_dir))
+    records = Records(settings.debug_keep)
+    workers = {config.worker: Worker(config) for config in plan.workers}
     machines.update(load_machines(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
     service = LocalService(
-        Router(router_config(settings), plan.workers),
-        {config.worker: Worker(config) for config in plan.workers},
+        Router(router_config(settings), plan.workers, records.note),
+        workers,
         machines,
         model_name=plan.model_name,
         model_config=plan.model,
         max_model_len=plan.max_model_len,
         tokenizer=tokenizer,
-        observers=(journal.observe, metrics.observe, *observers),
+        observers=(journal.observe, metrics.observe, *watching(records, settings), *observers),
         metrics=metrics,
         journal=journal,
+        inside=Inside(records, lambda: learnt_by(workers)) if settings.debug_keep else None,
         recompiles=recompiles,
     )
     tell_wire_costs(service.driver, plan, machines)
     return service
+
+
+def watching(records: Records, settings: Settings) -> tuple[Observer, ...]:
+    """What is kept for /debug, where it is wanted."""
+    return (records.observe,) if settings.debug_keep else ()
 
 
 def journal_sink(record_dir: str) -> Callable[[str], object] | None:

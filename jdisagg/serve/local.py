@@ -16,6 +16,7 @@ from jdisagg.engine.machine import Machine
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver import Actor, Far, LiveDriver, Observer, Outcome
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.records import Inside
 from jdisagg.serve.service import Delta, Draining, Rejected
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
@@ -56,17 +57,18 @@ class LocalService:
         observers: Sequence[Observer] = (),
         metrics: Metrics | None = None,
         journal: Journal | None = None,
+        inside: Inside | None = None,
         recompiles: Callable[[], int] = lambda: 0,
         far: Far | None = None,
         able: Callable[[], bool] | None = None,
     ) -> None:
-        """`metrics` and `journal` are among the observers where they are to be fed; here they are for the fronts.
+        """`metrics`, `journal` and the records of `inside` are among the observers; here they are for the fronts.
 
         With workers in other processes, `far` is the way to them and `able` says whether every phase has one.
         """
         self.model_name, self.model_config = model_name, model_config
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
-        self.recompiles, self.metrics, self.journal = recompiles, metrics, journal
+        self.recompiles, self.metrics, self.journal, self.inside = recompiles, metrics, journal, inside
         self.draining = False
         self._dead = False
         self._mailboxes: dict[RequestId, Mailbox] = {}

@@ -102,7 +102,7 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets, mod
         _listen(sockets.http, settings)
         running.http = HTTPServer(
             uvicorn.Config(
-                create_app(service, front, service.metrics),
+                create_app(service, front, service.metrics, service.inside),
                 log_level=settings.log_level,
                 access_log=False,
                 lifespan="off",

@@ -92,8 +92,9 @@ def test_a5_share_of_the_most_with_3_million_tokens(trace):
 
 def test_a6_50_million_tokens_nearly_reach_the_most(trace):
     full, most = found(trace, 5e7), found(trace, math.inf)
-    shares = [full.token_share / most.token_share, full.block_share / most.block_share]
-    hold_all([between("A6 conversation: of the most at 50M tokens, %", "nearly 100", 100 * s, 98, 100) for s in shares])
+    shares = {"tokens": full.token_share / most.token_share, "blocks": full.block_share / most.block_share}
+    name = "A6 conversation: share of the most at 50M tokens, %% of %s"
+    hold_all([between(name % what, "nearly 100", 100 * share, 98, 100) for what, share in shares.items()])
 
 
 # ------------------------------------------------------------------ figures 14 and 8: what a prompt costs

@@ -18,8 +18,10 @@ from jdisagg.engine.toy import ToyMachine
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.learnt import learnt_by
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.records import Inside, Records
 from tests.serve.scripted import FIXTURE
 
 MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
@@ -73,17 +75,19 @@ def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: f
     ]
     tokenizer = Tokenizer(FIXTURE)
     metrics = Metrics("toy", configs, PAGE_BYTES, recompiles=lambda: 0.0, compat=("vllm", "jetstream"))
+    records = Records(keep=40)
     workers = {config.worker: Worker(config) for config in configs}
     machines = {config.worker: SlowToy(config) for config in configs}
     service = LocalService(
-        Router(RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s), configs),
+        Router(RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s), configs, records.note),
         workers,
         machines,
         model_name="toy",
         model_config=ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, MAX_LEN),
         max_model_len=MAX_LEN,
         tokenizer=tokenizer,
-        observers=[metrics.observe],
+        observers=[metrics.observe, records.observe],
+        inside=Inside(records, lambda: learnt_by(workers)),
     )
     service.start()
     try:

@@ -37,7 +37,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
-from jdisagg.serve.build import Progress, journal_sink, router_config
+from jdisagg.serve.build import Progress, journal_sink, router_config, watching
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
 from jdisagg.serve.cluster.link import Pulse
@@ -48,6 +48,7 @@ from jdisagg.serve.cluster.warm import arrival_jobs, departure_jobs
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.records import Inside, Records
 from jdisagg.serve.tidings import EVERY_S
 from jdisagg.serve.wires import tell_wire_costs
 
@@ -279,14 +280,15 @@ def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], pr
     reception = Reception(address, terms.secret, terms.identity, node, pulse_of(settings), credentials)
     warm(plan, machines, progress)
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
-    service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()]))
+    records = Records(settings.debug_keep)
+    service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)
     tell_wire_costs(service.driver, plan, machines)
     node.driver = service.driver
     return RouterProcess(service, node, reception)
 
 
 def _service(
-    plan: Blueprint, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router
+    plan: Blueprint, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router, records: Records
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = _metrics(plan, settings, node)
@@ -299,9 +301,10 @@ def _service(
         model_config=plan.model,
         max_model_len=plan.max_model_len,
         tokenizer=tokenizer,
-        observers=(journal.observe, metrics.observe, node.observe),
+        observers=(journal.observe, metrics.observe, *watching(records, settings), node.observe),
         metrics=metrics,
         journal=journal,
+        inside=Inside(records, node.learnt) if settings.debug_keep else None,
         recompiles=node.recompiles,
         far=node,
         able=lambda: node.able,

@@ -27,6 +27,7 @@ from jdisagg.kv.transport.choose import choose
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, read_peer, records
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.driver import LiveDriver, Readers
+from jdisagg.serve.learnt import Learnt, learnt_by, read_learnt
 from jdisagg.serve.tidings import Everywhere, read_samples, samples_of
 
 log = logging.getLogger("jdisagg.cluster")
@@ -155,7 +156,7 @@ class WorkerNode(Node):
     def tell(self) -> None:
         """The tidings of this moment; nobody there, nothing sent."""
         told = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.counted)}
-        self.post(ROUTER, {"tidings": told})
+        self.post(ROUTER, {"tidings": told | {"learnt": learnt_by(self.driver.actors)}})
 
     # ------------------------------------------------------------ `visit.Guest`
 
@@ -194,6 +195,7 @@ class RouterNode(Node):
         self._shifts: dict[Link, deque[float]] = {}
         self._joining: dict[Link, list[PeerRecord]] = {}
         self._recompiles: dict[Link, int] = {}
+        self._learnt: dict[Link, Learnt] = {}
 
     @property
     def able(self) -> bool:
@@ -285,11 +287,21 @@ class RouterNode(Node):
             self._shifts[link].append(time.monotonic() - float(tidings["now_s"]))
             self._recompiles[link] = int(tidings["recompiles"])
             self.counted.hear(link, read_samples(tidings["samples"]))
+            self._learnt[link] = read_learnt(tidings.get("learnt", {}))
+
+    def learnt(self) -> Learnt:
+        """By the workers of all processes, those of others a second ago."""
+        with self._lock:
+            far = [*self._learnt.values()]
+        found = learnt_by(self.driver.actors)
+        for told in far:
+            found |= told
+        return found
 
     def lose(self, link: Link, why: str) -> None:
         with self._lock:
             self._drop(self._workers_of(link), why)
-            for book in (self._shifts, self._joining, self._recompiles):
+            for book in (self._shifts, self._joining, self._recompiles, self._learnt):
                 book.pop(link, None)
             self.counted.forget(link)
 

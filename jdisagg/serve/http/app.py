@@ -15,6 +15,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.chat import chat_prompt
+from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.gate import Gate, plain_id, read_body
 from jdisagg.serve.http.generation import Generation
 from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, encode
@@ -32,6 +33,7 @@ from jdisagg.serve.http.schema import (
 )
 from jdisagg.serve.logprobs import TokenNames
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.records import Inside
 from jdisagg.serve.service import Service
 
 EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
@@ -64,8 +66,13 @@ class Front:
         }
 
 
-def create_app(service: Service, settings: FrontSettings | None = None, metrics: Metrics | None = None) -> FastAPI:
-    """The HTTP front of a running stack; `metrics` is what `GET /metrics` shows."""
+def create_app(
+    service: Service,
+    settings: FrontSettings | None = None,
+    metrics: Metrics | None = None,
+    inside: Inside | None = None,
+) -> FastAPI:
+    """The HTTP front of a running stack; `metrics` is what `GET /metrics` shows, `inside` what `GET /debug/...` do."""
     settings = settings or FrontSettings()
     app = FastAPI(title="jdisagg", version=settings.version)
     front = Front(service, settings, metrics or Metrics(service.model_name))
@@ -73,6 +80,8 @@ def create_app(service: Service, settings: FrontSettings | None = None, metrics:
     _add_generation(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
+    if inside is not None:
+        add_debug(app, inside)
     app.add_middleware(Gate, api_key=settings.api_key)
     _describe_bodies(app)
     return app

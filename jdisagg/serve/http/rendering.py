@@ -11,6 +11,7 @@ from jdisagg.core.events import Finish
 from jdisagg.core.request import Sampled
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from jdisagg.serve.records import ledger_json
 from jdisagg.serve.text import Piece
 
 HOLE = "\x00hole\x00"  # where a chunk's text goes
@@ -190,7 +191,7 @@ class Renderer:
     def _ledger(self, finish: Finish | None) -> dict[str, Any]:
         if finish is None or not self.job.ledger:
             return {}
-        return {"ledger": {"total_ns": finish.ledger.total_ns, "parts_ns": finish.ledger.parts_ns()}}
+        return {"ledger": ledger_json(finish.ledger)}
 
     def _logprobs(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         if not self.job.logprobs:

@@ -1,0 +1,42 @@
+"""The routes under /debug: why requests went where they went, what became of one, and what shipping has learnt."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+
+from jdisagg.core.errors import RequestError
+from jdisagg.serve.records import Inside
+
+MOST = 10_000  # decisions of one answer
+
+
+def add_debug(app: FastAPI, inside: Inside) -> None:
+    records = inside.records
+
+    @app.get("/debug/decisions")
+    async def decisions(n: str = "100") -> dict[str, Any]:
+        """The last `n` decisions, latest first: who was weighed, at what cost, who was taken, and why."""
+        if not (n.isdecimal() and 1 <= int(n[:6]) <= MOST):
+            raise RequestError(f"n is {n[:20]!r}, must be a number from 1 to {MOST}", param="n")
+        return {"decisions": records.decisions(int(n))}
+
+    @app.get("/debug/requests")
+    async def requests() -> dict[str, Any]:
+        """The requests that are remembered, latest first."""
+        return {"requests": records.requests()}
+
+    @app.get("/debug/requests/{name:path}")
+    async def request(name: str) -> dict[str, Any]:
+        """The life of one request, by its id in answers and in x-request-id; each choice is a request of its own."""
+        lives = records.request(name)
+        if not lives:
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"no request {name[:128]!r} is remembered")
+        return {"requests": lives}
+
+    @app.get("/debug/transfer")
+    async def transfer() -> dict[str, Any]:
+        """What --transfer=auto and --transfer_compress=auto have learnt, by prefill worker."""
+        return {"workers": inside.learnt()}

@@ -1,0 +1,39 @@
+"""What workers have learnt of shipping KV, in words: of this process's from their actors, of others' by tidings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jdisagg.core.errors import BadTicket
+from jdisagg.core.request import WorkerId
+from jdisagg.policy.worker import Worker
+
+Learnt = dict[WorkerId, dict[str, str]]  # by worker: "streaming" and "wires"
+MOST_CHARS = 500
+
+
+def learnt_by(actors: Mapping[WorkerId, Any]) -> Learnt:
+    """Of those that prefill. From any thread: what is read are single numbers."""
+    workers = {name: actor for name, actor in actors.items() if isinstance(actor, Worker)}
+    return {name: _words(worker) for name, worker in workers.items() if worker.config.role.prefills}
+
+
+def _words(worker: Worker) -> dict[str, str]:
+    streaming = worker.prompts.streaming
+    fixed = f"--transfer={worker.config.transfer}: nothing to learn"
+    return {
+        "streaming": fixed if streaming is None else streaming.describe(),
+        "wires": f"--transfer_compress={worker.config.compress}: {worker.prompts.wires.describe()}",
+    }
+
+
+def read_learnt(told: Any) -> Learnt:
+    """What another process says of its workers. Raises BadTicket where it is nothing of the kind."""
+    try:
+        return {
+            WorkerId(str(worker)): {str(name)[:40]: str(words)[:MOST_CHARS] for name, words in of.items()}
+            for worker, of in told.items()
+        }
+    except AttributeError as error:
+        raise BadTicket(f"a peer has learnt what cannot be read: {error}") from error
