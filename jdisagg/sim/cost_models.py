@@ -175,7 +175,8 @@ def distserve_kv_tokens(name: str, tp: int, pp: int) -> int:
 class Roofline:
     """`tp` devices, each with 1/tp of the weights and heads; efficiencies are the hardware's, by name.
 
-    Linear work takes its FLOPs or its weights' bytes, whichever is longer, the layers' matrices and the head's apart.
+    Linear work takes its FLOPs or its weights' bytes, whichever is longer, the layers' matrices and the head's apart;
+    where the chip multiplies the weights' dtype faster, activations are taken to be of it, too.
     Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode. Two all-reduces
     a layer where tp > 1 (ring: 2 (tp - 1) / tp of the bytes). Looking tokens up in the embedding is left out.
     """
@@ -227,7 +228,7 @@ class Roofline:
         return self._matrices_s(self.model.attention.head_params, rows) if rows else 0.0
 
     def _matrices_s(self, params: float, rows: int) -> float:
-        compute_s = 2 * params * rows / (self.chip.flops * self.tp * self.chip.gemm)
+        compute_s = 2 * params * rows / (self.chip.flops_of(self.weight_dtype) * self.tp * self.chip.gemm)
         read_bytes = params * DTYPE_BYTES[self.weight_dtype]
         return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.skinny))
 

@@ -9,6 +9,7 @@ without such a table take the H100's shares.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.targets import CHIPS
@@ -31,29 +32,37 @@ class Hardware:
     decode_attention: float = 0.86  # share of HBM
     link: float = 0.77  # share of a link one stream gets
     collective_s: float = 15.5e-6  # of an all-reduce of a few bytes
+    narrow: tuple[tuple[str, float], ...] = ()  # dtypes that it multiplies faster than bf16, and how many times
+
+    def flops_of(self, dtype: str) -> float:
+        """A second, where both factors are of `dtype`; of one that it does not multiply, bf16's."""
+        return self.flops * dict(self.narrow).get(dtype, 1.0)
 
 
-def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: float) -> Hardware:
+TWICE = (("int8", 2.0), ("fp8", 2.0))
+
+
+def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any, **named: Any) -> Hardware:
     """A chip of `core.targets`, and what its sheet does not say."""
     chip = CHIPS[name]
     sheet = (chip.flops_per_s, chip.memory_bytes, chip.memory_bytes_per_s)
-    return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest)
+    return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest, **named)
 
 
-_A100 = _chip("a100", 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6)
-_H100 = _chip("h100", 450e9, 50e9, 4.76, 0.78, 0.83, 0.67, 0.86, 0.77, 15.5e-6)
+_A100 = _chip("a100", 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6, narrow=(("int8", 2.0),))
+_H100 = _chip("h100", 450e9, 50e9, 4.76, 0.78, 0.83, 0.67, 0.86, 0.77, 15.5e-6, narrow=TWICE)
 HARDWARE = {
     each.name: each
     for each in (
         _A100,
         _H100,
-        _chip("h200", 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6),
-        Hardware("b200", 2250e12, 180 << 30, 7.7e12, 900e9, 100e9),
+        _chip("h200", 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6, narrow=TWICE),
+        Hardware("b200", 2250e12, 180 << 30, 7.7e12, 900e9, 100e9, narrow=(*TWICE, ("int4", 4.0))),
         replace(_A100, name="a800", link_bytes_per_s=200e9, price_per_hour=0.0),
         replace(_H100, name="h800", link_bytes_per_s=200e9, price_per_hour=2.0),
-        _chip("v5e", 50e9, 3.1e9, 1.2),
-        _chip("v5p", 100e9, 6.2e9, 4.2),
-        _chip("v6e", 100e9, 6.2e9, 2.7),
+        _chip("v5e", 50e9, 3.1e9, 1.2, narrow=(("int8", 2.0),)),
+        _chip("v5p", 100e9, 6.2e9, 4.2, narrow=(("int8", 2.0),)),
+        _chip("v6e", 100e9, 6.2e9, 2.7, narrow=(("int8", 2.0),)),
         # One socket of 56 cores with AMX at 1.9 GHz and 8 channels of DDR5-4800; the shares are guesses, not measured.
         Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6),
     )
