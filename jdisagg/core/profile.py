@@ -1,0 +1,165 @@
+"""What a run's own programs took on its own devices: the table that a simulation is priced by, as one JSON file.
+
+Seconds are medians of interleaved repeats. A pool stands for all workers of its role, tp and pp.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.worker_config import Role
+
+VERSION = 1
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """A chunk of `tokens` tokens, behind `context` tokens of the same prompt that are in the pages already."""
+
+    bucket_tokens: int
+    tokens: int
+    context: int
+    seconds: float  # until its drawn token is on the host
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """A turn of one microbatch with `batch` active slots that hold `context` tokens each."""
+
+    table_pages: int
+    batch: int
+    context: int
+    seconds: float  # from one turn to the next, turns dispatched ahead as in the run
+    stages: tuple[float, ...]  # of each stage alone; what the draw takes is in `Pool`
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """One part of KV to a decode worker in this process: all layers of `pages` pages, or one layer group's."""
+
+    mode: str  # "chunk": all layers at once; "layer": one group
+    wire: str
+    pages: int
+    size_bytes: int
+    ship_s: float  # packed, and landed on the destination's devices
+    insert_s: float  # checked, and written into pages
+
+    @property
+    def seconds(self) -> float:
+        return self.ship_s + self.insert_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Times of one kind of worker; a prefill worker has no decode times, and the other way round."""
+
+    role: Role
+    tp: int
+    pp: int
+    kv_tokens: int  # that a worker had room for
+    prefill: tuple[PrefillTime, ...] = ()
+    decode: tuple[DecodeTime, ...] = ()
+    first_draw_s: float = 0.0  # of a chunk's logits
+    draw_s: float = 0.0  # of a turn's logits
+    admit_s: float = 0.0  # that a turn takes longer when sequences join it
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the actors, the driver and its threads add to the machines' own times, a lone request's."""
+
+    prefill_s: float = 0.0  # a plan
+    decode_s: float = 0.0  # a turn
+    message_s: float = 0.0  # a word between actors
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How far a simulation with this profile was from a live run, the last time anybody looked. Shares, not percent."""
+
+    when: str
+    workload: str
+    errors: dict[str, float]  # of the means, by name: (simulated - live) / live
+    mape: float  # mean of their absolute values
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The file. `slowdown[a][b]`: how much longer phase a takes while another device of the machine is busy with b.
+
+    0: they are independent devices. Meshes of virtual CPU devices share cores and memory, and are not.
+    """
+
+    machine: str
+    platform: str
+    date: str
+    mesh: str
+    model: str
+    dtype: str
+    page_size: int
+    num_layers: int
+    kv_bytes_per_token: int
+    repeats: int
+    pools: tuple[Pool, ...]
+    transfers: tuple[TransferTime, ...] = ()
+    host: Host = Host()
+    slowdown: dict[str, dict[str, float]] = field(default_factory=dict)
+    checked: Checked | None = None
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    def save(self, path: Path | str) -> None:
+        """Raises ConfigError where the file cannot be written."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"profile {path}: {error.strerror}") from error
+
+    def with_check(self, checked: Checked) -> Profile:
+        return replace(self, checked=checked)
+
+
+def read_profile(path: Path | str) -> Profile:
+    """A file that `save` wrote. Raises ConfigError, in one line, for any other."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"profile {path} is not JSON: {error}") from error
+    version = record.pop("version", None) if isinstance(record, dict) else None
+    if version != VERSION:
+        raise ConfigError(f"profile {path} is of version {version}, this program reads {VERSION}")
+    try:
+        return _profile(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"profile {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _profile(record: dict[str, Any]) -> Profile:
+    return Profile(
+        **{
+            **record,
+            "pools": tuple(_pool(each) for each in record["pools"]),
+            "transfers": tuple(TransferTime(**each) for each in record["transfers"]),
+            "host": Host(**record["host"]),
+            "checked": Checked(**record["checked"]) if record["checked"] else None,
+        }
+    )
+
+
+def _pool(record: dict[str, Any]) -> Pool:
+    return Pool(
+        **{
+            **record,
+            "role": Role(record["role"]),
+            "prefill": tuple(PrefillTime(**each) for each in record["prefill"]),
+            "decode": tuple(DecodeTime(**{**each, "stages": tuple(each["stages"])}) for each in record["decode"]),
+        }
+    )

@@ -1,0 +1,223 @@
+"""All that a profile holds, cell by cell: a list of things to time, rounds over all of them, and medians."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import itertools
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jdisagg.core.profile import PHASES, DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
+from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import bucket
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
+from jdisagg.serve import timing
+from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.build import router_config
+from jdisagg.serve.local import LocalService
+
+Key = tuple[object, ...]
+Cell = Callable[[], tuple[float, ...]]
+Told = Callable[[str, int, int], None]  # what is timed, samples so far, samples in all
+LONE_TOKENS = 24
+PREFILL, DECODE = PHASES
+
+
+class Survey:
+    """A stack's machines, warm, and what is to be timed on them. Nothing else may use them meanwhile."""
+
+    def __init__(self, plan: Blueprint, settings: Settings, machines: Mapping[WorkerId, MeshMachine]) -> None:
+        self.plan, self.settings, self.machines = plan, settings, dict(machines)
+        self.firsts = {machine.config.role: machine for machine in reversed([*machines.values()])}
+        self.cells: dict[Key, Cell] = {}
+        self.samples: dict[Key, list[tuple[float, ...]]] = {}
+        for machine in self.firsts.values():
+            self._add_prefill(machine)
+            self._add_decode(machine)
+        self._add_transfers()
+        self._add_pairs()
+        self._add_host()
+
+    # ------------------------------------------------------------ what is timed
+
+    def _add(self, key: Key, work: timing.Work) -> None:
+        self.cells[key] = lambda: (work(),)
+
+    def _add_prefill(self, machine: MeshMachine) -> None:
+        if machine.prefiller is None:
+            return
+        role = machine.config.role
+        for size in timing.chunk_sizes(machine.config):
+            self._add((role, PREFILL, *size), lambda size=size: timing.time_chunk(machine, *size))
+        self._add((role, "first draw"), lambda: timing.time_first_draw(machine))
+
+    def _add_decode(self, machine: MeshMachine) -> None:
+        if machine.decoder is None:
+            return
+        role, stages = machine.config.role, machine.config.num_microbatches
+        sizes = timing.turn_sizes(machine.config)
+        for size in sizes:
+            self._add((role, "turn", *size), lambda size=size: timing.time_turns(machine, *size))
+            self.cells[role, "stages", *size] = lambda size=size: timing.time_stages(machine, *size)
+        middle = sizes[len(sizes) // 2]
+        self._add((role, "admission"), lambda: timing.time_admission(machine, *middle))
+        if stages > 1:
+            self._add((role, "alone"), lambda: timing.time_turns(machine, *middle))
+            self._add((role, "together"), lambda: timing.time_turns(machine, *middle, stages))
+
+    def _add_transfers(self) -> None:
+        ends = [next((m for m in self.machines.values() if m.config.role == role), None) for role in PHASES]
+        source, destination = ends
+        if source is None or destination is None:
+            return
+        modes: list[tuple[str, tuple[int, int] | None]] = [("chunk", None)]
+        if len(self.plan.layers) > 1:
+            modes.append(("layer", (self.plan.layers[0].start, self.plan.layers[0].stop)))
+        sizes = source.group_to(destination.config).buckets()
+        for (mode, layers), wire, pages in itertools.product(modes, source.config.wires, sizes):
+            if pages <= min(source.config.num_pages, destination.config.num_pages):
+                self.cells["transfer", mode, wire, pages] = lambda layers=layers, wire=wire, pages=pages: (
+                    timing.time_transfer(source, destination, pages, layers, wire)
+                )
+
+    def _add_pairs(self) -> None:
+        for (mine, yours), (one, other) in timing.pairs([*self.machines.values()]).items():
+            foreground, background = timing.usual_work(one, mine), timing.usual_work(other, yours)
+            self._add(("pair", mine, yours, "alone"), foreground)
+            self._add(
+                ("pair", mine, yours, "beside"),
+                lambda foreground=foreground, background=background: timing.time_beside(foreground, background),
+            )
+
+    def _add_host(self) -> None:
+        prefiller = next(machine for machine in self.machines.values() if machine.prefiller is not None)
+        decoder = next(machine for machine in self.machines.values() if machine.decoder is not None)
+        tokens = min(prefiller.config.prefill_buckets[0], self.plan.max_model_len - 2 * LONE_TOKENS)
+        self._add(("host", "chunk"), lambda: timing.time_chunk(prefiller, tokens, 0))
+        self._add(("host", "turn"), lambda: timing.time_turns(decoder, 1, tokens))
+        self.cells["host", "request"] = lambda: self._lone_request(tokens)
+
+    def _lone_request(self, tokens: int) -> tuple[float, ...]:
+        """Seconds of a request that is alone in the whole stack: its prefill, each token after, its reservation."""
+        plan, limits = self.plan, router_config(self.settings)
+        service = LocalService(
+            Router(limits, plan.workers),
+            {config.worker: Worker(config) for config in plan.workers},
+            self.machines,
+            model_name=plan.model_name,
+            model_config=plan.model,
+            max_model_len=plan.max_model_len,
+            tokenizer=Tokenizer(plan.model_folder),
+        )
+        service.start()
+        try:
+            parts = asyncio.run(_parts_of_one(service, tokens))
+        finally:
+            service.stop()
+        return parts["prefill"] / 1e9, parts["decode"] / 1e9 / (LONE_TOKENS - 2), parts["reserve_wait"] / 1e9
+
+    # ------------------------------------------------------------ rounds
+
+    def run(self, rounds: int, told: Told = lambda label, done, total: None) -> None:
+        """Visits every cell once a round; one visit before the first is not counted."""
+        total = len(self.cells) * (rounds + 1)
+        for number, (key, cell) in itertools.product(range(rounds + 1), self.cells.items()):
+            told(" ".join(map(str, key)), number * len(self.cells) + len(self.samples), total)
+            sample = cell()
+            if number:
+                self.samples.setdefault(key, []).append(sample)
+        told("done", total, total)
+
+    def seconds(self, *key: object, index: int = 0) -> float:
+        """The median of a cell's samples."""
+        return statistics.median(sample[index] for sample in self.samples[key])
+
+    # ------------------------------------------------------------ the table
+
+    def profile(self, machine: str) -> Profile:
+        plan = self.plan
+        return Profile(
+            machine=machine,
+            platform=next(iter(self.machines.values())).sections[0].place.devices[0].platform,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            mesh=str(plan.mesh),
+            model=plan.model_name,
+            dtype=plan.dtype,
+            page_size=plan.kv.page_size,
+            num_layers=plan.model.num_layers,
+            kv_bytes_per_token=plan.kv.bytes_per_page // plan.kv.page_size,
+            repeats=min(map(len, self.samples.values())),
+            pools=tuple(self._pool(each) for each in self.firsts.values()),
+            transfers=self._transfers(),
+            host=self._host(),
+            slowdown=self._slowdown(),
+        )
+
+    def _pool(self, machine: MeshMachine) -> Pool:
+        config, place = machine.config, self.plan.place(machine.config.worker)
+        pool = Pool(config.role, place.tp, place.pp, config.num_pages * config.page_size)
+        if machine.prefiller is not None:
+            chunks = tuple(
+                PrefillTime(bucket(size[0], config.prefill_buckets), *size, self.seconds(config.role, PREFILL, *size))
+                for size in timing.chunk_sizes(config)
+            )
+            pool = replace(pool, prefill=chunks, first_draw_s=self.seconds(config.role, "first draw"))
+        if machine.decoder is not None:
+            times = tuple(self._turn(machine, *size) for size in timing.turn_sizes(config))
+            draw_s = statistics.median(max(0.0, each.seconds - sum(each.stages)) for each in times)
+            admit_s = max(0.0, self.seconds(config.role, "admission"))
+            pool = replace(pool, decode=times, draw_s=draw_s, admit_s=admit_s)
+        return pool
+
+    def _turn(self, machine: MeshMachine, batch: int, context: int) -> DecodeTime:
+        role, size = machine.config.role, (batch, context)
+        stages = tuple(self.seconds(role, "stages", *size, index=index) for index in range(len(machine.sections)))
+        width = timing.table_pages(machine.config, context)
+        return DecodeTime(width, batch, context + timing.TURNS // 2, self.seconds(role, "turn", *size), stages)
+
+    def _transfers(self) -> tuple[TransferTime, ...]:
+        found = []
+        for key, samples in self.samples.items():
+            if key[0] == "transfer":
+                mode, wire, pages = str(key[1]), str(key[2]), int(str(key[3]))
+                ship_s, insert_s = (self.seconds(*key, index=index) for index in (1, 2))
+                found.append(TransferTime(mode, wire, pages, int(samples[0][0]), ship_s, insert_s))
+        return tuple(found)
+
+    def _slowdown(self) -> dict[str, dict[str, float]]:
+        """Of one phase by another device at the other phase; of turns by turns, between the stages where there are."""
+        found: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
+        for key in self.samples:
+            if key[0] == "pair" and key[3] == "beside":
+                mine, yours = str(key[1]), str(key[2])
+                found[mine][yours] = max(0.0, self.seconds(*key) / self.seconds(*key[:3], "alone") - 1.0)
+        for role, machine in self.firsts.items():
+            if (role, "together") in self.samples:
+                ratio = self.seconds(role, "together") / self.seconds(role, "alone")
+                found[DECODE][DECODE] = max(0.0, (ratio - 1.0) / (machine.config.num_microbatches - 1))
+        return {phase: row for phase, row in found.items() if row}
+
+    def _host(self) -> Host:
+        prefill_s, turn_s, reserve_s = (self.seconds("host", "request", index=index) for index in range(3))
+        return Host(
+            prefill_s=max(0.0, prefill_s - self.seconds("host", "chunk")),
+            decode_s=max(0.0, turn_s - self.seconds("host", "turn")),
+            message_s=reserve_s / 2,
+        )
+
+
+async def _parts_of_one(service: LocalService, tokens: int) -> dict[str, int]:
+    """Nanoseconds of each part of its ledger."""
+    sampling = SamplingParams(max_tokens=LONE_TOKENS, temperature=0.0)
+    request = Request(RequestId("lone"), (timing.TOKEN,) * tokens, sampling, arrival_s=service.now_s())
+    finish = None
+    async for delta in service.stream(request):
+        finish = delta.finish or finish
+    assert finish is not None, "a stream ends by a finish"
+    return finish.ledger.parts_ns()

@@ -1,0 +1,267 @@
+"""Times of a run's own warmed programs: what one machine does alone, what two do to each other, what the host adds.
+
+Everything runs the plans that a worker would make, on real pages. A *cell* is one thing to time; all cells are visited
+once a round, so that what else the machine does meanwhile falls on all alike. `jdisagg.profile` makes a table of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+import jax
+
+from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.worker_config import WorkerConfig, bucket
+from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.prefill import pack
+
+GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
+TURNS = 8  # of one sample
+TOKEN = 5
+NOBODY = RequestId("timing")
+plan_ids = count(1)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def pages_for(config: WorkerConfig, tokens: int, row: int = 0) -> tuple[int, ...]:
+    """Pages of a sequence, other ones for each row as far as the pool has them."""
+    needed = config.pages_for(tokens)
+    return tuple((row * needed + index) % config.num_pages + 1 for index in range(needed))
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+def chunk_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
+    """(tokens, context): the least and the most of each bucket, at the head of a prompt and far behind it."""
+    sizes, least = [], 1
+    for most in config.prefill_buckets:
+        for tokens in sorted({min(least, config.max_model_len), min(most, config.max_model_len)}):
+            room = config.max_model_len - tokens
+            sizes += [(tokens, context) for context in sorted({0, room // 2, room})]
+        least = most + 1
+    return sizes
+
+
+def prefill_plan(config: WorkerConfig, tokens: int, context: int) -> PrefillPlan:
+    pages = pages_for(config, context + tokens)
+    chunk = PrefillChunk(NOBODY, (TOKEN,) * tokens, context, pages, True, GREEDY)
+    return PrefillPlan(next(plan_ids), (chunk,), bucket(tokens, config.prefill_buckets), config.table_buckets[-1])
+
+
+def time_chunk(machine: MeshMachine, tokens: int, context: int) -> float:
+    plan = prefill_plan(machine.config, tokens, context)
+    return seconds(lambda: machine.run_prefill(plan).read())
+
+
+def time_first_draw(machine: MeshMachine) -> float:
+    """Of logits that are there."""
+    prefiller = machine.prefiller
+    assert prefiller is not None, f"{machine.config.worker} does not prefill"
+    plan = prefill_plan(machine.config, 1, 0)
+    packed = pack(plan, machine.config)
+    logits = jax.block_until_ready(prefiller.head(prefiller.groups(packed), packed))
+    return seconds(lambda: jax.block_until_ready(prefiller.draw(plan, logits)))
+
+
+# ---------------------------------------------------------------------- decode
+
+
+def turn_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
+    """(batch, context): one slot, half and all of a microbatch, over contexts from a page to the longest."""
+    slots, longest = config.slots_per_microbatch, config.max_model_len - 2 * TURNS
+    batches = sorted({1, max(1, slots // 2), slots})
+    contexts = sorted({max(1, min(size, longest)) for size in (config.page_size, longest // 4, longest // 2, longest)})
+    return [(batch, context) for batch in batches for context in contexts]
+
+
+def table_pages(config: WorkerConfig, context: int) -> int:
+    return bucket(config.pages_for(context + 2 * TURNS), config.table_buckets)
+
+
+class Seats:
+    """Sequences in the first slots of some microbatches, and the turns that they take."""
+
+    def __init__(self, machine: MeshMachine, batch: int, context: int, microbatches: int = 1) -> None:
+        self.machine, self.batch, self.context = machine, batch, context
+        self.config, self.microbatches = machine.config, range(microbatches)
+        self.width = table_pages(machine.config, context)
+
+    def slots(self, microbatch: int) -> tuple[int, ...]:
+        first = microbatch * self.config.slots_per_microbatch
+        return tuple(range(first, first + self.batch))
+
+    def take(self) -> float:
+        """Seconds of a turn that every sequence joins, the longest of the microbatches'."""
+        longest = self.context + 2 * TURNS
+        found = []
+        for microbatch in self.microbatches:
+            admit = tuple(
+                Admission(slot, NOBODY, TOKEN, self.context, pages_for(self.config, longest, slot), GREEDY, 1)
+                for slot in self.slots(microbatch)
+            )
+            plan = DecodePlan(next(plan_ids), microbatch, self.slots(microbatch), self.width, admit)
+            found.append(seconds(lambda plan=plan: self.machine.run_decode(plan).read()))
+        return max(found)
+
+    def leave(self) -> None:
+        for microbatch in self.microbatches:
+            plan = DecodePlan(next(plan_ids), microbatch, (), self.width, retire=self.slots(microbatch))
+            self.machine.run_decode(plan).read()
+
+    def turn(self, microbatch: int = 0) -> Callable[[], object]:
+        """Dispatches one; the result waits for its tokens."""
+        plan = DecodePlan(next(plan_ids), microbatch, self.slots(microbatch), self.width)
+        return self.machine.run_decode(plan).read
+
+    def lone_turn(self) -> float:
+        """From its dispatch to its tokens, with nothing else under way."""
+        began_s = time.perf_counter()
+        self.turn()()
+        return time.perf_counter() - began_s
+
+    def period(self, turns: int = TURNS) -> float:
+        """Seconds from turn to turn of one microbatch, `turns_ahead` of each dispatched before the first is read."""
+        ahead = self.config.turns_ahead * len(self.microbatches)
+        waiting = deque[Callable[[], object]]()
+
+        def go_round() -> None:
+            for number in range(turns * len(self.microbatches)):
+                waiting.append(self.turn(number % len(self.microbatches)))
+                if len(waiting) >= ahead:
+                    waiting.popleft()()
+            while waiting:
+                waiting.popleft()()
+
+        return seconds(go_round) / turns
+
+
+@contextmanager
+def seated(machine: MeshMachine, batch: int, context: int, microbatches: int = 1) -> Iterator[Seats]:
+    seats = Seats(machine, batch, context, microbatches)
+    seats.take()
+    try:
+        yield seats
+    finally:
+        seats.leave()
+
+
+def time_turns(machine: MeshMachine, batch: int, context: int, microbatches: int = 1) -> float:
+    """From turn to turn, of that many microbatches at once."""
+    with seated(machine, batch, context, microbatches) as seats:
+        return seats.period()
+
+
+def time_admission(machine: MeshMachine, batch: int, context: int) -> float:
+    """What a turn that sequences join takes beyond another one like it; may be below 0 on a machine with other work."""
+    seats = Seats(machine, batch, context)
+    joined_s = seats.take()
+    lone_s = seats.lone_turn()
+    seats.leave()
+    return joined_s - lone_s
+
+
+def time_stages(machine: MeshMachine, batch: int, context: int) -> tuple[float, ...]:
+    """Of each stage with nothing before it under way; the turn is not drawn, so that its slots stay where they are."""
+    decoder = machine.decoder
+    assert decoder is not None, f"{machine.config.worker} does not decode"
+    with seated(machine, batch, context) as seats:
+        microbatch, x, found = decoder.microbatches[0], None, []
+        for section in decoder.sections:
+            table, feed = microbatch.table_on(section.place, seats.width), section.place.spread(microbatch.feed)
+            hopped = jax.block_until_ready((table, feed, x if x is None else section.place.hop(x)))
+            began_s = time.perf_counter()
+            x = jax.block_until_ready(section.decode(*hopped))
+            found.append(time.perf_counter() - began_s)
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------- transfers
+
+
+def time_transfer(
+    source: MeshMachine, destination: MeshMachine, pages: int, layers: tuple[int, int] | None, wire: str
+) -> tuple[int, float, float]:
+    """(bytes, seconds until they have landed, seconds until they are in pages)."""
+    group = source.group_to(destination.config)
+    tokens = pages * group.source * source.config.page_size
+    here, there = source.config.worker, destination.config.worker
+    lists = pages_for(source.config, tokens), pages_for(destination.config, tokens)
+    transfer = KVTransfer("timing", 1, NOBODY, here, there, *lists, tokens, layers=layers, wire=wire)
+    began_s = time.perf_counter()
+    parcel = source.ship(transfer, destination)
+    parcel.wait_packed()
+    parcel.wait()
+    landed_s = time.perf_counter()
+    verdict = destination.check(parcel)
+    if verdict is not None:
+        verdict()
+    destination.insert(parcel)
+    jax.block_until_ready([stage.pools for stage in destination.pages])
+    return sum(array.nbytes for array in parcel.packed), landed_s - began_s, time.perf_counter() - landed_s
+
+
+# ---------------------------------------------------------------------- two at once
+
+Work = Callable[[], float]  # seconds of one sample
+
+
+def usual_work(machine: MeshMachine, phase: str) -> Work:
+    """What a worker does all day: whole chunks, or turns of half a microbatch at half its length."""
+    config = machine.config
+    if phase == "prefill":
+        return lambda: time_chunk(machine, min(config.prefill_buckets[0], config.max_model_len), 0)
+    batch = max(1, config.slots_per_microbatch // 2)
+    return lambda: time_turns(machine, batch, config.max_model_len // 2)
+
+
+@contextmanager
+def busy(work: Work) -> Iterator[None]:
+    """Another thread does nothing else meanwhile."""
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=go_on, name="timing-beside")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def time_beside(foreground: Work, background: Work) -> float:
+    with busy(background):
+        return foreground()
+
+
+def pairs(machines: Sequence[MeshMachine]) -> dict[tuple[str, str], tuple[MeshMachine, MeshMachine]]:
+    """By (phase, phase beside it), the first two machines that can."""
+    found: dict[tuple[str, str], tuple[MeshMachine, MeshMachine]] = {}
+    for one in machines:
+        for other in machines:
+            if one is not other:
+                for mine in phases(one):
+                    for yours in phases(other):
+                        found.setdefault((mine, yours), (one, other))
+    return found
+
+
+def phases(machine: MeshMachine) -> list[str]:
+    role = machine.config.role
+    return [name for name, does in (("prefill", role.prefills), ("decode", role.decodes)) if does]
