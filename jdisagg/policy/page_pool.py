@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ class PageState(StrEnum):
     HELD = "held"  # a sequence computes with it here
     IN_FLIGHT = "in_flight"  # part of a handoff under way: the other end may still write or read it
     CACHED = "cached"  # kept for a prefix to come back
+
+
+NOBODYS = (None, PageState.FREE)
 
 
 class PagePool:
@@ -43,26 +46,25 @@ class PagePool:
         assert count >= 0 and state is not PageState.FREE, f"{owner} cannot take {count} pages as {state}"
         if count > len(self._free):
             return None
-        pages = tuple(self._free.pop() for _ in range(count))
-        for page in pages:
-            self._owners[page] = (owner, state)
+        pages = tuple(self._free[: -count - 1 : -1])
+        del self._free[len(self._free) - count :]
+        self._owners.update(dict.fromkeys(pages, (owner, state)))
         self._count(PageState.FREE, state, count)
         return pages
 
     def move(self, pages: Sequence[int], owner: Owner, state: PageState) -> None:
         """Books the owner's pages under another state."""
         assert state is not PageState.FREE, "pages become free by give_back"
-        for page in pages:
-            before = self._state_of(page, owner)
-            self._owners[page] = (owner, state)
-            self._count(before, state, 1)
+        for before, count in self._states_of(pages, owner).items():
+            self._count(before, state, count)
+        self._owners.update(dict.fromkeys(pages, (owner, state)))
 
-    def give_back(self, pages: Iterable[int], owner: Owner) -> None:
+    def give_back(self, pages: Sequence[int], owner: Owner) -> None:
+        for before, count in self._states_of(pages, owner).items():
+            self._count(before, PageState.FREE, count)
         for page in pages:
-            before = self._state_of(page, owner)
             del self._owners[page]
-            self._free.append(page)
-            self._count(before, PageState.FREE, 1)
+        self._free.extend(pages)
 
     def pages_of(self, owner: Owner) -> set[int]:
         return {page for page, (holder, _) in self._owners.items() if holder == owner}
@@ -82,10 +84,12 @@ class PagePool:
             assert counted == self._counts[state], f"{state}: {counted} pages, {self._counts[state]} in the ledger"
         assert sum(self._counts.values()) == self.num_pages, f"{dict(self._counts)} is not {self.num_pages} in all"
 
-    def _state_of(self, page: int, owner: Owner) -> PageState:
-        holder, state = self._owners.get(page, (None, PageState.FREE))
-        assert holder == owner, f"page {page} belongs to {holder}, not to {owner}"
-        return state
+    def _states_of(self, pages: Sequence[int], owner: Owner) -> Counter[PageState]:
+        """How many of the owner's pages are in each state."""
+        held = [self._owners.get(page, NOBODYS) for page in pages]
+        wrong = [(page, holder) for page, (holder, _) in zip(pages, held, strict=True) if holder != owner]
+        assert not wrong, f"page {wrong[0][0]} belongs to {wrong[0][1]}, not to {owner}"
+        return Counter([state for _, state in held])
 
     def _count(self, before: PageState, after: PageState, count: int) -> None:
         self._counts[before] -= count

@@ -8,7 +8,7 @@ from jdisagg.core.messages import View
 from jdisagg.core.request import Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.page_pool import Owner
-from jdisagg.policy.planning import full_tokens, predicted_pages
+from jdisagg.policy.planning import predicted_pages
 from jdisagg.policy.routing import WorkerLook
 
 
@@ -29,9 +29,11 @@ class Peer:
     prefill_work: dict[RequestId, float] = field(default_factory=dict)
     decode_work: dict[RequestId, float] = field(default_factory=dict)
     work_tokens: float = 0.0  # sum of both
+    longest: int = field(init=False)  # prompt and output of the longest request that the empty worker could hold
 
     def __post_init__(self) -> None:
         self.view = empty_view(self.config)
+        self.longest = min(self.config.num_pages * self.config.page_size + 1, self.config.max_model_len)
 
     # ------------------------------------------------------------ beds
 
@@ -55,9 +57,8 @@ class Peer:
         return min(self.config.num_pages * self.config.page_size, self.config.max_model_len)
 
     def could_hold(self, request: Request) -> bool:
-        """Whether the empty worker would do: its share of the request fits to the very end."""
-        fits_pool = self.config.pages_for(full_tokens(request)) <= self.config.num_pages
-        return fits_pool and len(request.prompt) + request.sampling.max_tokens <= self.config.max_model_len
+        """Whether the empty worker would do: the request fits to the very end, whose last token is never fed."""
+        return len(request.prompt) + request.sampling.max_tokens <= self.longest
 
     def has_bed(self, request: Request) -> bool:
         """Whether a bed is free, as far as is known."""

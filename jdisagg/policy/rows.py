@@ -94,6 +94,9 @@ class Row:
 
     def take(self, draw: Draw) -> tuple[Sampled, ...]:
         """Books drawn tokens; returns those that the client is to get now: in order, none missing, none twice."""
+        if draw.index == len(self.output) and not self.early:
+            self.output.extend([sampled.token for sampled in draw.sampled])
+            return draw.sampled
         for place, sampled in enumerate(draw.sampled, draw.index):
             if place >= len(self.output):
                 self.early[place] = sampled

@@ -20,6 +20,7 @@ class Slots(Generic[T]):
         self.in_flight = [0] * config.num_microbatches
         self._seats: list[T | None] = [None] * config.num_slots
         self._taken = [0] * config.num_microbatches
+        self._seated: list[list[tuple[int, T]] | None] = [None] * config.num_microbatches  # as last asked for
         self._retiring: list[set[int]] = [set() for _ in range(config.num_microbatches)]
         self._order = list(range(config.num_microbatches))  # as they last took a turn, the latest at the end
 
@@ -36,6 +37,7 @@ class Slots(Generic[T]):
         assert self._seats[slot] is None, f"slot {slot} is taken"
         self._seats[slot] = sequence
         self._taken[self.microbatch_of(slot)] += 1
+        self._seated[self.microbatch_of(slot)] = None
 
     def clear(self, slot: int, *, on_device: bool) -> None:
         """Frees the slot; the next turn of its microbatch retires it where the device knows its sequence."""
@@ -43,13 +45,18 @@ class Slots(Generic[T]):
         microbatch = self.microbatch_of(slot)
         self._seats[slot] = None
         self._taken[microbatch] -= 1
+        self._seated[microbatch] = None
         if on_device:
             self._retiring[microbatch].add(slot)
 
     def seated(self, microbatch: int) -> list[tuple[int, T]]:
-        first = microbatch * self.per_microbatch
-        pairs = enumerate(self._seats[first : first + self.per_microbatch], first)
-        return [(slot, sequence) for slot, sequence in pairs if sequence is not None]
+        """(slot, sequence), by slot."""
+        found = self._seated[microbatch]
+        if found is None:
+            first = microbatch * self.per_microbatch
+            pairs = enumerate(self._seats[first : first + self.per_microbatch], first)
+            found = self._seated[microbatch] = [(slot, sequence) for slot, sequence in pairs if sequence is not None]
+        return found.copy()
 
     def due(self) -> list[int]:
         """Microbatches that may take a turn now, the one that waited longest first.
