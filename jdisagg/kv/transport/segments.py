@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jdisagg.core.errors import TransferFull, TransferRefused
+from jdisagg.core.errors import TransferCancelled, TransferFull, TransferRefused
 from jdisagg.kv.transport.memory import lend, offsets_of, size_class
 from jdisagg.kv.transport.patience import Clock
 from jdisagg.kv.transport.ticket import ArraySpec
@@ -32,6 +32,7 @@ class Segment:
     descriptor: int
     memory: mmap.mmap
     inode: int
+    written: bool = False  # with what its ticket offers: nobody writes there any more
 
     def views(self, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
         return lend(self.memory, specs, _nobody_asks)
@@ -58,7 +59,15 @@ class Segments:
             if fitting:
                 self._spare.remove(fitting[-1])
             self._used[number] = segment = fitting[-1] if fitting else make_segment(size)
+            segment.written = False
         return segment
+
+    def descriptor(self, number: int) -> int:
+        """One more of the ticket's segment, for the caller to close. Raises TransferCancelled where it has ended."""
+        with self._lock:
+            if number not in self._used:
+                raise TransferCancelled(f"offer {number} ended before its segment was sent")
+            return os.dup(self._used[number].descriptor)
 
     def release(self, number: int, reuse: bool) -> None:
         """The ticket's segment, where it has one, back among the spare ones; or away, where a peer may still read it.

@@ -6,9 +6,12 @@ arrays has died: an ack waits for that by itself, and a segment whose ticket end
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -28,6 +31,11 @@ from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Ticket
 from jdisagg.kv.transport.wire import Wire
 
+LONG_BYTES = 4 << 20  # worth another thread, and a word ahead
+PIECE_BYTES = 4 << 20  # between two looks at the patience
+COPIERS = 1  # beside the connection's own thread
+NOT_YET, WRITTEN = b"\0", b"\1"  # what comes with the descriptor, or after it
+
 
 def shm(terms: Terms) -> Courier:
     """Between two processes of one Linux host and user."""
@@ -40,6 +48,7 @@ class ShmCargo:
     def __init__(self, terms: Terms) -> None:
         self._segments = Segments(terms.offer_limit_bytes * SPARE_SHARE)
         self._mappings = Mappings(terms.pull_limit_bytes, terms.clock)
+        self._copiers = ThreadPoolExecutor(COPIERS, "kv-copier")
 
     def listen(self) -> tuple[socket.socket, str]:
         """An abstract socket: of this network namespace, and gone with the process."""
@@ -53,28 +62,68 @@ class ShmCargo:
         start_host_copies(offer.arrays)
 
     def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
-        """Copies, and lets the arrays go: from here on the segment is what the ticket holds."""
-        arrays, ticket = list(offer.arrays), offer.ticket
-        offer.patience.wait_computed(arrays, wire.must_be_quiet)
-        started_s = offer.patience.clock()
-        offer.stowed = segment = self._segments.take(ticket.id, offsets_of(ticket.arrays)[1])
+        """Takes a segment; what is in it follows."""
+        offer.patience.wait_computed(list(offer.arrays), wire.must_be_quiet)
+        number = offer.ticket.id
+        offer.stowed = self._segments.take(number, offsets_of(offer.ticket.arrays)[1])
         try:
-            for view, array in zip(segment.views(ticket.arrays), arrays, strict=True):
-                offer.patience.left_s()
-                np.copyto(view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8))
+            offer.patience.left_s()
         except BaseException:
-            self._segments.release(ticket.id, reuse=False)  # the ticket may have ended before the segment was taken
+            self._segments.release(number, reuse=False)  # the ticket ended before the segment was taken
             raise
-        offer.arrays.clear()
-        return {"segments": self._segments.inodes(), "copied_s": offer.patience.clock() - started_s}
+        return {"segments": self._segments.inodes()}
 
     def send(self, offer: Offer, wire: Wire) -> None:
-        """The descriptor, with one byte to carry it."""
+        """Copies, and then lets the arrays go: from there on the segment is what the ticket holds.
+
+        A long copy is announced by the descriptor, so that the destination maps the segment meanwhile.
+        """
+        arrays, segment, long = list(offer.arrays), offer.stowed, offer.ticket.nbytes >= LONG_BYTES
+        if long:
+            self._send_descriptor(offer, wire, NOT_YET)
+        self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.patience)
+        segment.written = True
+        if long:
+            wire.send(memoryview(WRITTEN), offer.patience)
+        else:
+            self._send_descriptor(offer, wire, WRITTEN)
+        offer.arrays.clear()  # after the word: to unmap what was copied takes as long as to copy it
+
+    def _send_descriptor(self, offer: Offer, wire: Wire, state: bytes) -> None:
+        descriptor = self._segments.descriptor(offer.ticket.id)
         try:
             wire.socket.settimeout(offer.patience.left_s())
-            socket.send_fds(wire.socket, [b"\0"], [offer.stowed.descriptor])
+            socket.send_fds(wire.socket, [state], [descriptor])
         except OSError as error:
             raise PeerDead(f"{offer.patience.what}: {wire.peer} is gone ({error})") from error
+        finally:
+            os.close(descriptor)
+
+    def _copy(self, pairs: Sequence[tuple[np.ndarray, Array]], patience: Patience) -> None:
+        """By several threads where there is much of it: one alone does not fill the memory's bandwidth."""
+        pieces = iter([piece for view, array in pairs for piece in _pieces(view, array)])
+        lock = threading.Lock()
+
+        def copy_what_is_left() -> None:
+            while True:
+                with lock:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                patience.left_s()
+                np.copyto(*piece)
+
+        more = sum(view.nbytes for view, _ in pairs) // LONG_BYTES
+        others = [self._copiers.submit(copy_what_is_left) for _ in range(min(more, COPIERS))]
+        try:
+            copy_what_is_left()
+        finally:
+            for each in others:
+                each.cancel()
+            wait(others)  # nobody writes to the segment from here on
+        for each in others:
+            if not each.cancelled():
+                each.result()
 
     def prepare(self, ticket: Ticket) -> None:
         self._mappings.check_room(ticket.nbytes)
@@ -85,8 +134,12 @@ class ShmCargo:
         alive = grant.get("segments")
         if not isinstance(alive, list):
             raise BadTicket(f"{wire.peer} grants {str(grant)[:80]}, which names no segments")
-        descriptor = wire.receive_descriptor(p)
+        descriptor, state = wire.receive_descriptor(p)
         views = self._mappings.adopt(ticket.id, ticket.address, descriptor, ticket.arrays, alive)
+        if state == NOT_YET:
+            state = wire.receive_byte(p)
+        if state != WRITTEN:
+            raise BadTicket(f"{wire.peer} says {state!r} of a segment, which is neither {NOT_YET!r} nor {WRITTEN!r}")
         return [jax.device_put(view, device) for view, device in zip(views, devices, strict=True)]
 
     def abandon(self, room: None) -> None:
@@ -96,7 +149,8 @@ class ShmCargo:
         return not self._mappings.is_read(ticket.id)
 
     def let_go(self, offer: Offer, how: Ended) -> None:
-        self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED)
+        segment = offer.stowed
+        self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED and segment is not None and segment.written)
 
     def sweep(self) -> None:
         self._mappings.sweep()
@@ -106,5 +160,13 @@ class ShmCargo:
         return self._mappings.held_bytes
 
     def close(self) -> None:
+        self._copiers.shutdown()
         self._segments.close()
         self._mappings.close()
+
+
+def _pieces(view: np.ndarray, array: Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(destination, source) of a computed array, bytes, a few MiB each."""
+    there, here = view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8)
+    for start in range(0, here.size, PIECE_BYTES):
+        yield there[start : start + PIECE_BYTES], here[start : start + PIECE_BYTES]

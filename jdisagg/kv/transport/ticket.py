@@ -84,8 +84,9 @@ def spec_of(array: Array) -> ArraySpec:
 
 
 def tag_of(ticket: Ticket, secret: bytes) -> str:
-    fields = asdict(ticket) | {"tag": ""}
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    parcel = ticket.parcel  # spelled out, field by field: `asdict` takes ten times as long, at both ends of every pull
+    fields = [ticket.transport, ticket.address, ticket.id, parcel.handoff, parcel.epoch, parcel.part]
+    text = json.dumps([*fields, *([each.shape, each.dtype, each.nbytes] for each in ticket.arrays)])
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 

@@ -81,8 +81,13 @@ class Wire:
             raise BadTicket(f"{self.peer} sent {bytes(text[:40])!r}, which is no record")
         return record
 
-    def receive_descriptor(self, patience: Patience) -> int:
-        """One byte and the open file that comes with it, over a Unix socket. The caller closes it."""
+    def receive_byte(self, patience: Patience) -> bytes:
+        data = bytearray(1)
+        self.receive_into(memoryview(data), patience)
+        return bytes(data)
+
+    def receive_descriptor(self, patience: Patience) -> tuple[int, bytes]:
+        """An open file and the byte that comes with it, over a Unix socket. The caller closes the file."""
         while True:
             try:
                 self.socket.settimeout(patience.slice_s())
@@ -94,7 +99,7 @@ class Wire:
                 self._judge(ConnectionResetError("closed"), patience, "no descriptor received")
             if len(descriptors) != 1:
                 raise BadTicket(f"{self.peer} sent {len(descriptors)} descriptors where 1 was due")
-            return descriptors[0]
+            return descriptors[0], data
 
     def must_be_quiet(self) -> None:
         """Raises PeerDead where the peer has hung up, or speaks out of turn."""
