@@ -4,7 +4,8 @@ spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "tp") number} ["@"
 role = prefill | decode | colocated
 
 Workers stand on devices one after another. `@K` starts a pool at device K instead, so that pools may share devices:
-`prefill:tp1@0,decode:tp1@0` puts both on one, for testing.
+`prefill:tp1@0,decode:tp1@0` puts both on one, for testing. Colocated workers may stand beside both other pools
+(`prefill:tp1,decode:tp1,colocated:tp1`) and take what is better not shipped.
 """
 
 from __future__ import annotations
@@ -66,8 +67,11 @@ class MeshSpec:
         if Role.COLOCATED not in roles and set(roles) != {Role.PREFILL, Role.DECODE}:
             missing = Role.DECODE if Role.PREFILL in roles else Role.PREFILL
             raise MeshError(f"mesh {text!r} has no {missing} pool; the grammar is {GRAMMAR}")
-        if Role.COLOCATED in roles and len(roles) > 1:
-            raise MeshError(f"mesh {text!r} mixes colocated with {', '.join(r for r in roles if r != 'colocated')}")
+        if Role.COLOCATED in roles and len(roles) == 2:
+            raise MeshError(f"mesh {text!r} has colocated workers beside one pool; there must be both others or none")
+        stages = {pool.pp for pool in spec.pools if pool.role.decodes}
+        if len(stages) > 1:
+            raise MeshError(f"mesh {text!r}: the decode and the colocated pool must have equally many stages (pp)")
         return spec
 
     def __str__(self) -> str:

@@ -33,4 +33,5 @@ class RouterConfig:
     first_epoch: int = 1  # over every epoch of earlier routers: workers may still hold what those asked for
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared
     routing: Routing = Routing.LEAST_LOADED
+    colocated_fallback: bool = True  # beside pools, workers of both roles take what is predicted to be better there
     routing_seed: int = 0  # of --routing=random

@@ -74,6 +74,8 @@ class Settings:
     # scheduling
     routing: str = _setting("least_loaded", "scheduling", "by what prefill and decode workers are paired",
                             ("least_loaded", "round_robin", "cache_aware", "pair_affinity", "random"))  # fmt: skip
+    colocated_fallback: str = _setting("auto", "scheduling", "auto: workers of both roles beside pools take requests"
+                                       " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
     queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")
     queue_timeout_s: float = _setting(60.0, "scheduling", "longest wait before prefill starts; 0: none")
     reserve_tokens: int = _setting(
@@ -97,7 +99,7 @@ class Settings:
     lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
     # cluster
     role: str = _setting(
-        "all", "cluster", "what this process plays: router, prefill, decode, several with commas, or all"
+        "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas, or all"
     )
     router: str = _setting("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
     control_port: int = _setting(8100, "cluster", "where the router's process hears worker processes; 0: any free one")

@@ -92,6 +92,7 @@ class Router:
                 self._lose(worker, now_s)
             case WorkerJoined(config):
                 self.peers[config.worker] = Peer(config)
+                self.routes.joined()
             case _:
                 raise AssertionError(f"no router takes {event!r}")
         self._dispatch(now_s)
@@ -279,7 +280,7 @@ class Router:
     def _lose(self, worker: WorkerId, now_s: float) -> None:
         self.peers.pop(worker, None)
         self.aborts.forget(worker)
-        self.routes.directory.forget(worker)
+        self.routes.forget(worker)
         for row in list(self.rows.values()):
             if worker in (row.prefill, row.decode):
                 trouble = Trouble.DECODE_LOST if row.decode == worker else Trouble.PREFILL_LOST
@@ -346,6 +347,7 @@ class Router:
         self._strike(row)
         row.enter(END_PHASE[reason])
         row.ledger.mark(Mark.ENDED, now_s)
+        self.routes.ended(row, now_s)
         del self.rows[row.request_id]
         self._finish_gap_s += 0.1 * (min(60.0, now_s - self._last_finish_s) - self._finish_gap_s)
         self._last_finish_s = now_s

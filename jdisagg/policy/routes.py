@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from jdisagg.core.request import RequestId, WorkerId
+from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.worker_config import Role
 from jdisagg.policy.decisions import Decision, Verdict
+from jdisagg.policy.fallback import Way, gain_of
+from jdisagg.policy.pace import Pace
 from jdisagg.policy.peers import Peer
 from jdisagg.policy.prefix_directory import PrefixDirectory
-from jdisagg.policy.routing import Choice, Errand, Pair, WorkerLook, choose_pair
+from jdisagg.policy.routing import FAILED, RANKS, Choice, Errand, Pair, WorkerLook, choose_pair
 from jdisagg.policy.rows import Row
 
 
@@ -18,15 +22,21 @@ class Routes:
 
     def __init__(self, config: RouterConfig, peers: Mapping[WorkerId, Peer], note: Callable[[Decision], None]) -> None:
         self.config, self.peers, self.note = config, peers, note
-        self.directory = PrefixDirectory()
+        self.directory, self.pace = PrefixDirectory(), Pace()
         self._turn = 0  # of round robin
+        self._mixed = False
+        self.joined()
 
     def choose(self, row: Row, now_s: float, *, ask_anyway: bool) -> Pair | None:
         """The pair for the row's next attempt, None where none has room."""
         request = row.to_prefill()
         looks = [self._look(peer, row, ask_anyway) for peer in self.peers.values()]
+        if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
+            looks = [look for look in looks if look.role is not Role.COLOCATED]
         errand = Errand(row.request_id, len(request.prompt), self._turn, self.config.routing_seed)
         choice = choose_pair(looks, errand, self.config.routing)
+        if self._mixed and self.config.colocated_fallback:
+            choice = self._with_fallback(choice, request, now_s)
         self._decided(row, choice, now_s)
         return choice.taken
 
@@ -53,6 +63,55 @@ class Routes:
         peer = self.peers[choice.taken.prefill]
         if self._remembers(peer):
             self.directory.sent(peer.config, row.page_names(peer.config.page_size))
+
+    # ------------------------------------------------------------ pools, or a worker of both roles
+
+    def joined(self) -> None:
+        """The workers are others now."""
+        self._mixed = {peer.config.role for peer in self.peers.values()} == set(Role)
+
+    def forget(self, worker: WorkerId) -> None:
+        """It is gone."""
+        self.directory.forget(worker)
+        self.pace.forget(worker)
+        self.joined()
+
+    def ended(self, row: Row, now_s: float) -> None:
+        """What its ledger tells is only asked for where there is a choice."""
+        if self._mixed and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
+            tokens = len(row.request.prompt), len(row.output)
+            self.pace.learn(row.ledger, row.prefill, row.decode, tokens, now_s)
+
+    def _pools_could(self, request: Request) -> bool:
+        able = {peer.config.role for peer in self.peers.values() if peer.could_hold(request)}
+        return {Role.PREFILL, Role.DECODE} <= able
+
+    def _with_fallback(self, choice: Choice, request: Request, now_s: float) -> Choice:
+        """The colocated worker instead of the pair, where disaggregating is predicted to lose; and why, or why not."""
+        if not (choice.prefills and choice.decodes and choice.colocated):
+            return choice
+        pair, both = (choice.prefills[0], choice.decodes[0]), choice.colocated[0]
+        alone = Pair(both.worker, both.worker)
+        failed = FAILED in (pair[0].rank, pair[1].rank)
+        if failed or both.rank == FAILED:
+            return replace(choice, taken=alone, why=f"the pair {RANKS[FAILED]}") if both.rank < FAILED else choice
+        apart = self._way(pair[0].worker, pair[1].worker, now_s)
+        together = self._way(both.worker, both.worker, now_s)
+        if apart is None or together is None:
+            return replace(choice, why="too little is known yet to predict anything")
+        output_tokens = self.pace.expected_tokens(request.sampling.max_tokens, now_s)
+        gain = gain_of(apart, together, len(request.prompt), output_tokens)
+        return replace(choice, taken=choice.taken if gain.gain_s >= 0 else alone, why=gain.reason)
+
+    def _way(self, prefill: WorkerId, decode: WorkerId, now_s: float) -> Way | None:
+        """As known by now; None where nobody knows the pace of anything."""
+        pace, peer = self.pace, self.peers[prefill]
+        prompt_s, output_s = pace.prompt.guess(prefill, now_s), pace.output.guess(decode, now_s)
+        if prompt_s is None or output_s is None:
+            return None
+        transfer_s = pace.transfer.guess(f"{prefill} {decode}", now_s) if prefill != decode else None
+        queued = sum(peer.prefill_work.values())
+        return Way(queued, prompt_s, output_s, transfer_s or 0.0, peer.view.running)
 
     def refuse(self, request_id: RequestId, verdict: Verdict, detail: str, now_s: float) -> None:
         """Nobody was weighed: the house is full, or too small."""

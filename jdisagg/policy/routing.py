@@ -1,7 +1,8 @@
 """Which prefill worker and which decode worker take a request: pure functions over looks, which show their reasons.
 
 Every routing says what each worker would cost; the cheapest of each phase make the pair. A worker that failed the
-request before comes after all others, and a colocated worker pairs only with itself. Cost is work in any one unit:
+request before comes after all others. A colocated worker pairs only with itself; beside pools it comes in where they
+have no room, and where `fallback.py` predicts that it is better. Cost is work in any one unit:
 prompt tokens where the router asks, seconds in a replay that knows them. The effort grows with the number of workers,
 not of pairs.
 """
@@ -86,6 +87,7 @@ class Choice:
     prefills: tuple[Candidate, ...] = ()
     decodes: tuple[Candidate, ...] = ()
     colocated: tuple[Candidate, ...] = ()
+    why: str = ""  # the pair or the colocated worker, where there was the choice
 
     @property
     def reason(self) -> str:
@@ -93,8 +95,11 @@ class Choice:
         if self.taken is None:
             return f"{self.routing}: no worker has room for its {self._missing()}"
         if self.taken.prefill == self.taken.decode:
-            return f"{self.routing}: {_words(self.colocated)}"
-        return f"{self.routing}: {_words(self.prefills)}; {_words(self.decodes)}"
+            return "; ".join([f"{self.routing}: {_words(self.colocated)}", *self._why()])
+        return "; ".join([f"{self.routing}: {_words(self.prefills)}", _words(self.decodes), *self._why()])
+
+    def _why(self) -> list[str]:
+        return [self.why] if self.why else []
 
     def _missing(self) -> str:
         phases = (("prompt", self.prefills), ("output", self.decodes))
@@ -198,15 +203,11 @@ def _joined(
     decodes: tuple[Candidate, ...],
     colocated: tuple[Candidate, ...],
 ) -> Choice:
-    """The best of both phases, or the colocated worker that is better than the two together."""
+    """The best of both phases; the best colocated worker where the pools have no pair."""
     pair = Pair(prefills[0].worker, decodes[0].worker) if prefills and decodes else None
-    if colocated and (pair is None or _rank_and_cost(colocated[0]) < _rank_and_cost(prefills[0], decodes[0])):
+    if pair is None and colocated:
         pair = Pair(colocated[0].worker, colocated[0].worker)
     return Choice(routing, pair, prefills, decodes, colocated)
-
-
-def _rank_and_cost(*candidates: Candidate) -> tuple[int, float]:
-    return max(each.rank for each in candidates), sum(each.cost for each in candidates)
 
 
 def _partners(prefills: Sequence[WorkerLook], decodes: Sequence[WorkerLook], colocated: Sequence[WorkerLook]) -> Choice:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from jdisagg.core.journal import Header, Journal
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.warmup import Job
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
@@ -88,8 +91,19 @@ def journal_sink(record_dir: str) -> Callable[[str], object] | None:
     return lambda line: file.write(line + "\n")
 
 
-def load_machines(plan: Blueprint, settings: Settings, devices: Sequence[Any]) -> dict[WorkerId, MeshMachine]:
-    """Every worker's machine on its own devices, with its own copy of the weights it runs."""
+def load_machines(
+    plan: Blueprint, settings: Settings, devices: Sequence[Any], own: Mapping[WorkerId, WorkerConfig] | None = None
+) -> dict[WorkerId, MeshMachine]:
+    """Every worker's machine on its own devices, with its own copy of the weights it runs.
+
+    `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
+    stand on, in the mesh's order.
+    """
+    own = {config.worker: config for config in plan.workers} if own is None else own
+    if not own:
+        return {}
+    ids = sorted({device for name in own for device in plan.place(name).device_ids})
+    here = dict(zip(ids, devices, strict=False))
     source = open_source(plan.model_folder, settings.load_format, plan.model, settings.seed)
     return {
         config.worker: MeshMachine(
@@ -98,19 +112,27 @@ def load_machines(plan: Blueprint, settings: Settings, devices: Sequence[Any]) -
             source,
             plan.layout(config.role),
             plan.layers,
-            [devices[index] for index in plan.place(config.worker).device_ids],
+            [here[device] for device in plan.place(name).device_ids],
             jnp.dtype(plan.dtype),
         )
-        for config in plan.workers
+        for name, config in own.items()
     }
 
 
-def warm(machines: dict[WorkerId, MeshMachine], progress: Progress) -> None:
-    """Compiles every declared program of every worker, shipments between all pairs included."""
-    decoders = [machine for machine in machines.values() if machine.config.role == "decode"]
-    for machine in machines.values():
-        peers = decoders if machine.config.role == "prefill" else []
-        machine.warm(lambda name, done, total, who=machine.config.worker: progress(f"{who} {name}", done, total), peers)
+def warm(
+    machines: Mapping[WorkerId, MeshMachine],
+    progress: Progress,
+    far_jobs: Callable[[MeshMachine], Sequence[Job]] = lambda machine: (),
+) -> None:
+    """Compiles every declared program of every worker: shipments between all pairs, and `far_jobs` of each besides."""
+    decoders = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
+    for worker, machine in machines.items():
+        peers = decoders if machine.config.role is Role.PREFILL else []
+        machine.warm(partial(_tell, progress, worker), peers, more=far_jobs(machine))
+
+
+def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: int) -> None:
+    progress(f"{worker} {label}", done, total)
 
 
 def router_config(settings: Settings) -> RouterConfig:
@@ -123,5 +145,6 @@ def router_config(settings: Settings) -> RouterConfig:
         lease_s=settings.lease_s,
         max_retries=settings.max_retries,
         routing=Routing(settings.routing),
+        colocated_fallback=settings.colocated_fallback == "auto",
         routing_seed=settings.seed,
     )

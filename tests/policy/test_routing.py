@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.routing import FAILED, Errand, WorkerLook, choose_pair
+from jdisagg.policy.routing import FAILED, Errand, Pair, WorkerLook, choose_pair
 
 looks = st.lists(
     st.builds(
@@ -67,10 +67,10 @@ def test_a_colocated_worker_pairs_only_with_itself():
     assert choice.taken is not None and (choice.taken.prefill, choice.taken.decode) == ("c1", "c1")
 
 
-def test_a_colocated_worker_beside_pools_takes_what_costs_less_there_than_the_two_phases():
-    p0, d0 = look("p0", Role.PREFILL, 3), look("d0", Role.DECODE, 3)
-    assert taken(p0, d0, look("c0", Role.COLOCATED, 5)) == ("c0", "c0")
-    assert taken(p0, d0, look("c0", Role.COLOCATED, 7)) == ("p0", "d0")
+def test_a_colocated_worker_beside_pools_takes_what_they_have_no_room_for():
+    p0, c0 = look("p0", Role.PREFILL, 3), look("c0", Role.COLOCATED)
+    assert taken(p0, look("d0", Role.DECODE, 3), c0) == ("p0", "d0")
+    assert taken(p0, look("d0", Role.DECODE, 3, room=False), c0) == ("c0", "c0")
 
 
 @pytest.mark.parametrize("routing", Routing)
@@ -138,9 +138,10 @@ def test_a_choice_shows_its_candidates_best_first_and_takes_the_best(given, erra
         assert list(kind) == sorted(kind, key=lambda each: each.score)
         assert all(by_name[each.worker].role is phase and by_name[each.worker].has_room for each in kind)
         assert all((each.rank == FAILED) is by_name[each.worker].avoided for each in kind)
-    able = bool(choice.prefills and choice.decodes) or bool(choice.colocated)
-    assert (choice.taken is not None) is able and choice.reason
-    if choice.taken is not None and choice.taken.prefill == choice.taken.decode:
-        assert choice.taken.prefill == choice.colocated[0].worker
-    elif choice.taken is not None:
-        assert choice.taken == type(choice.taken)(choice.prefills[0].worker, choice.decodes[0].worker)
+    assert choice.reason
+    if choice.prefills and choice.decodes:
+        assert choice.taken == Pair(choice.prefills[0].worker, choice.decodes[0].worker)
+    elif choice.colocated:
+        assert choice.taken == Pair(choice.colocated[0].worker, choice.colocated[0].worker)
+    else:
+        assert choice.taken is None

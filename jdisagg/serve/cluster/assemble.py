@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.journal import Header, Journal
@@ -32,12 +31,11 @@ from jdisagg.engine.warmup import Job
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.terms import SHORTEST_SECRET, Identity, Terms
-from jdisagg.model.checkpoint import open_source
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
-from jdisagg.serve.build import Progress, journal_sink, router_config, watching
+from jdisagg.serve.build import Progress, journal_sink, load_machines, router_config, warm, watching
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
 from jdisagg.serve.cluster.link import Pulse
@@ -54,7 +52,7 @@ from jdisagg.serve.wires import tell_wire_costs
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
-ROLES = (ROUTER_ROLE, "prefill", "decode")
+ROLES = (ROUTER_ROLE, "prefill", "decode", "colocated")
 
 
 def roles_of(settings: Settings) -> frozenset[str]:
@@ -107,8 +105,8 @@ def own_workers(plan: Blueprint, roles: frozenset[str]) -> dict[WorkerId, Worker
 
 
 def plays(role: Role, roles: frozenset[str]) -> bool:
-    """Whether a process of these roles has the mesh's workers of `role`; a colocated worker needs both."""
-    return {"prefill", "decode"} <= roles if role is Role.COLOCATED else role.value in roles
+    """Whether a process of these roles has the mesh's workers of `role`; both phases together are colocated, too."""
+    return role.value in roles or (role is Role.COLOCATED and {"prefill", "decode"} <= roles)
 
 
 def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
@@ -116,41 +114,8 @@ def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
-def load(
-    plan: Blueprint, settings: Settings, devices: Sequence[Any], own: Mapping[WorkerId, WorkerConfig]
-) -> dict[WorkerId, MeshMachine]:
-    """Machines of the process's workers, on its devices in the mesh's order."""
-    ids = sorted({device for name in own for device in plan.place(name).device_ids})
-    here = dict(zip(ids, devices, strict=False))
-    source = open_source(plan.model_folder, settings.load_format, plan.model, settings.seed)
-    return {
-        config.worker: MeshMachine(
-            config,
-            plan.model,
-            source,
-            plan.layout(config.role),
-            plan.layers,
-            [here[device] for device in plan.place(name).device_ids],
-            jnp.dtype(plan.dtype),
-        )
-        for name, config in own.items()
-    }
-
-
-def warm(plan: Blueprint, machines: Mapping[WorkerId, MeshMachine], progress: Progress) -> None:
-    """Every declared program, shipments to and from workers of other processes included."""
-    near = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
-    for machine in machines.values():
-        name, peers = machine.config.worker, near if machine.config.role is Role.PREFILL else []
-        told = partial(_tell, progress, name)
-        machine.warm(told, peers, more=_far_jobs(plan, machine))
-
-
-def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: int) -> None:
-    progress(f"{worker} {label}", done, total)
-
-
-def _far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
+def far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
+    """Shipments to and from workers of other processes."""
     tps = {role: {place.tp for place in plan.mesh.workers() if place.role is role} for role in Role}
     if machine.config.role is Role.PREFILL:
         stages = [plan.decode_shapes(tp) for tp in tps[Role.DECODE]]
@@ -214,8 +179,8 @@ def build_workers(
     own = own_workers(plan, roles_of(settings))
     credentials = channel_credentials(settings)
     crossing = crossing_of(plan, settings)
-    machines = load(plan, settings, devices, own)
-    warm(plan, machines, progress)
+    machines = load_machines(plan, settings, devices, own)
+    warm(machines, progress, partial(far_jobs, plan))
     node = WorkerNode(crossing, machines, peers_of(machines, crossing), ended)
     metrics = _metrics(plan, settings, node)
     node.driver = LiveDriver(
@@ -273,12 +238,12 @@ def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], pr
     credentials = server_credentials(settings)
     crossing = crossing_of(plan, settings)
     tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
-    machines = load(plan, settings, devices, own) if own else {}
+    machines = load_machines(plan, settings, devices, own)
     node = RouterNode(crossing, machines, peers_of(machines, crossing))
     address = f"{settings.host}:{settings.control_port}"
     terms = crossing.terms
     reception = Reception(address, terms.secret, terms.identity, node, pulse_of(settings), credentials)
-    warm(plan, machines, progress)
+    warm(machines, progress, partial(far_jobs, plan))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
     records = Records(settings.debug_keep)
     service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)

@@ -22,6 +22,7 @@ from jdisagg.core.journal import decode, encode
 from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.kv.transport.choose import choose
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, read_peer, records
@@ -244,6 +245,8 @@ class RouterNode(Node):
         """Raises where KV would have no way between a joining worker and one of the other phase."""
         for one, other in product(joining, [*self.own, *self.peers.values()]):
             mine, theirs = one.config.role, other.config.role
+            if Role.COLOCATED in (mine, theirs):
+                continue  # it ships to nobody
             if (mine.prefills and theirs.decodes) or (mine.decodes and theirs.prefills):
                 choose(one.capability, other.capability, self.crossing.wanted)
 
