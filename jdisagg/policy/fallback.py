@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdisagg.core.worker_config import bucket
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """One way to serve a request, as far as is known."""
 
-    queue_tokens: float  # prompt tokens before it on the worker that prefills
-    prompt_token_s: float  # of that worker
+    run_tokens: int  # of its prompt, as the worker that prefills runs them: programs are of declared sizes
+    queue_tokens: float  # prompt tokens before it there
+    prompt_token_s: float  # of that worker, a token run
     output_token_s: float  # of the worker that decodes, between two tokens of one sequence
     transfer_token_s: float = 0.0  # a prompt token, exposed
     disturbed: int = 0  # sequences that decode on the worker that prefills
 
     def parts(self, prompt_tokens: int, output_tokens: float) -> dict[str, float]:
         """Seconds of this request, and those that others lose by it."""
-        prefill_s = prompt_tokens * self.prompt_token_s
+        prefill_s = self.run_tokens * self.prompt_token_s
         return {
             "queue": self.queue_tokens * self.prompt_token_s,
             "prefill": prefill_s,
@@ -57,6 +60,12 @@ class Gain:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
+
+
+def run_tokens(tokens: int, buckets: tuple[int, ...]) -> int:
+    """Tokens that programs of these sizes (the last is a chunk's) run for a prompt by itself."""
+    chunks, rest = divmod(tokens, buckets[-1])
+    return chunks * buckets[-1] + (bucket(rest, buckets) if rest else 0)
 
 
 def gain_of(apart: Way, together: Way, prompt_tokens: int, output_tokens: float) -> Gain:

@@ -44,22 +44,25 @@ class Figures:
         self._known = {name: known for name, known in self._known.items() if worker not in name.split()}
 
 
+Counts = tuple[int, int, int]  # tokens of a prompt, run for it, and drawn
+
+
 @dataclass(slots=True)
 class Pace:
-    """Seconds a token, by worker; of transfers by pair, exposed, a prompt token."""
+    """Seconds a token, by worker; of prompts a token run, padding too; of transfers exposed, by pair."""
 
     prompt: Figures = field(default_factory=Figures)
     output: Figures = field(default_factory=Figures)
     transfer: Figures = field(default_factory=Figures)
     lengths: Figures = field(default_factory=Figures)  # output tokens of requests
 
-    def learn(self, ledger: Ledger, prefill: WorkerId, decode: WorkerId, tokens: tuple[int, int], now_s: float) -> None:
-        """Of a request that ended by itself, in one attempt. tokens: of its prompt, and drawn."""
+    def learn(self, ledger: Ledger, prefill: WorkerId, decode: WorkerId, tokens: Counts, now_s: float) -> None:
+        """Of a request that ended by itself, in one attempt."""
         if any(mark is Mark.REQUEUED for mark, _ in ledger.marks):
             return
-        prompt_tokens, output_tokens = tokens
+        prompt_tokens, tokens_run, output_tokens = tokens
         parts_s = {name: nanoseconds / 1e9 for name, nanoseconds in ledger.parts_ns().items()}
-        self.prompt.learn(prefill, parts_s["prefill"] / prompt_tokens, now_s)
+        self.prompt.learn(prefill, parts_s["prefill"] / tokens_run, now_s)
         if prefill != decode:
             self.transfer.learn(f"{prefill} {decode}", parts_s["transfer"] / prompt_tokens, now_s)
         if output_tokens > 1:

@@ -9,7 +9,7 @@ from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.decisions import Decision, Verdict
-from jdisagg.policy.fallback import Way, gain_of
+from jdisagg.policy.fallback import Way, gain_of, run_tokens
 from jdisagg.policy.pace import Pace
 from jdisagg.policy.peers import Peer
 from jdisagg.policy.prefix_directory import PrefixDirectory
@@ -30,7 +30,7 @@ class Routes:
     def choose(self, row: Row, now_s: float, *, ask_anyway: bool) -> Pair | None:
         """The pair for the row's next attempt, None where none has room."""
         request = row.to_prefill()
-        looks = [self._look(peer, row, ask_anyway) for peer in self.peers.values()]
+        looks = [self._look(peer, request, row, ask_anyway) for peer in self.peers.values()]
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             looks = [look for look in looks if look.role is not Role.COLOCATED]
         errand = Errand(row.request_id, len(request.prompt), self._turn, self.config.routing_seed)
@@ -40,12 +40,12 @@ class Routes:
         self._decided(row, choice, now_s)
         return choice.taken
 
-    def _look(self, peer: Peer, row: Row, ask_anyway: bool) -> WorkerLook:
+    def _look(self, peer: Peer, request: Request, row: Row, ask_anyway: bool) -> WorkerLook:
         cached_tokens = 0
         if self._remembers(peer):
             cached_tokens = self.directory.cached_tokens(peer.config, row.page_names(peer.config.page_size))
         avoided = peer.config.worker in row.avoid
-        return peer.look(row.to_prefill(), avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens)
+        return peer.look(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens)
 
     def _remembers(self, peer: Peer) -> bool:
         return self.config.routing is Routing.CACHE_AWARE and peer.config.role.prefills
@@ -79,7 +79,8 @@ class Routes:
     def ended(self, row: Row, now_s: float) -> None:
         """What its ledger tells is only asked for where there is a choice."""
         if self._mixed and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
-            tokens = len(row.request.prompt), len(row.output)
+            prompt_tokens = len(row.request.prompt)
+            tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)
             self.pace.learn(row.ledger, row.prefill, row.decode, tokens, now_s)
 
     def _pools_could(self, request: Request) -> bool:
@@ -95,15 +96,20 @@ class Routes:
         failed = FAILED in (pair[0].rank, pair[1].rank)
         if failed or both.rank == FAILED:
             return replace(choice, taken=alone, why=f"the pair {RANKS[FAILED]}") if both.rank < FAILED else choice
-        apart = self._way(pair[0].worker, pair[1].worker, now_s)
-        together = self._way(both.worker, both.worker, now_s)
+        tokens = len(request.prompt)
+        apart = self._way(pair[0].worker, pair[1].worker, tokens, now_s)
+        together = self._way(both.worker, both.worker, tokens, now_s)
         if apart is None or together is None:
             return replace(choice, why="too little is known yet to predict anything")
         output_tokens = self.pace.expected_tokens(request.sampling.max_tokens, now_s)
-        gain = gain_of(apart, together, len(request.prompt), output_tokens)
+        gain = gain_of(apart, together, tokens, output_tokens)
         return replace(choice, taken=choice.taken if gain.gain_s >= 0 else alone, why=gain.reason)
 
-    def _way(self, prefill: WorkerId, decode: WorkerId, now_s: float) -> Way | None:
+    def _run_tokens(self, prefill: WorkerId, prompt_tokens: int) -> int:
+        peer = self.peers.get(prefill)
+        return prompt_tokens if peer is None else run_tokens(prompt_tokens, peer.config.prefill_buckets)
+
+    def _way(self, prefill: WorkerId, decode: WorkerId, prompt_tokens: int, now_s: float) -> Way | None:
         """As known by now; None where nobody knows the pace of anything."""
         pace, peer = self.pace, self.peers[prefill]
         prompt_s, output_s = pace.prompt.guess(prefill, now_s), pace.output.guess(decode, now_s)
@@ -111,7 +117,8 @@ class Routes:
             return None
         transfer_s = pace.transfer.guess(f"{prefill} {decode}", now_s) if prefill != decode else None
         queued = sum(peer.prefill_work.values())
-        return Way(queued, prompt_s, output_s, transfer_s or 0.0, peer.view.running)
+        tokens = self._run_tokens(prefill, prompt_tokens)
+        return Way(tokens, queued, prompt_s, output_s, transfer_s or 0.0, peer.view.running)
 
     def refuse(self, request_id: RequestId, verdict: Verdict, detail: str, now_s: float) -> None:
         """Nobody was weighed: the house is full, or too small."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from jdisagg.core.errors import BadTicket
 from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
 from jdisagg.policy.worker import Worker
 
 Learnt = dict[WorkerId, dict[str, str]]  # by worker: "streaming" and "wires"
@@ -14,9 +15,9 @@ MOST_CHARS = 500
 
 
 def learnt_by(actors: Mapping[WorkerId, Any]) -> Learnt:
-    """Of those that prefill. From any thread: what is read are single numbers."""
+    """Of those that ship. From any thread: what is read are single numbers."""
     workers = {name: actor for name, actor in actors.items() if isinstance(actor, Worker)}
-    return {name: _words(worker) for name, worker in workers.items() if worker.config.role.prefills}
+    return {name: _words(worker) for name, worker in workers.items() if worker.config.role is Role.PREFILL}
 
 
 def _words(worker: Worker) -> dict[str, str]:

@@ -10,7 +10,7 @@ from jdisagg.core.messages import Reserved
 from jdisagg.core.request import FinishReason, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.fallback import Way, gain_of
+from jdisagg.policy.fallback import Way, gain_of, run_tokens
 from jdisagg.policy.pace import FORGET_S, Figures, Pace
 from jdisagg.sim.world import World
 from tests.policy.test_routes import Told
@@ -19,8 +19,8 @@ from tests.sim.cases import check_ended, request, worker
 P, D, C = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("colocated-0")
 MIXED = [worker(P, Role.PREFILL), worker(D, Role.DECODE), worker(C, Role.COLOCATED)]
 
-IDLE = Way(queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2)
-APART = Way(queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2, transfer_token_s=1e-4)
+IDLE = Way(run_tokens=100, queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2)
+APART = Way(run_tokens=100, queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2, transfer_token_s=1e-4)
 
 
 def but(way: Way, **changes: Any) -> Way:
@@ -51,7 +51,11 @@ def test_the_reason_names_the_parts_that_differ():
     assert gain.reason == (
         "disaggregating gains 90 ms: transfer 10 ms against 0 ms, delay of others 0 ms against 100 ms"
     )
-    assert gain_of(IDLE, IDLE, 1, 1).reason == "disaggregating gains 0 ms: nothing differs"
+    assert gain_of(IDLE, IDLE, 100, 1).reason == "disaggregating gains 0 ms: nothing differs"
+
+
+def test_a_prompt_is_run_in_whole_programs():
+    assert [run_tokens(tokens, (16, 64)) for tokens in (1, 16, 17, 64, 65, 129)] == [16, 16, 64, 64, 80, 144]
 
 
 def test_a_figure_follows_the_latest_and_is_forgotten():
@@ -75,11 +79,11 @@ WHOLE = {"arrived": 0.0, "prefill_started": 1.0, "first_token": 3.0, "committed"
 
 def test_pace_is_learnt_of_whole_lives_only():
     pace = Pace()
-    pace.learn(ledger_of(**WHOLE), P, D, (10, 6), 9.0)
-    assert pace.prompt.of(P, 9.0) == pytest.approx(0.2) and pace.output.of(D, 9.0) == pytest.approx(1.0)
+    pace.learn(ledger_of(**WHOLE), P, D, (10, 16, 6), 9.0)
+    assert pace.prompt.of(P, 9.0) == pytest.approx(2 / 16) and pace.output.of(D, 9.0) == pytest.approx(1.0)
     assert pace.transfer.of(f"{P} {D}", 9.0) == pytest.approx(0.05) and pace.expected_tokens(100, 9.0) == 6
-    pace.learn(ledger_of(arrived=0.0, requeued=1.0, ended=50.0), P, D, (10, 6), 50.0)
-    assert pace.prompt.of(P, 50.0) == pytest.approx(0.2)
+    pace.learn(ledger_of(arrived=0.0, requeued=1.0, ended=50.0), P, D, (10, 16, 6), 50.0)
+    assert pace.prompt.of(P, 50.0) == pytest.approx(2 / 16)
     pace.forget(P)
     assert pace.prompt.of(P, 50.0) is None is pace.transfer.usual(50.0) and pace.output.of(D, 50.0) is not None
 

@@ -137,6 +137,10 @@ class Cluster:
         rows = re.findall(rf"^jdisagg_{name}{{(.*?)}} (\S+)$", text, re.MULTILINE)
         return [(dict(re.findall(r'(\w+)="(.*?)"', labels)), float(value)) for labels, value in rows]
 
+    def debug(self, path: str) -> Any:
+        """What `/debug/` + path shows."""
+        return json.load(urllib.request.urlopen(f"{self.url}/debug/{path}", timeout=30))
+
     def pages(self) -> dict[str, tuple[int, int]]:
         """(free, used) of each worker."""
         pages: dict[str, dict[str, int]] = {}

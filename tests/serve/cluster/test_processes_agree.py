@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.cluster.processes import Answer, Cluster, Process
+from tests.serve.cluster.processes import Answer, Cluster, Process, until
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +88,16 @@ def test_metrics_of_the_router_speak_of_all_workers(stack: Cluster):
     shipped = [value for _, value in stack.samples("shipped_bytes_total")]
     assert shipped and all(shipped)
     assert stack.samples("recompiles") == [({"model_name": "embedded"}, 0.0)]
+
+
+def test_debug_of_the_router_speaks_of_what_other_processes_did(stack: Cluster):
+    stack.ask(**BODIES[0])
+    names = set(stack.pages())
+    decision = stack.debug("decisions?n=1")["decisions"][0]
+    assert set(decision["taken"].values()) == names and "costs work" in decision["reason"]
+    (life,) = stack.debug(f"requests/{decision['request_id']}")["requests"]
+    assert life["phase"] == "finished" and set(life["workers"].values()) == names
+    assert {"Reserved", "Progress", "Ended"} <= {word["word"] for word in life["words"]}
+    assert life["ledger"]["transfer_ns"]["exposed"] == life["ledger"]["parts_ns"]["transfer"] > 0
+    prefill = {name for name in names if name.startswith("prefill")}
+    until(lambda: set(stack.debug("transfer")["workers"]) == prefill, "what the prefill process has learnt")
