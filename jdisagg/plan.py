@@ -1,0 +1,261 @@
+"""What to build of so many devices: the architecture, its meshes and settings that serve a workload's objectives best.
+
+    python -m jdisagg.plan --model=llama3-70b --hardware=h100 --devices=32 --trace=azure:FILE --arrivals=poisson
+        --slo_ttft_s=1 --slo_tpot_s=0.05 --rate=40 --output=plan.toml
+    python -m jdisagg.plan --model=llama3-8b --hardware=a100 --devices=4 --trace=mix:2000+200@0.7,300+500@0.3 --quick
+
+Configurations are refused by arithmetic where it suffices; the rest is simulated by the router and workers that serve,
+and the highest rate is found at which --attainment of the requests keep both objectives. It says "do not disaggregate"
+where a pair of pools does not win by more than noise. --output is a file for `jdisagg.launch --config`.
+
+A trace is azure:FILE, mooncake:FILE, lengths:FILE, or mix: INPUT+OUTPUT@SHARE, with commas. --quick simulates nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jdisagg import flags
+from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.settings import int_list
+from jdisagg.core.worker_config import TransferMode
+from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
+from jdisagg.sim.cost_models import ENGINES, Model, Roofline
+from jdisagg.sim.fleet import CostOf, Sizes, by_roofline, longest, published
+from jdisagg.sim.hardware import HARDWARE, hardware
+from jdisagg.sim.planner import tables
+from jdisagg.sim.planner.advice import Advice, advise, headroom, total
+from jdisagg.sim.planner.formulas import estimates
+from jdisagg.sim.planner.policy_file import as_policy, settings_of
+from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.search import Search
+from jdisagg.sim.planner.sensitivity import vary
+from jdisagg.sim.planner.site import Site
+from jdisagg.sim.planner.space import Space
+from jdisagg.sim.planner.workloads import read_workload
+
+LAUNCH_DTYPES = ("bfloat16", "float32")
+
+
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    _define_question(values)
+    _define_costs(values)
+    _define_search(values)
+    absl_flags.DEFINE_string("output", "", "TOML file for jdisagg.launch --config", flag_values=values)
+    absl_flags.DEFINE_string("checkpoint", "", "--output: the model's folder there", flag_values=values)
+    return values
+
+
+def _define_question(values: flags.FlagValues) -> None:
+    absl_flags.DEFINE_string("model", "llama3-8b", f"one of {', '.join(MODELS)}", flag_values=values)
+    absl_flags.DEFINE_integer("devices", 8, "to be had", 1, flag_values=values)
+    absl_flags.DEFINE_string("trace", "", "azure|mooncake|lengths:FILE or mix:INPUT+OUTPUT@SHARE", flag_values=values)
+    absl_flags.DEFINE_enum(
+        "arrivals", "poisson", ["poisson", "recorded"], "drawn, or the trace's own", flag_values=values
+    )
+    absl_flags.DEFINE_float("rate", 0.0, "requests a second that are asked for; 0: as many as go", 0.0,
+                            flag_values=values)  # fmt: skip
+    absl_flags.DEFINE_float("inputs", 1.0, "input lengths times this", flag_values=values)
+    absl_flags.DEFINE_float("outputs", 1.0, "output lengths times this", flag_values=values)
+    absl_flags.DEFINE_integer("max_model_len", 0, "longer requests are left out; 0: none is", 0, flag_values=values)
+    absl_flags.DEFINE_float("slo_ttft_s", 1.0, "objective for the first token", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("slo_tpot_s", 0.05, "objective for the mean gap between tokens", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("attainment", 0.9, "share of requests that must keep both", 0.0, 1.0, flag_values=values)
+
+
+def _define_costs(values: flags.FlagValues) -> None:
+    absl_flags.DEFINE_enum("cost", "roofline", ["distserve", "roofline"], "where seconds come from", flag_values=values)
+    absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
+    absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "the devices", flag_values=values)
+    absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of weights and KV", flag_values=values)
+    absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
+    absl_flags.DEFINE_string(
+        "link",
+        "nic",
+        "a device's way to the other pool: nic or node (of --hardware), none, or GB/s",
+        flag_values=values,
+    )
+    absl_flags.DEFINE_float("usd_per_hour", 0.0, "of a device; 0: the hardware's", 0.0, flag_values=values)
+
+
+def _define_search(values: flags.FlagValues) -> None:
+    absl_flags.DEFINE_string("tps", "1,2,4,8", "tensor parallel sizes to try", flag_values=values)
+    absl_flags.DEFINE_string("pps", "1,2,4", "pipeline stages to try", flag_values=values)
+    absl_flags.DEFINE_string("chunks", "512,1024,2048,4096", "prefill chunks to try, tokens", flag_values=values)
+    absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
+    absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
+    absl_flags.DEFINE_integer("page_size", 32, "tokens a page", 1, flag_values=values)
+    absl_flags.DEFINE_integer("reserve_tokens", 512, "of output that a bed holds pages for", 1, flag_values=values)
+    absl_flags.DEFINE_integer("most", 24, "configurations of an architecture to simulate", 1, flag_values=values)
+    absl_flags.DEFINE_integer("seeds", 3, "of the finalists' runs", 1, flag_values=values)
+    absl_flags.DEFINE_integer("seed", 0, "the first of them", flag_values=values)
+    absl_flags.DEFINE_bool("quick", False, "arithmetic only: bounds, and replicas for --rate", flag_values=values)
+    absl_flags.DEFINE_bool("sensitivity", True, "ask again with other objectives and half the link", flag_values=values)
+    absl_flags.DEFINE_float("p_correction_factor", 1.0, "--quick: TTFT observed / expected", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("d_correction_factor", 1.0, "--quick: gap observed / expected", 0.0, flag_values=values)
+
+
+# ---------------------------------------------------------------------- the question
+
+
+def link_bytes_per_s(values: flags.FlagValues) -> float:
+    """Of one device, one way; 0: none is modelled. Raises FlagError."""
+    chip = hardware(values.hardware)
+    known = {"nic": chip.nic_bytes_per_s * chip.link, "node": chip.link_bytes_per_s * chip.link, "none": 0.0}
+    if values.link in known:
+        return known[values.link]
+    try:
+        found = float(values.link) * 1e9
+    except ValueError as error:
+        raise FlagError(f"--link is {values.link!r}, must be one of {', '.join(known)}, or GB/s") from error
+    if not found > 0:
+        raise FlagError(f"--link is {values.link}, must be above 0; none is the word for a link without limits")
+    return found
+
+
+def costs(values: flags.FlagValues) -> CostOf:
+    if values.cost == "distserve":
+        return published(values.model, values.engine, values.host_s)
+    chip, shape = hardware(values.hardware), Model(model(values.model), values.dtype)
+    return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
+
+
+def question(values: flags.FlagValues) -> tuple[Problem, Site]:
+    lengths = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
+    if values.max_model_len:
+        lengths = lengths.rows(lengths.input_tokens + lengths.output_tokens <= values.max_model_len)
+    sizes = Sizes(
+        max_model_len=longest(lengths),
+        page_size=values.page_size,
+        num_slots=values.slots,
+        reserve_tokens=values.reserve_tokens,
+    )
+    site = Site(sizes, costs(values), link_bytes_per_s(values))
+    objectives = Objectives(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
+    workload = Workload(lengths, values.arrivals == "recorded")
+    return Problem(workload, objectives, site.build, values.devices, values.seed), site
+
+
+def space(values: flags.FlagValues) -> Space:
+    """Heads are shared evenly: a tensor parallel size that does not divide the KV heads is left out."""
+    heads = model(values.model).num_kv_heads
+    tps = tuple(tp for tp in int_list(values.tps, "tps") if heads % tp == 0)
+    unknown = [each for each in values.transfers if each not in list(TransferMode)]
+    if unknown:
+        raise FlagError(f"--transfers names {unknown[0]!r}, must be of {', '.join(TransferMode)}")
+    return Space(
+        values.devices,
+        tps,
+        int_list(values.pps, "pps"),
+        int_list(values.chunks, "chunks"),
+        tuple(TransferMode(each) for each in values.transfers),
+    )
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+def body(values: flags.FlagValues) -> int:
+    began = time.perf_counter()
+    problem, site = question(values)
+    among = space(values)
+    console = Console()
+    if values.quick:
+        return quick(values, problem, among, console)
+    with progress() as bar:
+        search = Search(problem, seeds=values.seeds, most=values.most, told=teller(bar))
+        found = search.over(among)
+        advice = advise(problem, found, search.tolerance)
+        others = others_of(problem, site, advice) if values.sensitivity else {}
+        rows, extra = vary(found, advice.winner, among, others, search)
+    usd = values.usd_per_hour or hardware(values.hardware).price_per_hour
+    console.print(tables.finalists(problem, found, usd, values.rate), highlight=False)
+    lines = [*advice.lines, *asked(values, problem, advice)]
+    for line in [*lines, *tables.counted(found.counts)]:
+        console.print(line, highlight=False, soft_wrap=True)
+    if rows:
+        console.print(tables.varied(rows), highlight=False)
+    took_s, runs = time.perf_counter() - began, found.counts.runs + extra.runs
+    console.print(f"{runs} simulations in {took_s:.1f} s", highlight=False)
+    settings = settings_of(advice.winner.candidate, site.sizes)
+    if values.output:
+        write(values, settings, lines)
+        console.print(f"python -m jdisagg.launch --config={values.output}", highlight=False, soft_wrap=True)
+    console.print(f"--mesh={advice.winner.candidate.mesh}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Console) -> int:
+    entrants = Search(problem).enter(among)
+    console.print(tables.bounds(problem, entrants), highlight=False)
+    if values.rate:
+        factors = values.p_correction_factor, values.d_correction_factor
+        found = estimates(problem, (each.candidate for each in entrants), values.rate, *factors)
+        console.print(tables.replicas(found, values.rate), highlight=False)
+    return 0
+
+
+def others_of(problem: Problem, site: Site, advice: Advice) -> dict[str, Problem]:
+    """The questions of the sensitivity. One that asks more and changes nothing for the winner is not asked further."""
+    found = {f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
+             for factor in (0.8, 1.25)}  # fmt: skip
+    if site.device_bytes_per_s and advice.disaggregate:
+        half = replace(site, device_bytes_per_s=site.device_bytes_per_s / 2)
+        found["link / 2"] = replace(problem, build=half.build)
+    return found
+
+
+def asked(values: flags.FlagValues, problem: Problem, advice: Advice) -> list[str]:
+    """Of --rate, and of a fifth more and less: a plan carries what is below its goodput."""
+    if not values.rate:
+        return []
+    lines = [tables.room(headroom(problem, advice.winner, values.rate))]
+    carried = total(problem, advice.winner)
+    for factor in (0.8, 1.2):
+        rate = factor * values.rate
+        lines.append(f"at {rate:g} requests/s it {'holds' if rate <= carried else 'does not hold'}: {carried:.3g} go")
+    return lines
+
+
+def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    named = {"model": values.checkpoint} if values.checkpoint else {}
+    dtype = {"dtype": values.dtype} if values.dtype in LAUNCH_DTYPES else {}
+    asked_for = f"{values.model} on {values.devices} x {values.hardware}: python -m jdisagg.plan"
+    try:
+        Path(values.output).write_text(as_policy({**named, **dtype, **settings}, [asked_for, *lines]), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output={values.output}: {error.strerror}") from error
+
+
+def progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def teller(bar: Progress):
+    """Moves one bar from stage to stage."""
+    task = bar.add_task("bounds", total=1)
+
+    def told(stage: str, done: int, most: int) -> None:
+        bar.update(task, description=stage, completed=done, total=most)
+
+    return told
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return flags.command("jdisagg.plan", __doc__, declare(), argv, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

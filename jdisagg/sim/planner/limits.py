@@ -1,0 +1,298 @@
+"""What a candidate could carry at best, by arithmetic alone: no event is simulated.
+
+Each resource says how many requests a second it lets through in a steady state of mean requests: prefill's devices,
+the queue before them (Lindley's recursion with the workload's own prompts), decode steps short enough for the TPOT
+objective, pages for KV, and ports. The least of them is an upper bound up to the means' slack: a simulation adds what
+bursts and waits for one another cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import PoolSpec
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.sim.cost_models import CostModel
+from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.space import Candidate
+from jdisagg.sim.sequence import Sequence
+
+SAMPLE = 256  # prompts by which prefill is judged
+STEPS = 12  # of a bisection: a rate to one part in 4,000
+PROMPTS_A_WORKER = 100  # that the queue is watched for
+T = TypeVar("T")
+PLAIN = SamplingParams(max_tokens=1)
+RESOURCES = {
+    "prefill": "prefill compute",
+    "queue": "the queue for prefill",
+    "decode": "decode bandwidth",
+    "memory": "KV memory",
+    "link": "the link",
+}
+
+
+class Infeasible(ConfigError):
+    """A candidate that misses an objective, or has no room, before any queue forms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Requests a second of a whole candidate; inf where a resource never binds."""
+
+    prefill: float
+    queue: float  # with the first token in time for the asked share
+    decode: float  # with steps short enough for TPOT; of colocated workers, with prefill between them
+    memory: float
+    link: float
+    prompt_device_s: float  # device-seconds that a mean prompt takes
+    step_s: float  # of one sequence, at the batch of `decode`
+
+    def rates(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in RESOURCES}
+
+    @property
+    def bound(self) -> float:
+        return min(self.rates().values())
+
+    @property
+    def binding(self) -> str:
+        """The resource that says the bound."""
+        rates = self.rates()
+        return min(rates, key=lambda name: rates[name])
+
+
+class Arithmetic:
+    """Limits of many candidates. What a shape of worker can do is worked out once, whatever the mesh it is part of."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._prefills: dict[Hashable, Prefill] = {}
+        self._decodes: dict[Hashable, Decode] = {}
+        self._rates: dict[Hashable, float] = {}
+        self._carried: dict[Hashable, tuple[float, float]] = {}
+
+    def limits(self, candidate: Candidate) -> Limits:
+        """Raises `Infeasible` with what is needed and what there is, or ConfigError where nothing can be built."""
+        given = self.problem.build(candidate)
+        first, last = candidate.mesh.pools[0], candidate.mesh.pools[-1]
+        first_key, prefill = self._prefill(given, first)
+        last_key, decode = self._decode(given, last)
+        objectives = self.problem.objectives
+        _check_unloaded(objectives, prefill, decode)
+        shared = prefill if first.role is Role.COLOCATED else None
+        carried, step_s = self._once(
+            self._carried, (last_key, first_key if shared else None), lambda: decode.most(objectives.tpot_s, shared)
+        )
+        queue = self._once(
+            self._rates,
+            (first_key, first.count, last_key if shared else None),
+            lambda: _queue_limit(objectives, prefill, first.count, decode if shared else None),
+        )
+        return Limits(
+            prefill=first.count / prefill.mean_s,
+            queue=queue,
+            decode=last.count * carried,
+            memory=last.count * decode.held(shared),
+            link=_link_limit(given, prefill.cost, self.problem.workload),
+            prompt_device_s=prefill.mean_s * first.pp * first.tp,
+            step_s=step_s,
+        )
+
+    def _prefill(self, given: Fleet, pool: PoolSpec) -> tuple[Hashable, Prefill]:
+        config = next(each for each in given.workers if each.role is pool.role)
+        key = (pool.pp, pool.tp, config)
+        return key, self._once(
+            self._prefills, key, lambda: Prefill(given.costs[config.worker], config, self.problem.workload)
+        )
+
+    def _decode(self, given: Fleet, pool: PoolSpec) -> tuple[Hashable, Decode]:
+        config = next(each for each in given.workers if each.role is pool.role)
+        key = (pool.pp, pool.tp, config)
+        return key, self._once(
+            self._decodes, key, lambda: Decode(given.costs[config.worker], config, self.problem.workload)
+        )
+
+    @staticmethod
+    def _once(known: dict[Hashable, T], key: Hashable, work_out: Callable[[], T]) -> T:
+        if key not in known:
+            known[key] = work_out()
+        return known[key]
+
+
+def _check_unloaded(objectives: Objectives, prefill: Prefill, decode: Decode) -> None:
+    """One request alone: nothing that is asked of many can be better."""
+    first_s = float(np.quantile(prefill.alone_s, objectives.share))
+    if first_s > objectives.ttft_s:
+        raise Infeasible(
+            f"an unloaded TTFT of {1e3 * first_s:.3g} ms is over the objective of {1e3 * objectives.ttft_s:.3g} ms"
+        )
+    step_s = decode.step_s(1)
+    if step_s > objectives.tpot_s:
+        raise Infeasible(
+            f"an unloaded TPOT of {1e3 * step_s:.3g} ms is over the objective of {1e3 * objectives.tpot_s:.3g} ms"
+        )
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+class Prefill:
+    """One worker's prompts: seconds of each alone, and of its place in full plans."""
+
+    def __init__(self, cost: CostModel, config: WorkerConfig, workload: Workload) -> None:
+        self.cost, self.config = cost, config
+        lengths = workload.lengths.sample(SAMPLE, 0).input_tokens.tolist()
+        self.chunks = np.array([math.ceil(tokens / config.prefill_buckets[-1]) for tokens in lengths])
+        self.alone_s = np.array([sum(self._seconds([piece]) for piece in self._pieces(n)) for n in lengths])
+        packed_s = sum(self._seconds(plan) for plan in self._packed(lengths))
+        share = min(1.0, packed_s / float(self.alone_s.sum()))
+        self.service_s = self.alone_s * share / config.num_microbatches  # a stage's: others work on other plans
+        self.mean_s = float(self.service_s.mean())
+
+    def _pieces(self, tokens: int) -> list[tuple[int, int]]:
+        """(first, stop) of each chunk."""
+        size = self.config.prefill_buckets[-1]
+        return [(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+
+    def _packed(self, lengths: list[int]) -> list[list[tuple[int, int]]]:
+        """Plans as a worker with more than enough to do fills them: prompts in order, cut where a plan is full."""
+        size = room = self.config.prefill_buckets[-1]
+        plans, plan = [], []
+        for tokens in lengths:
+            first = 0
+            while first < tokens:
+                stop = min(tokens, first + room)
+                plan.append((first, stop))
+                room, first = room - (stop - first), stop
+                if not room or len(plan) == self.config.max_chunk_seqs:
+                    plans, plan, room = [*plans, plan], [], size
+        return [*plans, plan] if plan else plans
+
+    def _seconds(self, pieces: list[tuple[int, int]]) -> float:
+        chunks = tuple(
+            PrefillChunk(
+                RequestId("r"), cast(tuple[int, ...], Sequence(stop - first)), first, (), last=True, sampling=PLAIN
+            )
+            for first, stop in pieces
+        )
+        return self.cost.prefill_s(PrefillPlan(0, chunks, self.config.prefill_buckets[-1], 1))
+
+
+def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode: Decode | None) -> float:
+    """Highest rate at which `share` of the prompts are through in time, first come first served on `workers`."""
+    count = SAMPLE + PROMPTS_A_WORKER * workers
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1.0, count))
+    service_s, alone_s, chunks = (
+        np.resize(column, count) for column in (prefill.service_s, prefill.alone_s, prefill.chunks)
+    )
+
+    def in_time(rate: float) -> bool:
+        turn_s = decode.turn_s(rate / workers, prefill) if decode else 0.0
+        if turn_s == math.inf:
+            return False
+        turns = chunks * turn_s  # colocated: each chunk waits for a turn of decode
+        waits = _waits(arrivals / rate, service_s + turns, workers)
+        return float((waits + alone_s + turns <= objectives.ttft_s).mean()) >= objectives.share
+
+    return _highest(in_time, workers / prefill.mean_s)
+
+
+def _waits(arrivals: np.ndarray, service_s: np.ndarray, workers: int) -> np.ndarray:
+    """Seconds before each prompt begins: Lindley's recursion (1952), for several servers (Kiefer and Wolfowitz)."""
+    free, waits = [0.0] * workers, np.empty(len(arrivals))
+    for index, (at_s, takes_s) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
+        begins_s = max(at_s, heapq.heappop(free))
+        waits[index] = begins_s - at_s
+        heapq.heappush(free, begins_s + takes_s)
+    return waits
+
+
+# ---------------------------------------------------------------------- decode
+
+
+class Decode:
+    """One worker's steps. By Little's law a rate r keeps r x outputs x TPOT sequences in it."""
+
+    def __init__(self, cost: CostModel, config: WorkerConfig, workload: Workload) -> None:
+        self.cost, self.config = cost, config
+        self.means = workload.means
+
+    def step_s(self, batch: float) -> float:
+        """Of one microbatch of `batch` sequences, through all stages."""
+        active = tuple(range(max(1, round(batch))))
+        return self.cost.decode_s(DecodePlan(0, 0, active, 1), round(len(active) * self.means.context_tokens))
+
+    def _tpot_s(self, rate: float, batch: float, shared: Prefill | None) -> float:
+        """A step, stretched by the share of the time that prefill takes on the same devices."""
+        left = 1.0 - (rate * shared.mean_s if shared else 0.0)
+        return self.step_s(batch) / left if left > 0 else math.inf
+
+    def most(self, tpot_s: float, shared: Prefill | None) -> tuple[float, float]:
+        """Highest rate whose batch keeps steps within `tpot_s`, and the step there."""
+        stages = self.config.num_microbatches
+        slots = self.config.num_slots / stages
+
+        def short(rate: float) -> bool:
+            batch = min(slots, rate * self.means.output_tokens * tpot_s / stages)
+            return self._tpot_s(rate, batch, shared) <= tpot_s
+
+        most = self.config.num_slots / (self.means.output_tokens * self.step_s(slots))
+        ceiling = max(most, 1.0 / (self.means.output_tokens * self.step_s(1)))
+        rate = min(_highest(short, 2 * ceiling), ceiling)
+        return rate, self.step_s(min(slots, rate * self.means.output_tokens * tpot_s / stages))
+
+    def held(self, shared: Prefill | None) -> float:
+        """Rate at which its pages are full. A prompt's beds are held for the mean context of its steps."""
+        room = self.config.num_pages * self.config.page_size / self.means.context_tokens
+        stages = self.config.num_microbatches
+        seconds = self.means.output_tokens * self.step_s(min(room, self.config.num_slots) / stages)
+        prompt_s = float(shared.mean_s) * room if shared else 0.0  # every turn of the residents' prompts
+        return room / (seconds + prompt_s)
+
+    def turn_s(self, rate: float, shared: Prefill) -> float:
+        """A decode turn between two chunks, at the batch that `rate` keeps; inf where the rate cannot be kept."""
+        tpot_s, stages = self.step_s(1), self.config.num_microbatches
+        for _ in range(20):
+            batch = rate * self.means.output_tokens * tpot_s / stages
+            if batch > self.config.num_slots or tpot_s == math.inf:
+                return math.inf
+            tpot_s = self._tpot_s(rate, batch, shared)
+        return self.step_s(rate * self.means.output_tokens * tpot_s / stages) if tpot_s < math.inf else math.inf
+
+
+# ---------------------------------------------------------------------- link
+
+
+def _link_limit(given: Fleet, cost: CostModel, workload: Workload) -> float:
+    """Ports of all senders, or of all receivers, over the bytes of a mean prompt."""
+    tokens = round(workload.means.input_tokens)
+    whole = KVTransfer("h", 0, RequestId("r"), WorkerId("a"), WorkerId("b"), (), (), tokens)
+    limit = math.inf
+    for way, role in (("out", Role.PREFILL), ("in", Role.DECODE)):
+        ports = [
+            given.links.bytes_per_s.get((way, each.worker), math.inf) for each in given.workers if each.role is role
+        ]
+        if ports:
+            limit = min(limit, sum(ports) / cost.transfer_bytes(whole))
+    return limit
+
+
+def _highest(holds: Callable[[float], bool], ceiling: float) -> float:
+    """The highest rate that holds, of a property that rates lose for good; `ceiling` where it never does."""
+    if holds(ceiling):
+        return ceiling
+    low, high = 0.0, ceiling
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

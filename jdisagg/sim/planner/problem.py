@@ -1,0 +1,93 @@
+"""What is asked: a workload that any rate can be drawn from, objectives, and how a candidate is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.planner.space import Candidate
+from jdisagg.sim.traces import Trace, poisson
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """A request counts when its first token and its mean gap are both in time; `share` of all must count."""
+
+    ttft_s: float
+    tpot_s: float
+    share: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not (self.ttft_s > 0 and self.tpot_s > 0):
+            raise ConfigError(f"objectives of {self.ttft_s:g} s and {self.tpot_s:g} s: both must be above 0")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"an attainment of {self.share:g} must lie in (0, 1]")
+
+    def scaled(self, factor: float) -> Objectives:
+        return replace(self, ttft_s=self.ttft_s * factor, tpot_s=self.tpot_s * factor)
+
+    def __str__(self) -> str:
+        return f"TTFT <= {1e3 * self.ttft_s:g} ms and TPOT <= {1e3 * self.tpot_s:g} ms for {self.share:.0%}"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests by their lengths. The same seed draws the same requests and the same gaps at every rate, only closer
+    together (common random numbers), so that candidates and rates differ by what they are and not by luck."""
+
+    lengths: Trace
+    recorded: bool = False  # arrivals as they were, stretched; else Poisson
+
+    def __post_init__(self) -> None:
+        if not len(self.lengths):
+            raise ConfigError("a workload needs at least 1 request, this one has 0")
+        if self.recorded and not self.lengths.rate_rps:
+            raise ConfigError(f"{len(self.lengths)} requests over 0 s have no arrivals to keep: let them be drawn")
+
+    def at(self, rate_rps: float, requests: int, seed: int) -> Trace:
+        """So many requests: the first of those that more would be, too."""
+        if self.recorded:
+            return self._replayed(rate_rps, requests, seed)
+        return poisson(self.lengths.sample(requests, seed), rate_rps, seed)
+
+    def _replayed(self, rate_rps: float, requests: int, seed: int) -> Trace:
+        """Rows in their order from where the seed says on, round and round, gaps stretched alike."""
+        rows = len(self.lengths)
+        index = (int(np.random.default_rng(seed).integers(rows)) + np.arange(requests)) % rows
+        gaps = np.diff(self.lengths.arrival_s, prepend=0.0)
+        arrivals = np.cumsum(gaps[index]) * (self.lengths.rate_rps / rate_rps)
+        return replace(self.lengths.rows(index), arrival_s=arrivals)
+
+    @cached_property
+    def means(self) -> Means:
+        inputs, outputs = self.lengths.input_tokens, self.lengths.output_tokens
+        context = float((outputs * (inputs + outputs / 2)).sum() / outputs.sum())
+        return Means(float(inputs.mean()), float(outputs.mean()), context)
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Of a request."""
+
+    input_tokens: float
+    output_tokens: float
+    context_tokens: float  # KV that a decode step reads of one sequence, averaged over steps
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`build` makes a candidate's workers; it raises ConfigError for what cannot be, such as weights without room."""
+
+    workload: Workload
+    objectives: Objectives
+    build: Callable[[Candidate], Fleet]
+    devices: int = 0  # paid for, used or not; 0: those that a candidate uses
+    seed: int = 0
+
+    def paid(self, candidate: Candidate) -> int:
+        return self.devices or candidate.devices

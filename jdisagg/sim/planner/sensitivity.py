@@ -1,0 +1,64 @@
+"""Would the answer be another if the question were a little different? The link halved, the objectives moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.sim.planner.problem import Problem
+from jdisagg.sim.planner.search import Counts, Entrant, Finalist, Found, Search
+from jdisagg.sim.planner.space import Candidate, Kind, Space
+
+CHALLENGERS = 2  # of each architecture, besides the finalists
+
+
+@dataclass(frozen=True, slots=True)
+class Varied:
+    """goodput: of the old winner under the new question; best: whoever wins then, and its goodput."""
+
+    name: str
+    goodput: float
+    winner: Candidate | None
+    best: float
+    changed: bool
+
+
+def vary(
+    found: Found, winner: Finalist, space: Space, questions: Mapping[str, Problem], like: Search
+) -> tuple[list[Varied], Counts]:
+    """Each of the questions, with one seed: the winner against the finalists and the best bounds of each kind."""
+    counts = Counts()
+    return [_varied(name, problem, found, winner, space, like, counts) for name, problem in questions.items()], counts
+
+
+def _varied(
+    name: str, problem: Problem, found: Found, winner: Finalist, space: Space, like: Search, counts: Counts
+) -> Varied:
+    search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.told, counts)
+    entrants = _challengers(search, found, winner, space)
+    own = [each for each in entrants if each.candidate == winner.candidate]
+    if not entrants:
+        return Varied(name, 0.0, None, 0.0, True)
+    goodput = search.race(own, name)[0].goodput if own else 0.0
+    others = [each for each in entrants if each.candidate != winner.candidate]
+    better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.exact]
+    if better:
+        return Varied(name, goodput, better[0].entrant.candidate, better[0].goodput, True)
+    return Varied(name, goodput, winner.candidate, goodput, False)
+
+
+def _challengers(search: Search, found: Found, winner: Finalist, space: Space) -> list[Entrant]:
+    """Best bound first."""
+    try:
+        entrants = search.enter(space)
+    except ConfigError:
+        return []
+    finalists = {each.candidate for each in found.finalists}
+    chosen = [each for each in entrants if each.candidate in finalists]
+    missing = finalists - {each.candidate for each in chosen}
+    chosen += [each for each in map(search.entrant, sorted(missing, key=str)) if each]
+    for kind in Kind:
+        new = [each for each in entrants if each.candidate.kind is kind and each.candidate not in finalists]
+        chosen += new[:CHALLENGERS]
+    return sorted(chosen, key=lambda each: -each.bound)
