@@ -30,13 +30,14 @@ from rich.table import Table
 from jdisagg import flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.profile import Checked, read_profile
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.fleet import CostOf, Fleet, Sizes, by_roofline, fleet, longest, published
 from jdisagg.sim.hardware import HARDWARE, hardware
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, goodput_rps, write_csv
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, goodput_rps, trust, write_csv
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
 
@@ -231,6 +232,7 @@ def run(values: flags.FlagValues) -> int:
     console.print(latencies(told.outcome), highlight=False)
     for line in verdict(told, slo, devices):
         console.print(line, highlight=False, soft_wrap=True)
+    console.print(trust(checked_of(values)), highlight=False, soft_wrap=True)
     if len(points) > 1:
         console.print(curve(points, slo), highlight=False)
     if values.csv:
@@ -263,7 +265,14 @@ def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequenc
         slo=SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment),
         devices=MeshSpec.parse(values.mesh).num_devices,
         curve=points,
+        checked=checked_of(values),
     )
+
+
+def checked_of(values: flags.FlagValues) -> Checked | None:
+    """What the last check of a profile's costs found; other costs have none."""
+    kind, _, path = values.cost.partition(":")
+    return read_profile(path).checked if kind == "profile" else None
 
 
 def _room(flag: str) -> ModuleType:

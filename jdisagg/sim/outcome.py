@@ -18,10 +18,12 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS, Ledger
+from jdisagg.core.profile import Checked
 from jdisagg.core.request import FinishReason
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 ASKED = ("request_id", "arrival_s", "input_tokens", "output_tokens", "prefill_worker", "decode_worker", "reason")
+NOT_CALIBRATED = "not calibrated: these seconds were never checked against a live run"
 DERIVED = ("ttft_s", "tpot_s", "latency_s")
 WIRE = ("wire_s", "transfer_hidden_s", "transfer_exposed_s")
 
@@ -177,6 +179,15 @@ def goodput_rps(points: Sequence[Point], share: float) -> float:
             fallen = (before.attainment - share) / (before.attainment - after.attainment)
             return before.rate_rps + fallen * (after.rate_rps - before.rate_rps)
     return ordered[-1].rate_rps
+
+
+def trust(checked: Checked | None) -> str:
+    """How far a simulation was from a live run when its costs were last checked, in words."""
+    if checked is None:
+        return NOT_CALIBRATED
+    errors = ", ".join(f"{name} {share:+.1%}" for name, share in checked.errors.items())
+    last = f"error against a live run, last checked {checked.when} ({checked.workload})"
+    return f"{last}: MAPE {checked.mape:.1%} ({errors})"
 
 
 def _quantiles(values: np.ndarray, percents: Sequence[int]) -> list[float]:

@@ -10,19 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS
+from jdisagg.core.profile import Checked
 from jdisagg.sim import plots
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, goodput_rps
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, goodput_rps, trust
 from jdisagg.sim.spans import SpanLog
 
 QUANTILES = (50, 90, 99)
 SLOWEST = 8  # requests that are listed
-NOT_CALIBRATED = "not calibrated: these seconds were never checked against a live run"
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #2b2f36; background: #fff; margin: 0 auto; max-width: 1060px;
@@ -55,18 +54,7 @@ class Story:
     slo: SLO
     devices: int
     curve: Sequence[Point] = ()  # runs at several rates, where there were any
-    checked: Mapping[str, Any] | None = None  # what the cost model's last check against a live run found
-
-
-def trust(checked: Mapping[str, Any] | None) -> str:
-    """The error of the last check, in words: shares (MAPE) by metric, and whatever else was noted with them."""
-    if not checked:
-        return NOT_CALIBRATED
-    shares = [f"{name} {value:.1%}" for name, value in checked.items() if isinstance(value, float)]
-    notes = [f"{name} {value}" for name, value in checked.items() if not isinstance(value, float)]
-    return f"mean error against live runs when last checked: {', '.join(shares)}" + (
-        f" ({', '.join(notes)})" if notes else ""
-    )
+    checked: Checked | None = None  # what the costs' last check against a live run found
 
 
 def write_report(story: Story, path: Path | str) -> None:

@@ -14,12 +14,13 @@ from matplotlib.image import imread
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.profile import Checked
 from jdisagg.core.request import WorkerId
 from jdisagg.sim import plots, report
 from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.fleet import Sizes, fleet, longest, published
-from jdisagg.sim.outcome import SLO, Outcome, Point, columns, goodput_rps, write_csv
+from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, Outcome, Point, columns, goodput_rps, write_csv
 from jdisagg.sim.parquet import write_parquet
 from jdisagg.sim.report import Story
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
@@ -92,12 +93,13 @@ def test_a_page_stands_alone_and_escapes_what_it_is_given(run):
     parser = Outside()
     parser.feed(text)
     assert parser.found == [] and parser.images == 5 and "@import" not in text and "url(" not in text
-    assert "a &lt;mesh&gt;" in text and report.NOT_CALIBRATED in text
+    assert "a &lt;mesh&gt;" in text and NOT_CALIBRATED in text
 
 
 def test_a_page_tells_the_error_of_the_last_check(run):
-    text = report.page(told(run, checked={"TTFT": 0.081, "TPOT": 0.042, "at": "2026-11-20"}))
-    assert "TTFT 8.1%, TPOT 4.2% (at 2026-11-20)" in text and report.NOT_CALIBRATED not in text
+    text = report.page(told(run, checked=Checked("2026-11-20", "closed loop", {"TTFT": -0.081, "TPOT": 0.042}, 0.062)))
+    assert "checked 2026-11-20 (closed loop): MAPE 6.2% (TTFT -8.1%, TPOT +4.2%)" in text
+    assert NOT_CALIBRATED not in text
 
 
 @pytest.mark.parametrize(
