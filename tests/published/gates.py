@@ -83,8 +83,10 @@ def hold_all(gates: list[Gate]) -> None:
 
 
 def shown(figure: float | str) -> str:
-    """Four digits of a number; words as they are."""
-    return figure if isinstance(figure, str) else f"{figure:.4g}"
+    """Four digits of a number, or all before its point; words as they are."""
+    if isinstance(figure, str):
+        return figure
+    return f"{figure:,.0f}" if abs(figure) >= 1e4 else f"{figure:.4g}"
 
 
 def _verdict(right: bool) -> str:
