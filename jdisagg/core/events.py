@@ -179,6 +179,14 @@ class DropKV:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenGates:
+    """No turn waits for parts of this handoff any longer: what waited runs now, before its pages may be another's."""
+
+    handoff: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetTimer:
     """One timer a key: setting it again moves it."""
 
@@ -217,6 +225,8 @@ class Reject:
     detail: str
 
 
-Effect = Send | RunPrefill | RunDecode | ShipKV | InsertKV | DropKV | SetTimer | EmitTokens | Finish | Reject
+Effect = (
+    Send | RunPrefill | RunDecode | ShipKV | InsertKV | DropKV | OpenGates | SetTimer | EmitTokens | Finish | Reject
+)
 
 ROUTER = WorkerId("router")

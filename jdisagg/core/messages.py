@@ -71,6 +71,7 @@ class Commit:
     num_tokens: int  # tokens of KV, those in pages that the destination held already included
     num_parts: int  # parts 0 to num_parts - 1 were shipped
     layout: str = ""  # what the bytes are (WorkerConfig.kv_layout); empty: not told
+    layers: tuple[tuple[int, int], ...] = ()  # of parts 0, 1, ... and so round and round; (): each holds all
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,19 @@ class PageGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """Parts of a handoff that must be in their pages before this stage of a turn may run.
+
+    OpenGates opens it for good: its sequence goes on no further then, and what the stage makes of it counts nothing.
+    """
+
+    stage: int
+    handoff: str
+    epoch: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecodePlan:
     """One turn of one microbatch through all stages: retire, admit, grant, then one token for every active slot.
 
@@ -86,6 +99,7 @@ class DecodePlan:
     admit: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     retire: tuple[int, ...] = ()
+    gates: tuple[Gate, ...] = ()  # other microbatches overtake a turn that waits at one, and its own takes no other
 
 
 @dataclass(frozen=True, slots=True)

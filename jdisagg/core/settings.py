@@ -89,6 +89,8 @@ class Settings:
     # transfer
     transfer: str = _setting("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
                              ("whole", "chunk", "layer", "auto"))  # fmt: skip
+    stage_admission: str = _setting("on", "transfer", "on: decoding begins when the first stage's KV is there, later"
+                                    " stages' follows in time; off: when all is", ("on", "off"))  # fmt: skip
     transfer_digests: str = _setting("full", "transfer", "pages checked where they land; sampled: every eighth",
                                      ("full", "sampled", "off"))  # fmt: skip
     transfer_compress: str = _setting("none", "transfer", "what KV is quantised to for the way; auto: as measured",

@@ -21,6 +21,8 @@ from jdisagg.core.events import DecodeDone
 from jdisagg.core.plans import Admission, DecodePlan
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine import machine
+from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
 from jdisagg.engine.sampling import Counts, Knobs, counted, is_stop, pick, pick_greedy, token_logprobs, with_row
 from jdisagg.engine.section import Section
@@ -154,11 +156,23 @@ class Decoder(DrawPrograms):
             Microbatch(index * size, size, max_pages, vocab_size, self.device)
             for index in range(config.num_microbatches)
         ]
+        self.gates = Gates()
 
-    def run(self, plan: DecodePlan) -> PendingDecode:
-        batch = self.microbatches[plan.microbatch]
+    def run(self, plan: DecodePlan) -> machine.PendingDecode:
+        return self.gates.run(plan.gates, self.turn(plan))
+
+    def turn(self, plan: DecodePlan) -> Stages[PendingDecode]:
+        """The plan, stage by stage (see `gates.py`)."""
+        batch, x = self.microbatches[plan.microbatch], None
         self._send_changes(batch, plan)
-        logits = self.stages(batch, plan.table_pages)
+        for stage, section in enumerate(self.sections):
+            yield stage
+            x = self._stage(section, batch, plan.table_pages, x)
+        assert x is not None
+        return self._drawn(batch, plan, x.addressable_data(0))
+
+    def _drawn(self, batch: Microbatch, plan: DecodePlan, logits: Array) -> PendingDecode:
+        """Logits f32[B, V] of one turn, on the device that draws -> tokens, and the next feed."""
         asked = batch.asked(plan.active)
         tokens = self._draw(batch, logits, asked)
         wanted = [sampling.logprobs for sampling in asked]
@@ -169,12 +183,16 @@ class Decoder(DrawPrograms):
             array.copy_to_host_async()
         return PendingDecode(plan, batch.first_slot, tokens, wanted, logprobs)
 
+    def _stage(self, section: Section, batch: Microbatch, width: int, x: Array | None) -> Array:
+        """Activations of the stage before -> those after this one, [B, hidden], or logits."""
+        table, feed = batch.table_on(section.place, width), section.place.spread(batch.feed)
+        return section.decode(table, feed, x if x is None else section.place.hop(x))
+
     def stages(self, batch: Microbatch, width: int) -> Array:
         """Logits f32[B, V] of one turn, on the device that draws."""
         x = None
         for section in self.sections:
-            table, feed = batch.table_on(section.place, width), section.place.spread(batch.feed)
-            x = section.decode(table, feed, x if x is None else section.place.hop(x))
+            x = self._stage(section, batch, width, x)
         assert x is not None
         return x.addressable_data(0)
 

@@ -55,7 +55,13 @@ class Machine(Protocol):
         """
         ...
 
-    def run_decode(self, plan: DecodePlan) -> PendingDecode: ...
+    def run_decode(self, plan: DecodePlan) -> PendingDecode:
+        """A turn with gates runs as far as its KV is in; `insert` and `open_gates` let the rest of it follow."""
+        ...
+
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        """Turns that wait for parts of this handoff run now, whatever is in those pages."""
+        ...
 
     def ship(self, transfer: KVTransfer, destination: Any) -> Parcel:
         """Packs the source pages in program order and starts them on their way to `destination`, another machine."""

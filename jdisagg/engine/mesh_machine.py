@@ -22,8 +22,9 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.decode import Decoder, PendingDecode
-from jdisagg.engine.machine import GroupDone
+from jdisagg.engine.decode import Decoder
+from jdisagg.engine.gates import Gates
+from jdisagg.engine.machine import GroupDone, PendingDecode
 from jdisagg.engine.prefill import PendingPrefill, Prefiller
 from jdisagg.engine.section import Section
 from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
@@ -110,6 +111,10 @@ class MeshMachine:
         assert self.decoder is not None, f"{self.config.worker} does not decode"
         return self.decoder.run(plan)
 
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        assert self.decoder is not None, f"{self.config.worker} does not decode"
+        self.decoder.gates.open(handoff, epoch)
+
     def ship(self, transfer: KVTransfer, destination: MeshMachine) -> MeshParcel:
         departures = self.pack(transfer, shapes_of(destination.pages))
         moves = [send(departure, destination.pages[departure.stage].place) for departure in departures]
@@ -126,7 +131,13 @@ class MeshMachine:
         return (lambda: all(np.asarray(each).all() for each in verdicts)) if verdicts else None
 
     def insert(self, parcel: MeshParcel) -> None:
-        insert_moves(self.pages, self.docks, parcel.moves)
+        gates = self.decoder.gates if self.decoder else Gates()
+        try:
+            insert_moves(self.pages, self.docks, parcel.moves)
+        except Exception as error:
+            gates.fail(parcel.transfer, error)
+            raise
+        gates.inserted(parcel.transfer)
 
     @property
     def pages(self) -> list[StagePages]:

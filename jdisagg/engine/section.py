@@ -7,7 +7,6 @@ are pure and take flat lists of leaves; the module is merged while tracing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -136,12 +135,3 @@ class Section(SectionPrograms):
     def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
         """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""
         return self.score_program(self.params.leaves, x, self.place.put(targets))
-
-
-def run_prefill(sections: Sequence[Section], chunks_at: dict[Place, Chunks]) -> Array:
-    """All layers over one packed chunk; returns activations [T, hidden] on the last section's place."""
-    x = None
-    for section in sections:
-        x = section.prefill(chunks_at[section.place], x if x is None else section.place.hop(x))
-    assert x is not None
-    return x

@@ -17,7 +17,8 @@ from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Sampled, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.machine import GroupDone
+from jdisagg.engine.gates import Gates, Stages
+from jdisagg.engine.machine import GroupDone, PendingDecode
 
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote
@@ -111,6 +112,7 @@ class ToyMachine:
         self.layer_groups = config.layer_groups or ((0, 1),)
         self.groups = [[[NOTHING] * config.page_size for _ in range(config.num_pages + 1)] for _ in self.layer_groups]
         self.slots: dict[int, ToySlot] = {}
+        self.gates = Gates()
 
     @property
     def num_layers(self) -> int:
@@ -149,8 +151,27 @@ class ToyMachine:
 
     # ------------------------------------------------------------ decode
 
-    def run_decode(self, plan: DecodePlan) -> ToyDecode:
+    def run_decode(self, plan: DecodePlan) -> PendingDecode:
         self._maybe_fail(plan.plan_id)
+        return self.gates.run(plan.gates, self._turn(plan))
+
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        self.gates.open(handoff, epoch)
+
+    def _turn(self, plan: DecodePlan) -> Stages[ToyDecode]:
+        """A stage writes and reads the pages of its layer group."""
+        self._take(plan)
+        rows = {slot: row for slot in plan.active if not (row := self.slots[slot]).stopped}
+        seen: dict[int, list[list[int]]] = {slot: [] for slot in rows}
+        for stage, group in enumerate(self.groups):
+            yield stage
+            for slot, row in rows.items():
+                self._write(group, row.table, row.position, row.token)
+                seen[slot].append(self._row(group, row.table, row.position + 1))
+        drawn = {slot: _advance(row, _agreed(seen[slot])) for slot, row in rows.items()}
+        return ToyDecode(DecodeDone(plan.plan_id, tuple((slot, drawn.get(slot)) for slot in plan.active)))
+
+    def _take(self, plan: DecodePlan) -> None:
         slots_each = self.config.slots_per_microbatch
         for slot in plan.retire:
             self.slots.pop(slot, None)  # a slot whose admission failed is retired all the same
@@ -161,26 +182,14 @@ class ToyMachine:
             self.slots[grant.slot].table.append(grant.page)
         assert all(slot // slots_each == plan.microbatch for slot in plan.active)
         assert plan.table_pages in self.config.table_buckets
-        return ToyDecode(DecodeDone(plan.plan_id, tuple((slot, self._step(slot, plan)) for slot in plan.active)))
+        for row in (self.slots[slot] for slot in plan.active):
+            assert row.stopped or self.config.pages_for(row.position + 1) <= plan.table_pages, "the table is too narrow"
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} was not retired"
         self.slots[admission.slot] = ToySlot(
             admission.token, admission.position, list(admission.pages), admission.sampling, admission.num_output
         )
-
-    def _step(self, slot: int, plan: DecodePlan) -> Sampled | None:
-        row = self.slots[slot]
-        if row.stopped:
-            return None
-        assert self.config.pages_for(row.position + 1) <= plan.table_pages, "the table is too narrow"
-        for group in self.groups:
-            self._write(group, row.table, row.position, row.token)
-        row.position += 1
-        row.token = next_token(self._read(row.table, row.position), row.sampling, row.num_output)
-        row.num_output += 1
-        row.stopped = row.token in row.sampling.stop_token_ids
-        return Sampled(row.token)
 
     # ------------------------------------------------------------ pages
 
@@ -199,6 +208,7 @@ class ToyMachine:
             for index, page in enumerate(parcel.transfer.destination_pages):
                 if page != NULL_PAGE:
                     group[page] = tokens[index * size : (index + 1) * size]
+        self.gates.inserted(parcel.transfer)
 
     def _groups_of(self, transfer: KVTransfer) -> list[list[list[int]]]:
         first, stop = transfer.layers or (0, self.layer_groups[-1][1])
@@ -211,14 +221,28 @@ class ToyMachine:
         group[page][position % self.config.page_size] = token
 
     def _read(self, table: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens that all groups agree on; NOTHING where one of them holds another."""
-        pages = table[: self.config.pages_for(num_tokens)]
-        rows = [[token for page in pages for token in group[page]] for group in self.groups]
-        return [seen[0] if len(set(seen)) == 1 else NOTHING for seen in zip(*rows, strict=True)][:num_tokens]
+        return _agreed([self._row(group, table, num_tokens) for group in self.groups])
+
+    def _row(self, group: list[list[int]], table: Sequence[int], num_tokens: int) -> list[int]:
+        return [token for page in table[: self.config.pages_for(num_tokens)] for token in group[page]][:num_tokens]
 
     def _maybe_fail(self, plan_id: int) -> None:
         if plan_id in self.fail_plans:
             raise ToyFault(f"told to fail at plan {plan_id}")
+
+
+def _agreed(rows: list[list[int]]) -> list[int]:
+    """The tokens that all groups agree on; NOTHING where one of them holds another."""
+    return [seen[0] if len(set(seen)) == 1 else NOTHING for seen in zip(*rows, strict=True)]
+
+
+def _advance(row: ToySlot, tokens: list[int]) -> Sampled:
+    """Draws the slot's next token after `tokens`."""
+    row.position += 1
+    row.token = next_token(tokens, row.sampling, row.num_output)
+    row.num_output += 1
+    row.stopped = row.token in row.sampling.stop_token_ids
+    return Sampled(row.token)
 
 
 def _asked(chunk: PrefillChunk) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jdisagg.core.plans import DecodePlan, PrefillPlan
 from jdisagg.engine.decode import Decoder
+from jdisagg.engine.gates import dispatched
 from jdisagg.engine.knobs import KnobRows
 from jdisagg.engine.prefill import Prefiller, pack
 
@@ -47,7 +48,7 @@ def decode_jobs(decoder: Decoder) -> list[Job]:
     jobs: list[Job] = []
     for width in decoder.config.table_buckets:
         label = f"decode of {width * decoder.config.page_size} tokens"
-        jobs.append((label, lambda width=width: decoder.run(DecodePlan(-1, 0, (), width)).tokens))
+        jobs.append((label, lambda width=width: dispatched(decoder.turn(DecodePlan(-1, 0, (), width))).tokens))
     jobs.append(("draws", lambda: _draws(decoder)))
     return jobs
 

@@ -27,6 +27,7 @@ class Bed:
     cached_pages: int = 0
     parts: set[int] = field(default_factory=set)  # that are inserted
     num_parts: int | None = None  # that COMMIT counts
+    layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all
     asked: Counter[int] = field(default_factory=Counter)  # times each part was asked for again
     moved_s: float = 0.0  # when a part last came or was asked for again
     wire: list[tuple[float, float]] = field(default_factory=list)  # when each part was on its way
@@ -44,8 +45,8 @@ class Bed:
 
     @property
     def drained(self) -> bool:
-        """All its turns are dispatched: it only waits for tokens."""
-        return self.dispatched == self.request.sampling.max_tokens
+        """All its turns are dispatched, and no stage of them waits for KV: it only waits for tokens."""
+        return self.dispatched == self.request.sampling.max_tokens and admitted(self)
 
     @property
     def own_pages(self) -> list[int]:
@@ -64,6 +65,20 @@ class Bed:
             total_s += max(0.0, landed_s - max(began_s, until_s))
             until_s = max(until_s, landed_s)
         return total_s
+
+    def part_holds(self, part: int, layers: tuple[int, int]) -> bool:
+        """Whether the part holds any of these layers."""
+        if not self.layers:
+            return True
+        first, stop = self.layers[part % len(self.layers)]
+        return first < layers[1] and layers[0] < stop
+
+    def commit(self, first: Sampled, num_tokens: int, num_parts: int, layers: tuple[tuple[int, int], ...] = ()) -> None:
+        """What COMMIT says; the first token is out, and the bed's turns follow it."""
+        self.handoff.take(Signal.COMMIT)
+        self.first, self.num_tokens, self.num_parts, self.layers = first, num_tokens, num_parts, layers
+        self.output.append(first.token)
+        self.dispatched = 1
 
     def renew(self, now_s: float) -> None:
         self.handoff.deadline_s = now_s + self.lease_s

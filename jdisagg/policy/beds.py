@@ -16,6 +16,7 @@ from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, 
 from jdisagg.core.plans import DecodePlan, PageGrant
 from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig, bucket
+from jdisagg.policy.ahead import Ahead
 from jdisagg.policy.bed import Bed, Turn, admission, admitted, end_of
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
@@ -48,6 +49,7 @@ class Beds:
         self.beds: dict[Owner, Bed] = {}
         self.turns: dict[int, Turn] = {}
         self._ready: list[Bed] = []  # admitted, waiting for a slot, in order
+        self.ahead = Ahead(config, self.slots, self.turns, out)
         self._drained = 0
 
     # ------------------------------------------------------------ what is free
@@ -126,10 +128,10 @@ class Beds:
         if ours and theirs and ours != theirs:
             self._give_up(bed, f"{bed.source} shipped pages of {theirs}, {self.config.worker} holds {ours}")
             return
-        bed.handoff.take(Signal.COMMIT)
-        bed.first, bed.num_tokens, bed.num_parts = message.first, message.num_tokens, message.num_parts
+        bed.commit(message.first, message.num_tokens, message.num_parts, message.layers)
         bed.renew(now_s)
         if not self._admit_if_complete(bed, now_s):
+            self.ahead.wait(bed)
             self._watch_parts(bed, now_s)
 
     def arrive(self, event: KVArrived, now_s: float) -> None:
@@ -189,21 +191,20 @@ class Beds:
     def commit_here(self, owner: Owner, first: Sampled, now_s: float) -> None:
         """The colocated handoff: the KV was computed in the bed's own pages."""
         bed = self.beds[owner]
-        bed.handoff.take(Signal.COMMIT)
-        bed.first, bed.num_tokens, bed.num_parts = first, len(bed.request.prompt), 0
+        bed.commit(first, len(bed.request.prompt), 0)
         self._admit_if_complete(bed, now_s)
 
     def _admit_if_complete(self, bed: Bed, now_s: float) -> bool:
         if bed.handoff.state is not State.COMMITTED or bed.missing:
             return False
-        assert bed.first is not None, "COMMIT brings the first token"
         bed.handoff.take(Signal.COMPLETE)
         if bed.source != self.config.worker:
             self.out.send(bed.source, Ack(*bed.owner, bed.wire_s))
-        bed.output.append(bed.first.token)
-        bed.dispatched = 1
         self.pool.move(bed.own_pages, bed.owner, PageState.HELD)
-        insort(self._ready, bed, key=lambda each: each.order)
+        if not self.ahead.whole(bed):
+            insort(self._ready, bed, key=lambda each: each.order)
+        elif bed.drained:
+            self._drain(bed)
         self.out.reach(bed.request.request_id, bed.owner, Mark.COMMITTED, now_s, bed.wire_s)
         return True
 
@@ -220,10 +221,9 @@ class Beds:
         bed = self.beds.get(owner)
         if bed is None or not bed.handoff.can_take(signal):
             return False
+        self._drained -= bed.drained
         bed.handoff.take(signal)
         del self.beds[owner]
-        if bed.drained:
-            self._drained -= 1
         self._strip(bed)
         return True
 
@@ -241,7 +241,13 @@ class Beds:
             return False
         return self.end(owner, Signal.EXPIRE)
 
+    def _drain(self, bed: Bed) -> None:
+        """Its last turn is dispatched: its slot and pages are free for turns behind that one."""
+        self._drained += 1
+        self._strip(bed)
+
     def _strip(self, bed: Bed) -> None:
+        self.ahead.drop(bed)
         if bed.slot is not None:
             self.slots.clear(bed.slot, on_device=bed.on_device)
             bed.slot = None
@@ -253,15 +259,17 @@ class Beds:
     # ------------------------------------------------------------ turns
 
     def seat_ready(self) -> None:
-        """Sequences that wait take the slots that are free, best first."""
-        while self._ready and (slot := self.slots.free_slot()) is not None:
+        """Sequences that wait take the slots that are free, best first; where none does, those whose KV follows."""
+        while self._ready and (slot := self.ahead.free_slot()) is not None:
             bed = self._ready.pop(0)
             bed.slot = slot
             self.slots.seat(slot, bed)
+        while not self._ready and self.ahead.seat_next():
+            continue
 
     def plan_turn(self) -> bool:
         """Dispatches the next turn of the next microbatch that has one; False where none has."""
-        return any(self._plan_turn(microbatch) for microbatch in self.slots.due())
+        return any(self._plan_turn(microbatch) for microbatch in self.slots.due(self.ahead.under_way))
 
     def _plan_turn(self, microbatch: int) -> bool:
         seated = self.slots.seated(microbatch)
@@ -285,6 +293,7 @@ class Beds:
             admit=tuple(admission(slot, bed) for slot, bed in active if not bed.on_device),
             grants=tuple(grants),
             retire=self.slots.begin_turn(microbatch),
+            gates=self.ahead.gates(microbatch),
         )
         self.turns[plan.plan_id] = Turn(microbatch, dict(active), plan.retire)
         self.out.put(RunDecode(plan))
@@ -292,8 +301,7 @@ class Beds:
             bed.on_device = True
             bed.dispatched += 1
             if bed.drained:
-                self._drained += 1
-                self._strip(bed)
+                self._drain(bed)
 
     def _has_room(self, slot: int, bed: Bed, grants: list[PageGrant]) -> bool:
         """Whether the bed may take this turn: it has, or gets, a page for the token that the turn feeds."""
@@ -331,9 +339,9 @@ class Beds:
         draws: list[Draw] = []
         over: list[tuple[Bed, FinishReason]] = []
         for slot, sampled in event.sampled:
-            bed = turn.beds[slot]
-            if bed.handoff.over:
-                continue  # it stopped, was preempted or aborted while this turn was in flight
+            bed = turn.beds.get(slot)
+            if bed is None or bed.handoff.over:
+                continue  # it stopped, was preempted or aborted, or stepped back, while this turn was in flight
             assert sampled is not None, f"slot {slot} masked itself though its sequence goes on"
             self._first_step(bed, now_s)
             index = bed.num_output + len(bed.output)

@@ -34,5 +34,9 @@ def pieces(
     stop = config.pages_for(total) if last else computed // config.page_size // group_pages * group_pages
     if stop <= sent_pages or (mode is TransferMode.WHOLE and not last):
         return ()
-    groups = config.layer_groups if mode is TransferMode.LAYER and len(config.layer_groups) > 1 else (None,)
-    return tuple(Piece(sent_pages, stop, layers) for layers in groups)
+    return tuple(Piece(sent_pages, stop, layers) for layers in layers_of(mode, config) or (None,))
+
+
+def layers_of(mode: TransferMode, config: WorkerConfig) -> tuple[tuple[int, int], ...]:
+    """Of the pieces of one chunk, in their order; (): one piece holds all."""
+    return config.layer_groups if mode is TransferMode.LAYER and len(config.layer_groups) > 1 else ()

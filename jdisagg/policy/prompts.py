@@ -23,7 +23,7 @@ from jdisagg.policy.beds import Beds
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
-from jdisagg.policy.parts import Piece, pieces
+from jdisagg.policy.parts import Piece, layers_of, pieces
 from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
 from jdisagg.policy.reshard import PageGroup, group_pages, pages_elsewhere
 from jdisagg.policy.streaming import Streaming
@@ -244,7 +244,8 @@ class Prompts:
             self.out.put(ShipKV(part))
         prompt.handoff.take(Signal.COMMIT)
         num_tokens, num_parts = len(prompt.request.prompt), len(prompt.parts)
-        manifest = Commit(*prompt.owner, first, num_tokens, num_parts, self.config.kv_layout)
+        layers = layers_of(prompt.mode, self.config)
+        manifest = Commit(*prompt.owner, first, num_tokens, num_parts, self.config.kv_layout, layers)
         self.out.send(prompt.decode_worker, manifest)
         prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
         self.out.arm(prompt.handoff)

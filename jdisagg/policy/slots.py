@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Generic, TypeVar
 
 from jdisagg.core.worker_config import WorkerConfig
@@ -27,11 +27,17 @@ class Slots(Generic[T]):
     def microbatch_of(self, slot: int) -> int:
         return slot // self.per_microbatch
 
-    def free_slot(self) -> int | None:
-        """A free slot of the emptiest microbatch, so that every turn carries its share."""
-        emptiest = min(range(len(self._taken)), key=self._taken.__getitem__)
-        first = emptiest * self.per_microbatch
+    def free_slot(self, but: Collection[int] = ()) -> int | None:
+        """A free slot of the emptiest microbatch that is not in `but`, so that every turn carries its share."""
+        open_ones = [microbatch for microbatch in range(len(self._taken)) if microbatch not in but]
+        if not open_ones:
+            return None
+        first = min(open_ones, key=self._taken.__getitem__) * self.per_microbatch
         return next((slot for slot in range(first, first + self.per_microbatch) if self._seats[slot] is None), None)
+
+    def lonely_slot(self) -> int | None:
+        """A slot of a microbatch that nobody sits in."""
+        return self._taken.index(0) * self.per_microbatch if 0 in self._taken else None
 
     def seat(self, slot: int, sequence: T) -> None:
         assert self._seats[slot] is None, f"slot {slot} is taken"
@@ -58,17 +64,18 @@ class Slots(Generic[T]):
             found = self._seated[microbatch] = [(slot, sequence) for slot, sequence in pairs if sequence is not None]
         return found.copy()
 
-    def due(self) -> list[int]:
-        """Microbatches that may take a turn now, the one that waited longest first.
+    def due(self, held: Collection[int] = ()) -> list[int]:
+        """Microbatches that may take a turn now, the one that waited longest first. `held` ones don't, nor do others
+        wait for them.
 
         They go round: no microbatch takes two turns while another's are in flight. A stage runs turns in the order of
         their dispatch, and the second of two turns in a row waits for the first to pass through all stages; whatever
         is behind it waits as well, though it could run (two stages then work two turns in three).
         """
-        waiting_for = [m for m in self._order if self._taken[m] and self.in_flight[m]]
+        waiting_for = [m for m in self._order if self._taken[m] and self.in_flight[m] and m not in held]
         first = waiting_for[0] if waiting_for else None
         at = {m: place for place, m in enumerate(self._order)}
-        able = [m for m in self._order if self._taken[m] and self.in_flight[m] < self.turns_ahead]
+        able = [m for m in self._order if self._taken[m] and self.in_flight[m] < self.turns_ahead and m not in held]
         return [m for m in able if first is None or at[m] <= at[first] or not self.in_flight[m]]
 
     def begin_turn(self, microbatch: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from jdisagg.core.events import (
     PrefillDone,
     Received,
     RouterLost,
+    Send,
     TimerFired,
     WiresTimed,
 )
@@ -158,7 +159,9 @@ class Worker:
         """Ends every handoff and sequence, so that pages come back; plans in flight find their sequences over."""
         for owner in [*self.prompts.prompts, *self.beds.beds]:
             self._end(owner, Signal.ABORT)
-        self.out.drain()  # there is nobody to tell
+        for effect in self.out.drain():
+            if not isinstance(effect, Send):  # there is nobody to tell
+                self.out.put(effect)
 
     # ------------------------------------------------------------ turns that repeat
 

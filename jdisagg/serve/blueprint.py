@@ -154,6 +154,7 @@ def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> di
     return {
         "transfer": TransferMode(settings.transfer),
         "digests": Digests(settings.transfer_digests),
+        "stage_admission": settings.stage_admission == "on",
         "layer_groups": tuple((run.start, run.stop) for run in layers),
         "compress": Compress(settings.transfer_compress),
         "error_bound": settings.transfer_error_bound,

@@ -28,6 +28,7 @@ from jdisagg.core.events import (
     Finish,
     InsertKV,
     KVArrived,
+    OpenGates,
     Received,
     Reject,
     RunDecode,
@@ -274,6 +275,8 @@ class LiveDriver:
                 self._insert(actor, self._landed.pop(transfer))
             case DropKV(transfer):
                 self._landed.pop(transfer, None)
+            case OpenGates(handoff, epoch):
+                self._machines[actor].open_gates(handoff, epoch)
             case SetTimer(at_s, key):
                 self._armed[actor, key] = at_s
                 heapq.heappush(self._timers, (at_s, actor, key))
@@ -295,6 +298,8 @@ class LiveDriver:
             self._unheard.setdefault(actor, set()).add(plan_id)
             self._broken.append((actor, _failure(actor, error, plan_id=plan_id)))
             return
+        if isinstance(effect, RunDecode):
+            lane = f"{lane}-{effect.plan.microbatch}"  # one that waits at a gate keeps no other's tokens waiting
         self._readers.read(f"{actor}-{lane}", lambda: self._read_plan(actor, pending.read, plan_id))
 
     def _read_plan(self, actor: WorkerId, read: Callable[[], Event], plan_id: int) -> None:

@@ -22,6 +22,7 @@ from jdisagg.core.events import (
     Finish,
     InsertKV,
     KVArrived,
+    OpenGates,
     PrefillDone,
     Received,
     Reject,
@@ -43,6 +44,7 @@ from jdisagg.sim import sequence
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span
 from jdisagg.sim.foresight import Foresight
+from jdisagg.sim.held import HeldTurns
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
@@ -109,6 +111,7 @@ class Cluster:
         self._closed = False  # whether arrivals wait for ends
         self._heap: list[tuple[float, int, WorkerId, Any]] = []
         self._ties = count()
+        self._held = HeldTurns()
         self._timers: dict[tuple[WorkerId, str], float] = {}
         self._foresee = foresee
         self._foreseen: dict[WorkerId, Foresight] = {}
@@ -124,8 +127,9 @@ class Cluster:
             EmitTokens: self._emit,
             Finish: self._finish,
             Reject: self._reject,
-            InsertKV: _nothing,  # a write into pages: small beside the way there
+            InsertKV: self._let_go,
             DropKV: _nothing,
+            OpenGates: self._let_go,
         }
 
     # ------------------------------------------------------------ running
@@ -202,6 +206,16 @@ class Cluster:
         self._at(effect.at_s, actor, TimerFired(effect.key))
 
     def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+        if not self._held.hold(actor, effect):
+            self._begin_turn(actor, effect)
+
+    def _let_go(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
+        """A write into pages takes no time, beside the way there; a turn may have waited for it."""
+        turn = self._held.freed(actor, effect)
+        if turn is not None:
+            self._begin_turn(actor, turn)
+
+    def _begin_turn(self, actor: WorkerId, effect: RunDecode) -> None:
         span = self.devices[actor].dispatch(self.now_s, effect.plan, self.costs[actor])
         self._note(actor, Work.DECODE, span, len(effect.plan.active))
 
@@ -343,5 +357,5 @@ class Cluster:
             assert worker.idle and held == 0, f"{name} holds {held} pages"
 
 
-def _nothing(_: WorkerId, effect: InsertKV | DropKV) -> None:
+def _nothing(_: WorkerId, effect: DropKV) -> None:
     """It takes no time and holds nothing."""

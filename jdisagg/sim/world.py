@@ -22,6 +22,7 @@ from jdisagg.core.events import (
     Finish,
     InsertKV,
     KVArrived,
+    OpenGates,
     Received,
     Reject,
     RunDecode,
@@ -34,10 +35,11 @@ from jdisagg.core.events import (
     WorkerLost,
 )
 from jdisagg.core.journal import Journal
-from jdisagg.core.plans import KVTransfer, last_layer
+from jdisagg.core.plans import DecodePlan, KVTransfer, last_layer
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.gates import HeldTurn
 from jdisagg.engine.toy import ToyFault, ToyMachine, ToyParcel
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -75,6 +77,7 @@ class World:
         self._last_word_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._parcels: dict[KVTransfer, ToyParcel] = {}
         self._link_free_s: dict[tuple[WorkerId, WorkerId], float] = {}
+        self._held: list[tuple[WorkerId, DecodePlan, HeldTurn]] = []
         self._failing: Counter[WorkerId] = Counter()  # failures that their actors have not heard of
 
     # ------------------------------------------------------------ the script
@@ -145,6 +148,10 @@ class World:
                 self._ship(actor, transfer, max(self.now_s, self._busy_until_s.get(actor, 0.0)))
             case InsertKV(transfer):
                 self.machines[actor].insert(self._parcels.pop(transfer))
+                self._run_on(actor)
+            case OpenGates(handoff, epoch):
+                self.machines[actor].open_gates(handoff, epoch)
+                self._run_on(actor)
             case DropKV(transfer):
                 self._parcels.pop(transfer, None)
             case SetTimer(at_s, key):
@@ -175,11 +182,19 @@ class World:
 
         Plans that its worker made before it heard of the failure may build on the failed one, so they fail as well.
         """
-        plan = effect.plan
+        plan, machine = effect.plan, self.machines[actor]
         start_s = max(self.now_s, self._busy_until_s.get(actor, 0.0))
         done_s = start_s + self.costs.of_plan(plan)
         try:
-            result = self._result_of(actor, effect, start_s, done_s)
+            if self._failing[actor] > 0 or self.luck.strikes(self.luck.faults.fail_plan):
+                raise ToyFault(f"bad luck at plan {plan.plan_id}")
+            if isinstance(effect, RunPrefill):
+                result = self._run_prefill(actor, effect, start_s, done_s)
+            elif isinstance(pending := machine.run_decode(effect.plan), HeldTurn) and not pending.done:
+                self._held.append((actor, effect.plan, pending))
+                return
+            else:
+                result = pending.read()
         except ToyFault as fault:
             self._failing[actor] += 1
             self._at(self.now_s, actor, EngineFailed(plan.plan_id, None, str(fault)))
@@ -187,12 +202,13 @@ class World:
         self._busy_until_s[actor] = done_s
         self._at(done_s, actor, result)
 
-    def _result_of(self, actor: WorkerId, effect: RunPrefill | RunDecode, start_s: float, done_s: float) -> Event:
-        if self._failing[actor] > 0 or self.luck.strikes(self.luck.faults.fail_plan):
-            raise ToyFault(f"bad luck at plan {effect.plan.plan_id}")
-        if isinstance(effect, RunDecode):
-            return self.machines[actor].run_decode(effect.plan).read()
-        return self._run_prefill(actor, effect, start_s, done_s)
+    def _run_on(self, actor: WorkerId) -> None:
+        """Turns that wait at no gate any more take their time from now on."""
+        for each in [each for each in self._held if each[0] == actor and each[2].done]:
+            self._held.remove(each)
+            done_s = max(self.now_s, self._busy_until_s.get(actor, 0.0)) + self.costs.of_plan(each[1])
+            self._busy_until_s[actor] = done_s
+            self._at(done_s, actor, each[2].read())
 
     def _run_prefill(self, actor: WorkerId, effect: RunPrefill, start_s: float, done_s: float) -> Event:
         """Layer groups take equal shares of the plan's time; the parts of each leave when it is done."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jdisagg.core.events import Effect, Event, RouterLost, Send
+from jdisagg.core.events import Effect, Event, Send
 from jdisagg.core.messages import AbortAck
 from jdisagg.core.request import Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
@@ -147,9 +147,7 @@ class Cast:
         actor: Actor = self.thaw(number)
         try:
             event = self.twist.amend(actor, event)
-            held = pages_held(actor) if isinstance(event, RouterLost) else []
             effects = actor.handle(event, now_s)
-            effects[:0] = held  # a worker without a router says nothing, not even what its pool noted
             if isinstance(actor, Worker):
                 actor.check_invariants()
         except Exception as error:
@@ -157,12 +155,6 @@ class Cast:
         if isinstance(actor, Worker):
             check_acknowledged(actor, effects)
         return self.add(who, actor), self.twist.alter(actor, event, effects)
-
-
-def pages_held(actor: Actor) -> list[Any]:
-    """Notes of giving back all that a worker holds."""
-    assert isinstance(actor, Worker)
-    return [Gave(owner, tuple(sorted(actor.pool.pages_of(owner)))) for owner in sorted(actor.pool.owners())]
 
 
 def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:

@@ -8,11 +8,11 @@ program. What a page held is forgotten when it is given back, so that nobody is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jdisagg.core.events import DecodeDone, PrefillDone
-from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.plans import Admission, DecodePlan, Gate, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Request, RequestId, Sampled
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.page_pool import Owner
@@ -40,12 +40,22 @@ class Seat(NamedTuple):
     stopped: bool
 
 
+class Held(NamedTuple):
+    """A turn that has come to a stage: the layer group of that number. It goes on when that one's gate is open."""
+
+    plan: DecodePlan
+    stage: int
+    gates: tuple[Gate, ...]  # with the parts that are still to come
+    void: frozenset[Owner] = frozenset()  # whose gates were opened for good: what is read for them counts nothing
+
+
 class Device(NamedTuple):
-    """Pages by id (0 is the null page) and slots by number."""
+    """Pages by id (0 is the null page), slots by number, and turns that wait."""
 
     owners: tuple[Owner | None, ...]
     contents: tuple[Content | None, ...]
     slots: tuple[Seat | None, ...]
+    held: tuple[Held, ...] = ()
 
 
 def fresh_device(config: WorkerConfig) -> Device:
@@ -113,7 +123,7 @@ class Machine:
             device = self._write(device, owner, chunk.pages, position)
         return device
 
-    def decode(self, device: Device, plan: DecodePlan) -> tuple[Device, DecodeDone]:
+    def decode(self, device: Device, plan: DecodePlan) -> tuple[Device, list[DecodeDone]]:
         slots = list(device.slots)
         for slot in plan.retire:
             slots[slot] = None
@@ -124,13 +134,22 @@ class Machine:
             seat = slots[grant.slot]
             assert seat is not None and grant.index == len(seat.table)
             slots[grant.slot] = seat._replace(table=(*seat.table, grant.page))
-        sampled = []
-        for slot in plan.active:
-            seat = slots[slot]
-            assert seat is not None, f"slot {slot} is active and empty"
-            device, slots[slot], token = self._step(device, seat)
+        device, busy = device._replace(slots=tuple(slots)), {each.plan.microbatch for each in device.held}
+        need(plan.microbatch not in busy, f"microbatch {plan.microbatch} takes a turn while one of its own waits")
+        return self._go_on(device, Held(plan, 0, plan.gates))
+
+    def _go_on(self, device: Device, held: Held) -> tuple[Device, list[DecodeDone]]:
+        """Stage after stage, as far as gates are open; the last one draws."""
+        for stage in range(held.stage, self.num_groups):
+            if any(gate.stage == stage and gate.parts for gate in held.gates):
+                return device._replace(held=(*device.held, held._replace(stage=stage))), []
+            for slot in held.plan.active:
+                device = self._step(device, device.slots[slot], stage, held.void)
+        slots, sampled = list(device.slots), []
+        for slot in held.plan.active:
+            slots[slot], token = self._draw(device.slots[slot])
             sampled.append((slot, token))
-        return device._replace(slots=tuple(slots)), DecodeDone(plan.plan_id, tuple(sampled))
+        return device._replace(slots=tuple(slots)), [DecodeDone(held.plan.plan_id, tuple(sampled))]
 
     def _seat(self, device: Device, admission: Admission) -> Seat:
         owner = self._owner_of(device, admission.pages, admission.request_id)
@@ -138,15 +157,38 @@ class Machine:
         need(admission.token == expected, f"{name(owner)} is fed token {admission.token}, not {expected}")
         return Seat(owner, admission.position, admission.pages, admission.num_output, False)
 
-    def _step(self, device: Device, seat: Seat) -> tuple[Device, Seat, Sampled | None]:
+    def _step(self, device: Device, seat: Seat | None, stage: int, void: frozenset[Owner]) -> Device:
+        """One stage writes the token that is fed, and reads all up to it."""
+        assert seat is not None, "an active slot is empty"
         if seat.stopped:
-            return device, seat, None
-        device = self._write(device, seat.owner, seat.table, seat.position)
-        self._read(device, seat.owner, seat.table, seat.position + 1)
+            return device
+        device = self._write(device, seat.owner, seat.table, seat.position, range(stage, stage + 1))
+        if seat.owner not in void:
+            self._read(device, seat.owner, seat.table, seat.position + 1, range(stage, stage + 1))
+        return device
+
+    def _draw(self, seat: Seat | None) -> tuple[Seat, Sampled | None]:
+        assert seat is not None, "an active slot is empty"
+        if seat.stopped:
+            return seat, None
         request_id = RequestId(seat.owner.handoff)
         token = self.outputs[request_id][seat.num_output]
         stopped = token in self.requests[request_id].sampling.stop_token_ids
-        return device, Seat(seat.owner, seat.position + 1, seat.table, seat.num_output + 1, stopped), Sampled(token)
+        return Seat(seat.owner, seat.position + 1, seat.table, seat.num_output + 1, stopped), Sampled(token)
+
+    def open_gates(self, device: Device, owner: Owner) -> tuple[Device, list[DecodeDone]]:
+        held = [each._replace(void=each.void | {owner}) for each in device.held]
+        return self._pump(device._replace(held=tuple(held)), owner, None)
+
+    def _pump(self, device: Device, owner: Owner, part: int | None) -> tuple[Device, list[DecodeDone]]:
+        """The part (None: any) is waited for no longer."""
+        waiting, done = device.held, []
+        device = device._replace(held=())
+        for held in waiting:
+            gates = tuple(_without(gate, part) if owner_of(gate) == owner else gate for gate in held.gates)
+            device, drawn = self._go_on(device, held._replace(gates=gates))
+            done += drawn
+        return device, done
 
     # ------------------------------------------------------------ transfers
 
@@ -170,14 +212,16 @@ class Machine:
             packed.append(content._replace(written=kept))
         return tuple(packed)
 
-    def insert(self, device: Device, transfer: KVTransfer, parcel: tuple[Content, ...]) -> Device:
+    def insert(
+        self, device: Device, transfer: KVTransfer, parcel: tuple[Content, ...]
+    ) -> tuple[Device, list[DecodeDone]]:
         owner, contents = Owner(transfer.handoff, transfer.epoch), list(device.contents)
         for page, come in zip(transfer.destination_pages, parcel, strict=True):
             holder, there = device.owners[page], contents[page]
             need(holder == owner, f"a late write: KV of {name(owner)} into {self._page(page)}, which {holder} has")
             old = there.written if there is not None and there[:2] == come[:2] else (0,) * self.num_groups
             contents[page] = come._replace(written=tuple(a | b for a, b in zip(old, come.written, strict=True)))
-        return device._replace(contents=tuple(contents))
+        return self._pump(device._replace(contents=tuple(contents)), owner, transfer.part)
 
     # ------------------------------------------------------------ pages
 
@@ -188,24 +232,38 @@ class Machine:
         mask = (1 << tokens) - 1
         return all(content.written[group] & mask == mask for group in groups)
 
-    def _write(self, device: Device, owner: Owner, table: Sequence[int], position: int) -> Device:
+    def _write(
+        self, device: Device, owner: Owner, table: Sequence[int], position: int, groups: range | None = None
+    ) -> Device:
         ordinal, place = divmod(position, self.config.page_size)
         page = table[ordinal]
         holder, there = device.owners[page], device.contents[page]
         need(holder == owner, f"a late write: {name(owner)} writes {self._page(page)}, which {holder} has")
         same = there is not None and there.owner == owner and there.ordinal == ordinal
         old = there.written if there is not None and same else (0,) * self.num_groups
-        content = Content(owner, ordinal, tuple(bits | 1 << place for bits in old))
+        groups = range(self.num_groups) if groups is None else groups
+        written = tuple(bits | (group in groups) << place for group, bits in enumerate(old))
+        content = Content(owner, ordinal, written)
         return device._replace(contents=(*device.contents[:page], content, *device.contents[page + 1 :]))
 
-    def _read(self, device: Device, owner: Owner, table: Sequence[int], tokens: int) -> None:
-        size = self.config.page_size
+    def _read(
+        self, device: Device, owner: Owner, table: Sequence[int], tokens: int, groups: range | None = None
+    ) -> None:
+        size, groups = self.config.page_size, range(self.num_groups) if groups is None else groups
         for ordinal in range(self.config.pages_for(tokens)):
             page = table[ordinal]
             content = device.contents[page]
-            whole, here = range(self.num_groups), min(size, tokens - ordinal * size)
-            right = content is not None and content[:2] == (owner, ordinal) and self._holds(content, whole, here)
+            here = min(size, tokens - ordinal * size)
+            right = content is not None and content[:2] == (owner, ordinal) and self._holds(content, groups, here)
             need(right, f"{name(owner)} reads {self._page(page)}, which holds {told(content)}")
+
+
+def owner_of(gate: Gate) -> Owner:
+    return Owner(gate.handoff, gate.epoch)
+
+
+def _without(gate: Gate, part: int | None) -> Gate:
+    return replace(gate, parts=tuple(each for each in gate.parts if part not in (None, each)))
 
 
 def name(owner: Owner | None) -> str:

@@ -116,7 +116,7 @@ def _changes(world: World, before: State, after: State) -> Iterator[str]:
 
 
 def _pages(world: World, device: int) -> str:
-    owners, contents, _ = world.devices[device]
+    owners, contents, *_ = world.devices[device]
     return "; ".join(f"{page} {_page(owners[page], contents[page])}" for page in range(1, len(owners)))
 
 

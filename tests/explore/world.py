@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jdisagg.core import events as ev
 from jdisagg.core.plans import KVTransfer
+from jdisagg.policy.page_pool import Owner
 from tests.explore.actors import Cast, Gave, Part, Took, Twist, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.scenes import Budget, Scene
@@ -319,6 +320,8 @@ class World:
                     yield Post(("mail", number, to_number), item)
                 case ev.InsertKV(transfer):
                     yield ("insert", transfer, parcel)
+                case ev.OpenGates(handoff, epoch):
+                    yield ("open_gates", Owner(handoff, epoch))
                 case ev.RunPrefill(plan, ships):
                     yield ("prefill", plan, ships)
                 case ev.RunDecode(plan):
@@ -345,10 +348,13 @@ class World:
 
     def _machine_step(self, number: int, device: Device, move: tuple[Any, ...]) -> tuple[Device, list[Post]]:
         machine, (kind, *rest) = self.machines[number], move
-        if kind in ("prefill", "decode"):
-            device, result = getattr(machine, kind)(device, rest[0])
-            ships = [self._ship(number, device, transfer) for transfer in (rest[1] if kind == "prefill" else ())]
+        if kind == "prefill":
+            device, result = machine.prefill(device, rest[0])
+            ships = [self._ship(number, device, transfer) for transfer in rest[1]]
             return device, [*ships, Post((kind, number, number), self.item(number, result))]
+        if kind in ("decode", "insert", "open_gates"):
+            device, results = getattr(machine, kind)(device, *rest)
+            return device, [Post(("decode", number, number), self.item(number, result)) for result in results]
         if kind == "ship":
             return device, [self._ship(number, device, rest[0])]
         return getattr(machine, kind)(device, *rest), []

@@ -1,0 +1,113 @@
+"""Turns that wait between two stages for KV that is still on its way.
+
+A turn is dispatched stage by stage. One with gates goes as far as its KV is in, and the rest follows from the call that
+brings the last part it waits for, or that opens its gates for good. Turns of other microbatches overtake it: they share
+nothing with it but the KV pools, and there no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from jdisagg.core.events import DecodeDone
+from jdisagg.core.plans import Gate, KVTransfer
+from jdisagg.engine.machine import PendingDecode
+
+T = TypeVar("T")
+Stages = Generator[int, None, T]  # yields each stage's number before it dispatches it; returns what comes of the turn
+
+
+def dispatched(stages: Stages[T]) -> T:
+    """All stages of a turn that waits for nothing."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
+
+
+class HeldTurn:
+    """A turn with gates; see `machine.PendingDecode`."""
+
+    def __init__(self, gates: Sequence[Gate], stages: Stages[PendingDecode]) -> None:
+        self._gates = {gate.stage: (gate.handoff, gate.epoch, set(gate.parts)) for gate in gates}
+        self._stages = stages
+        self._stage = next(stages)  # that is not dispatched yet
+        self._result: Future[PendingDecode] = Future()
+
+    def waits_for(self, handoff: str, epoch: int) -> bool:
+        return any(gate[:2] == (handoff, epoch) for gate in self._gates.values())
+
+    def inserted(self, part: int) -> None:
+        for _, _, parts in self._gates.values():
+            parts.discard(part)
+
+    def open(self) -> None:
+        self._gates.clear()
+
+    def advance(self) -> bool:
+        """Dispatches the stages whose parts are in; whether that was all."""
+        while self._stage not in self._gates or not self._gates[self._stage][2]:
+            try:
+                self._stage = next(self._stages)
+            except StopIteration as end:
+                self._result.set_result(end.value)
+                return True
+        return False
+
+    def fail(self, error: Exception) -> None:
+        self._result.set_exception(error)
+
+    @property
+    def done(self) -> bool:
+        return self._result.done()
+
+    def read(self) -> DecodeDone:
+        return self._result.result().read()
+
+
+class Gates:
+    """All turns of one machine that wait."""
+
+    def __init__(self) -> None:
+        self._held: list[HeldTurn] = []
+
+    def run(self, gates: Sequence[Gate], stages: Stages[PendingDecode]) -> PendingDecode:
+        """Dispatches what may run. What a stage raises is raised here, or by `read` where it ran later."""
+        if not gates:
+            return dispatched(stages)
+        held = HeldTurn(gates, stages)
+        if not held.advance():
+            self._held.append(held)
+        return held
+
+    def inserted(self, transfer: KVTransfer) -> None:
+        """The part is in its pages."""
+        for held in self._of(transfer.handoff, transfer.epoch):
+            held.inserted(transfer.part)
+            self._pump(held)
+
+    def open(self, handoff: str, epoch: int) -> None:
+        for held in self._of(handoff, epoch):
+            held.open()
+            self._pump(held)
+
+    def fail(self, transfer: KVTransfer, error: Exception) -> None:
+        """The part is counted as in, and is not: turns that wait for it never run."""
+        for held in self._of(transfer.handoff, transfer.epoch):
+            self._held.remove(held)
+            held.fail(error)
+
+    def _of(self, handoff: str, epoch: int) -> list[HeldTurn]:
+        return [held for held in self._held if held.waits_for(handoff, epoch)]
+
+    def _pump(self, held: HeldTurn) -> None:
+        try:
+            over = held.advance()
+        except Exception as error:
+            held.fail(error)
+            over = True
+        if over:
+            self._held.remove(held)
