@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 
 from jdisagg.core.events import WorkerLost
+from jdisagg.core.journal import Header, Journal, read_lines
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Reserved
 from jdisagg.core.request import FinishReason, WorkerId
-from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.fallback import Way, gain_of, run_tokens
 from jdisagg.policy.pace import FORGET_S, Figures, Pace
+from jdisagg.replay import replay
 from jdisagg.sim.world import World
 from tests.policy.test_routes import Told
 from tests.sim.cases import check_ended, request, worker
@@ -154,10 +156,15 @@ def test_figures_are_only_kept_where_there_is_a_choice():
 
 
 @pytest.mark.parametrize("fallback", [True, False])
-def test_a_mixed_cluster_serves_what_any_cluster_serves(fallback):
-    world = World(MIXED, RouterConfig(colocated_fallback=fallback))
-    requests = [request(f"r{index}", 4 + index, arrival_s=0.01 * index) for index in range(12)]
+@pytest.mark.parametrize("routing", Routing)
+def test_a_mixed_cluster_serves_what_any_cluster_serves_and_decides_alike_again(routing, fallback):
+    config, lines = RouterConfig(routing=routing, colocated_fallback=fallback), []
+    journal = Journal(Header(config, tuple(MIXED)), sink=lines.append)
+    world = World(MIXED, config, journal=journal)
+    requests = [request(f"r{index % 5}/{index}", 4 + index, arrival_s=0.01 * index) for index in range(12)]
     for each in requests:
-        world.submit(each)
+        world.submit(each, each.arrival_s)
     world.run()
     check_ended(world, requests)
+    journal.close()
+    assert replay(*read_lines(lines)) == journal.num_recorded
