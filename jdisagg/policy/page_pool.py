@@ -86,10 +86,14 @@ class PagePool:
 
     def _states_of(self, pages: Sequence[int], owner: Owner) -> Counter[PageState]:
         """How many of the owner's pages are in each state."""
-        held = [self._owners.get(page, NOBODYS) for page in pages]
-        wrong = [(page, holder) for page, (holder, _) in zip(pages, held, strict=True) if holder != owner]
-        assert not wrong, f"page {wrong[0][0]} belongs to {wrong[0][1]}, not to {owner}"
-        return Counter([state for _, state in held])
+        found: Counter[PageState] = Counter()
+        left = [self._owners.get(page, NOBODYS) for page in pages]
+        while left:  # as a rule all are in one state
+            (holder, state), count = left[0], left.count(left[0])
+            assert holder == owner, f"one of the pages {pages} belongs to {holder}, not to {owner}"
+            found[state] += count
+            left = [each for each in left if each != (holder, state)] if count < len(left) else []
+        return found
 
     def _count(self, before: PageState, after: PageState, count: int) -> None:
         self._counts[before] -= count

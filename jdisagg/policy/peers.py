@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.core.messages import View
 from jdisagg.core.request import Request, RequestId
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import predicted_pages
 from jdisagg.policy.routing import WorkerLook
@@ -25,6 +25,7 @@ class Peer:
     view: View = field(init=False)
     unanswered: dict[Owner, int] = field(default_factory=dict)  # pages of beds asked for, not yet answered
     full: bool = False  # it refused since its last word
+    leaving: bool = False  # it ends what it has, and is sent nothing more
     served: int = 0
     prefill_work: dict[RequestId, float] = field(default_factory=dict)
     decode_work: dict[RequestId, float] = field(default_factory=dict)
@@ -85,8 +86,8 @@ class Peer:
         self.work_tokens -= self.decode_work.pop(request_id, 0.0)
 
     def look(self, request: Request, *, avoided: bool, ask_anyway: bool, cached_tokens: int = 0) -> WorkerLook:
-        room = self.could_hold(request)
-        if self.config.role.decodes:
-            room = room and (self.has_bed(request) or (ask_anyway and not self.unanswered))
+        room = self.could_hold(request) and not self.leaving
         role = self.config.role
+        if room and role is not Role.PREFILL:
+            room = self.has_bed(request) or (ask_anyway and not self.unanswered)
         return WorkerLook(self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens)

@@ -84,7 +84,7 @@ class Routes:
             self.pace.learn(row.ledger, row.prefill, row.decode, tokens, now_s)
 
     def _pools_could(self, request: Request) -> bool:
-        able = {peer.config.role for peer in self.peers.values() if peer.could_hold(request)}
+        able = {peer.config.role for peer in self.peers.values() if peer.could_hold(request) and not peer.leaving}
         return {Role.PREFILL, Role.DECODE} <= able
 
     def _with_fallback(self, choice: Choice, request: Request, now_s: float) -> Choice:

@@ -6,9 +6,11 @@ output ends by its max_tokens. Equal inputs give equal outcomes, event for event
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
@@ -110,6 +112,7 @@ class Cluster:
         self._arrivals: Iterator[Request] = iter(())
         self._closed = False  # whether arrivals wait for ends
         self._heap: list[tuple[float, int, WorkerId, Any]] = []
+        self._timer_heap: list[tuple[float, int, WorkerId, Any]] = []
         self._ties = count()
         self._held = HeldTurns()
         self._timers: dict[tuple[WorkerId, str], float] = {}
@@ -142,13 +145,30 @@ class Cluster:
         self._arrivals, self._closed = requests_of(trace), clients > 0
         for _ in range(max(1, clients)):
             self._next_arrival()
-        heap = self._heap
-        while True:
-            while heap and heap[0][0] <= until_s:
-                self.now_s, _, actor, event = heapq.heappop(heap)
-                self._step(actor, event)
-            if not self._catch_all_up(until_s):
-                return self._outcome()
+        with _no_collection():
+            while self._go_on(until_s) or self._catch_all_up(until_s):
+                continue
+        return self._outcome()
+
+    def _go_on(self, until_s: float) -> bool:
+        """Whatever happens until then; False where nothing does."""
+        heap, timers, stepped = self._heap, self._timer_heap, False
+        while heap or timers:
+            if heap and (not timers or heap[0] < timers[0]):
+                first = heap
+            elif heap or not self._all_over():
+                first = timers
+            else:
+                break  # timers of what is over
+            if first[0][0] > until_s:
+                break
+            self.now_s, _, actor, event = heapq.heappop(first)
+            self._step(actor, event)
+            stepped = True
+        return stepped
+
+    def _all_over(self) -> bool:
+        return not self.router.rows and all(worker.idle for worker in self.workers.values())
 
     def _step(self, actor: WorkerId, event: Any) -> None:
         kind = type(event)
@@ -203,7 +223,7 @@ class Cluster:
 
     def _set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         self._timers[actor, effect.key] = effect.at_s
-        self._at(effect.at_s, actor, TimerFired(effect.key))
+        heapq.heappush(self._timer_heap, (effect.at_s, next(self._ties), actor, TimerFired(effect.key)))
 
     def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
         if not self._held.hold(actor, effect):
@@ -355,6 +375,18 @@ class Cluster:
         for name, worker in self.workers.items():
             held = worker.config.num_pages - worker.pool.free_pages
             assert worker.idle and held == 0, f"{name} holds {held} pages"
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A simulation makes much that lasts and nothing that goes round: to look for cycles takes time and finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _nothing(_: WorkerId, effect: DropKV) -> None:

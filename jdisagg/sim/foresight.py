@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
+from typing import cast
 
 import numpy as np
 
@@ -89,9 +91,14 @@ class Foresight:
         return span
 
 
+@cache
+def _takes_arrays(kind: type[CostModel]) -> bool:
+    return issubclass(kind, ManyTurns)
+
+
 def _seconds(device: Device, cost: CostModel, plan: DecodePlan, turns: int) -> np.ndarray:
     """Of so many turns like the plan, f64[turns]: each reads a token a slot more than the one before it."""
     contexts = device.held_tokens(plan.active) + len(plan.active) * np.arange(1, turns + 1)
-    if isinstance(cost, ManyTurns):
-        return cost.turns_s(plan, contexts)
+    if _takes_arrays(type(cost)):
+        return cast(ManyTurns, cost).turns_s(plan, contexts)
     return np.array([cost.decode_s(plan, context) for context in contexts.tolist()])

@@ -107,7 +107,7 @@ def lone(mesh: str, outputs: int, **sizes) -> tuple[Fleet, Trace]:
 def test_an_output_of_any_length_takes_as_many_events(mesh):
     """Whose pages are all reserved; turn by turn, two events a token."""
     events = [told(*lone(mesh, outputs, reserve_tokens=9999), foresee=True)[0].events for outputs in (60, 1500)]
-    assert abs(events[0] - events[1]) < 4 and max(events) < 40
+    assert events[1] < events[0] + 6 < 40, "timers may cut what was foreseen, tokens may not"
     assert told(*lone(mesh, 1500), foresee=False)[0].events > 2900
 
 
