@@ -119,7 +119,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
 
 
 def visit(workers: WorkerProcess, settings: Settings, console: Console, ends: queue.SimpleQueue[str]) -> int:
-    """Works for the router until the first Ctrl-C or SIGTERM, then leaves it; a second one stops at once."""
+    """Works for the router until the first Ctrl-C or SIGTERM, then drains and leaves; a second one stops at once."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(INTERRUPTED) if stopping.is_set() else ends.put(""))
@@ -127,6 +127,10 @@ def visit(workers: WorkerProcess, settings: Settings, console: Console, ends: qu
     console.print(f"[bold]ready[/]    {', '.join(workers.node.machines)} for {settings.router}", highlight=False)
     why = ends.get()
     stopping.set()
+    if not why:
+        console.print(f"draining: no new work, at most {settings.drain_s:g} s (again to stop at once)")
+        done = workers.leave(settings.drain_s)
+        console.print("leaving: nothing is left here" if done else "leaving: others take over what is left here")
     workers.stop()
     if why:
         print(f"jdisagg: {why}", file=sys.stderr)

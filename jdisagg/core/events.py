@@ -49,6 +49,13 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLeaving:
+    """To the router: the worker ends what it was given and is to be given nothing more; `WorkerLost` follows."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerJoined:
     """To the router: a worker of another process can be used, and holds nothing."""
 
@@ -123,6 +130,7 @@ Event = (
     | Received
     | TimerFired
     | WorkerLost
+    | WorkerLeaving
     | WorkerJoined
     | RouterLost
     | PrefillDone

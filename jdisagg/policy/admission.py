@@ -11,7 +11,7 @@ from jdisagg.policy.peers import Peer
 
 def why_rejected(peers: Collection[Peer], waiting: int, limit: int) -> str:
     """Why the house takes nobody now; empty where it does."""
-    roles = [peer.config.role for peer in peers]
+    roles = [peer.config.role for peer in peers if not peer.leaving]
     if not (any(role.prefills for role in roles) and any(role.decodes for role in roles)):
         return "no worker is left for one of the phases"
     if waiting >= limit:

@@ -22,6 +22,7 @@ from jdisagg.core.events import (
     Submit,
     TimerFired,
     WorkerJoined,
+    WorkerLeaving,
     WorkerLost,
 )
 from jdisagg.core.ledger import Ledger, Mark
@@ -90,6 +91,9 @@ class Router:
                 self._timer(key, now_s)
             case WorkerLost(worker):
                 self._lose(worker, now_s)
+            case WorkerLeaving(worker):
+                if worker in self.peers:
+                    self.peers[worker].leaving = True
             case WorkerJoined(config):
                 self.peers[config.worker] = Peer(config)
                 self.routes.joined()

@@ -1,6 +1,6 @@
 """Workers come and go, routers too: what is told of it, and that nothing stays held for a party that is gone."""
 
-from jdisagg.core.events import Finish, RouterLost, Send, WorkerJoined, WorkerLost
+from jdisagg.core.events import Finish, Reject, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
 from jdisagg.core.messages import Reserve, View
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
@@ -70,3 +70,26 @@ def test_a_worker_serves_its_next_router():
     assert bench.reserve(request("a"))
     bench.take(RouterLost())
     assert bench.reserve(request("b")) and bench.said(View)
+
+
+def test_a_worker_that_is_leaving_ends_what_it_has_and_gets_nothing_new():
+    talk = Talk([*pair(), worker(D2, Role.DECODE)], workers_return=True)
+    talk.submit(request("a"))
+    (first,) = reserves(talk)
+    told = talk.take(WorkerLeaving(first))
+    assert not told, "what it has goes on"
+    for name in "bcd":
+        talk.submit(request(name))
+    other = ({D, D2} - {first}).pop()
+    assert reserves(talk) == [first, other, other, other]
+    assert talk.router.rows[request("a").request_id].decode == first
+
+
+def test_where_all_workers_of_a_phase_leave_nobody_is_taken_in():
+    talk = Talk(workers_return=True)
+    talk.take(WorkerLeaving(D))
+    talk.submit(request("a"))
+    assert [type(effect) for effect in talk.effects] == [Reject] and not talk.router.rows
+    talk.take(WorkerJoined(worker(D2, Role.DECODE)))
+    talk.submit(request("a"))
+    assert reserves(talk) == [D2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -52,6 +53,7 @@ from jdisagg.serve.wires import tell_wire_costs
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
+SETTLED_S = 0.5  # with nothing left, before a process leaves
 ROLES = (ROUTER_ROLE, "prefill", "decode", "colocated")
 
 
@@ -159,6 +161,21 @@ class WorkerProcess:
     def _tell(self) -> None:
         while not self._stopped.wait(EVERY_S):
             self.node.tell()
+
+    def leave(self, grace_s: float) -> bool:
+        """Takes no new work and ends what it has; False where some is left after `grace_s` seconds.
+
+        What comes within a moment was on its way when the router was told, or is the last word to it.
+        """
+        self.node.leave()
+        end_s = time.monotonic() + grace_s
+        idle_s = math.inf
+        while self.node.driver.alive and time.monotonic() < end_s:
+            idle_s = min(idle_s, time.monotonic()) if self.node.idle else math.inf
+            if time.monotonic() >= idle_s + SETTLED_S:
+                break
+            time.sleep(0.02)
+        return self.node.idle
 
     def stop(self) -> None:
         """Leaves the router first, so that it takes our sequences elsewhere at once."""

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from jdisagg.core.errors import BadTicket, TransferRefused
-from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLost
+from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
 from jdisagg.core.journal import decode, encode
 from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
 from jdisagg.core.plans import KVTransfer
@@ -25,6 +25,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.kv.transport.choose import choose
+from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, read_peer, records
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.driver import LiveDriver, Readers
@@ -142,6 +143,7 @@ class WorkerNode(Node):
         self._ended = ended
         self._link: Link | None = None
         self._broken: set[WorkerId] = set()
+        self._leaving = False
 
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
         link = self._link
@@ -159,6 +161,17 @@ class WorkerNode(Node):
         told = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.counted)}
         self.post(ROUTER, {"tidings": told | {"learnt": learnt_by(self.driver.actors)}})
 
+    def leave(self) -> None:
+        """From now on the router gives the workers nothing new; what they have they may end."""
+        self._leaving = True
+        for worker in self.machines:
+            self.post(ROUTER, {"leaving": worker})
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of any request is left here."""
+        return all(actor.idle for actor in self.driver.actors.values() if isinstance(actor, Worker))
+
     # ------------------------------------------------------------ `visit.Guest`
 
     def hello(self) -> dict[str, Any]:
@@ -170,6 +183,8 @@ class WorkerNode(Node):
         for worker in self.machines:  # nothing is held of another router's: now this one hears what is free
             self.driver.post(worker, RouterLost())
         log.warning("joined the router as %s", ", ".join(self.machines))
+        if self._leaving:
+            self.leave()
 
     def lose(self, why: str) -> None:
         log.warning("the router is gone (%s): giving everything up", why)
@@ -196,12 +211,13 @@ class RouterNode(Node):
         self._shifts: dict[Link, deque[float]] = {}
         self._joining: dict[Link, list[PeerRecord]] = {}
         self._recompiles: dict[Link, int] = {}
+        self._leaving: set[WorkerId] = set()
         self._learnt: dict[Link, Learnt] = {}
 
     @property
     def able(self) -> bool:
         """Every phase has a worker, here or elsewhere."""
-        roles = [peer.config.role for peer in [*self.own, *self.peers.values()]]
+        roles = [peer.config.role for peer in [*self.own, *self.peers.values()] if peer.worker not in self._leaving]
         return any(role.prefills for role in roles) and any(role.decodes for role in roles)
 
     def recompiles(self) -> int:
@@ -264,7 +280,7 @@ class RouterNode(Node):
         if "tidings" in body:
             self._note(link, body["tidings"])
             return
-        speaker = WorkerId(str(body.get("lost", body.get("from"))))
+        speaker = WorkerId(str(next((body[key] for key in ("lost", "leaving", "from") if key in body), None)))
         owner = self._links.get(speaker)
         if owner is None:
             return  # it was dropped: its last words are nobody's
@@ -273,6 +289,9 @@ class RouterNode(Node):
         to = WorkerId(str(body.get("to")))
         if "lost" in body:
             self.give_up(speaker)
+        elif "leaving" in body:
+            self._leaving.add(speaker)
+            self.driver.post(ROUTER, WorkerLeaving(speaker))
         elif to in self.driver.actors:
             self.take(body, self.shift_s(link))
         else:
@@ -315,7 +334,8 @@ class RouterNode(Node):
         with self._lock:
             for worker in workers:
                 self._links.pop(worker, None)
-                log.warning("%s is gone: %s", worker, why)
+                log.warning("%s is gone: %s", worker, "it left" if worker in self._leaving else why)
+                self._leaving.discard(worker)
                 self.driver.post(ROUTER, WorkerLost(worker))
             self.part_with(workers)
             if workers:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -262,16 +260,9 @@ def test_a_guest_waits_for_a_router_behind_a_port_that_never_answers(open_recept
         assert time.monotonic() - began_s < 3
 
 
-@pytest.fixture(scope="module")
-def certified(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A certificate for this host that is its own authority."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=jdisagg", "-addext"]
-    subprocess.run([*command, "subjectAltName=IP:127.0.0.1,DNS:localhost"], check=True, capture_output=True)
+@pytest.fixture
+def certified(certificate: tuple[str, str]) -> Settings:
+    key, cert = certificate
     return Settings(tls_cert=cert, tls_key=key, tls_ca=cert)
 
 

@@ -150,6 +150,22 @@ def test_words_for_workers_that_are_gone_and_from_those_are_dropped(house: House
     house.node.hear(link, {"lost": "decode-0"})
     eventually(house.knows)
     house.node.hear(link, said("decode-0", ROUTER, Drawn(())))
+    assert house.knows() and not link.sent[1:], "nobody was told of either"
+
+
+def test_a_worker_that_says_it_leaves_is_given_nothing_new_until_it_is_gone(house: House):
+    link = house.join(worker("decode-0"))
+    house.join(worker("prefill-0", Role.PREFILL, "two"))
+    assert house.node.able
+    with pytest.raises(BadTicket, match="not its own"):
+        house.node.hear(link, {"leaving": "prefill-0"})
+    house.node.hear(link, {"leaving": "decode-0"})
+    eventually(lambda: house.router.peers[WorkerId("decode-0")].leaving)
+    assert not house.node.able and house.knows("decode-0", "prefill-0")
+    house.node.lose(link, "it hung up")
+    house.join(worker("decode-0"))
+    eventually(lambda: house.knows("decode-0", "prefill-0") and house.node.able)
+    assert not house.router.peers[WorkerId("decode-0")].leaving
 
 
 def test_what_a_process_counts_is_shown_until_it_is_gone(house: House):
