@@ -164,8 +164,8 @@ def test_a_worker_that_says_it_leaves_is_given_nothing_new_until_it_is_gone(hous
     assert not house.node.able and house.knows("decode-0", "prefill-0")
     house.node.lose(link, "it hung up")
     house.join(worker("decode-0"))
-    eventually(lambda: house.knows("decode-0", "prefill-0") and house.node.able)
-    assert not house.router.peers[WorkerId("decode-0")].leaving
+    eventually(lambda: "decode-0" in house.router.peers and not house.router.peers[WorkerId("decode-0")].leaving)
+    assert house.knows("decode-0", "prefill-0") and house.node.able
 
 
 def test_what_a_process_counts_is_shown_until_it_is_gone(house: House):
