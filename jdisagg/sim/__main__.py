@@ -35,9 +35,9 @@ from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.fleet import CostOf, Fleet, Sizes, by_roofline, fleet, longest, published
-from jdisagg.sim.hardware import HARDWARE, hardware
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, goodput_rps, trust, write_csv
+from jdisagg.sim.fleet import CostOf, Fleet, Hosts, Sizes, by_device, devices_of, fleet, longest, published
+from jdisagg.sim.hardware import HARDWARE
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_rps, trust, write_csv
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
 
@@ -83,12 +83,19 @@ def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("model", "opt-13b", f"one of {', '.join(MODELS)}", flag_values=values)
     absl_flags.DEFINE_enum("cost", "roofline", ["distserve", "roofline"], "where seconds come from", flag_values=values)
     absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
-    absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "--cost=roofline: the devices", flag_values=values)
+    absl_flags.DEFINE_string(
+        "hardware",
+        "h100",
+        f"--cost=roofline: one of {', '.join(HARDWARE)}, or by role: h100,decode:a100",
+        flag_values=values,
+    )
     absl_flags.DEFINE_enum(
         "dtype", "bfloat16", list(DTYPE_BYTES), "--cost=roofline: of weights and KV", flag_values=values
     )
     absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
+    absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
     absl_flags.DEFINE_enum("transfer", "chunk", list(map(str, TransferMode)), "when KV leaves", flag_values=values)
     absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
     absl_flags.DEFINE_integer("chunk_tokens", 2048, "of one prefill plan", 1, flag_values=values)
@@ -117,8 +124,8 @@ def costs(values: flags.FlagValues) -> CostOf:
     """Where the seconds of each worker come from."""
     if values.cost == "distserve":
         return published(values.model, values.engine, values.host_s)
-    chip, shape = hardware(values.hardware), Model(model(values.model), values.dtype)
-    return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
+    devices, shape = devices_of(values.hardware), Model(model(values.model), values.dtype)
+    return by_device(devices, lambda chip, tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
 
 
 def build(values: flags.FlagValues, trace: Trace) -> Fleet:
@@ -130,7 +137,8 @@ def build(values: flags.FlagValues, trace: Trace) -> Fleet:
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
     )
-    return fleet(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None)
+    hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
+    return fleet(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
 
 
 def latencies(outcome: Outcome) -> Table:
@@ -169,12 +177,11 @@ def curve(points: Sequence[Point], slo: SLO) -> Table:
     table = Table(
         title=f"{best:.3g} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s"
     )
-    for name in ("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99"):
+    head, *rows = curve_rows(points)
+    for name in head:
         table.add_column(name, justify="right")
-    for point in points:
-        latencies = (point.ttft_p50_s, point.ttft_p99_s, point.tpot_p50_s, point.tpot_p99_s)
-        good = (f"{point.attainment:.1%}", f"{point.good_rps_per_device:.3g}")
-        table.add_row(f"{point.rate_rps:g}", *good, *(f"{1e3 * each:,.1f}" for each in latencies))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

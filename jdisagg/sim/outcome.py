@@ -181,6 +181,16 @@ def goodput_rps(points: Sequence[Point], share: float) -> float:
     return ordered[-1].rate_rps
 
 
+def curve_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+    """Head and a row a rate, as text."""
+    rows = [("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99")]
+    for point in points:
+        latencies = (point.ttft_p50_s, point.ttft_p99_s, point.tpot_p50_s, point.tpot_p99_s)
+        good = (f"{point.attainment:.1%}", f"{point.good_rps_per_device:.3g}")
+        rows.append((f"{point.rate_rps:g}", *good, *(f"{each * 1e3:,.1f}" for each in latencies)))
+    return rows
+
+
 def trust(checked: Checked | None) -> str:
     """How far a simulation was from a live run when its costs were last checked, in words."""
     if checked is None:

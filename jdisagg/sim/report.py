@@ -17,7 +17,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.profile import Checked
 from jdisagg.sim import plots
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, goodput_rps, trust
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, curve_rows, goodput_rps, trust
 from jdisagg.sim.spans import SpanLog
 
 QUANTILES = (50, 90, 99)
@@ -130,14 +130,6 @@ def latency_rows(outcome: Outcome) -> Rows:
         if len(values):
             found = [values.mean(), *np.percentile(values, QUANTILES), values.max()]
             yield (metric, *(f"{each:,.1f}" for each in found))
-
-
-def curve_rows(points: Sequence[Point]) -> Rows:
-    yield ("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99")
-    for point in points:
-        latencies = (point.ttft_p50_s, point.ttft_p99_s, point.tpot_p50_s, point.tpot_p99_s)
-        shown = (f"{each * 1e3:,.1f}" for each in latencies)
-        yield (f"{point.rate_rps:g}", f"{point.attainment:.1%}", f"{point.good_rps_per_device:.3g}", *shown)
 
 
 def busy_rows(outcome: Outcome) -> Rows:
