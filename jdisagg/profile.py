@@ -96,7 +96,9 @@ def show(console: Console, profile: Profile, path: str) -> None:
             if kind:
                 found = [each.seconds for each in kind]
                 name = "a chunk" if kind is pool.prefill else "a turn"
-                table.add_row(f"{pool.role}: {name}", *(f"{1e3 * each:.2f}" for each in (min(found), max(found))))
+                table.add_row(
+                    f"{pool.config.role}: {name}", *(f"{1e3 * each:.2f}" for each in (min(found), max(found)))
+                )
     if profile.transfers:
         found = [each.seconds for each in profile.transfers]
         table.add_row("a part of KV", *(f"{1e3 * each:.2f}" for each in (min(found), max(found))))

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jdisagg.core.errors import ConfigError
-from jdisagg.core.worker_config import Role
+from jdisagg.core.errors import ConfigError, JournalError
+from jdisagg.core.journal import decode, encode
+from jdisagg.core.worker_config import WorkerConfig
 
 VERSION = 1
 PHASES = ("prefill", "decode")
@@ -58,10 +59,9 @@ class TransferTime:
 class Pool:
     """Times of one kind of worker; a prefill worker has no decode times, and the other way round."""
 
-    role: Role
+    config: WorkerConfig  # of the first of them
     tp: int
     pp: int
-    kv_tokens: int  # that a worker had room for
     prefill: tuple[PrefillTime, ...] = ()
     decode: tuple[DecodeTime, ...] = ()
     first_draw_s: float = 0.0  # of a chunk's logits
@@ -112,7 +112,10 @@ class Profile:
     checked: Checked | None = None
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
+        record = asdict(self)
+        for pool, written in zip(self.pools, record["pools"], strict=True):
+            written["config"] = encode(pool.config)
+        return json.dumps({"version": VERSION, **record}, indent=1) + "\n"
 
     def save(self, path: Path | str) -> None:
         """Raises ConfigError where the file cannot be written."""
@@ -138,7 +141,7 @@ def read_profile(path: Path | str) -> Profile:
         raise ConfigError(f"profile {path} is of version {version}, this program reads {VERSION}")
     try:
         return _profile(record)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, JournalError) as error:
         raise ConfigError(f"profile {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -158,7 +161,7 @@ def _pool(record: dict[str, Any]) -> Pool:
     return Pool(
         **{
             **record,
-            "role": Role(record["role"]),
+            "config": decode(record["config"]),
             "prefill": tuple(PrefillTime(**each) for each in record["prefill"]),
             "decode": tuple(DecodeTime(**{**each, "stages": tuple(each["stages"])}) for each in record["decode"]),
         }

@@ -161,7 +161,7 @@ class Survey:
 
     def _pool(self, machine: MeshMachine) -> Pool:
         config, place = machine.config, self.plan.place(machine.config.worker)
-        pool = Pool(config.role, place.tp, place.pp, config.num_pages * config.page_size)
+        pool = Pool(config, place.tp, place.pp)
         if machine.prefiller is not None:
             chunks = tuple(
                 PrefillTime(bucket(size[0], config.prefill_buckets), *size, self.seconds(config.role, PREFILL, *size))

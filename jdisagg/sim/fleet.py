@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
@@ -64,6 +64,9 @@ class Fleet:
     costs: dict[WorkerId, CostModel]
     links: FairLinks
     fused_steps: bool = False  # the engines run a chunk and a turn as one step
+    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # devices share cores: see `sim.shared`
+    message_s: float = 50e-6  # of a word between actors
+    latency_s: float = 0.0  # of a part of KV, besides its bytes
 
 
 CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for

@@ -20,6 +20,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cluster import NETWORK, TOKEN, Cluster
 from jdisagg.sim.cost_models import CostModel, FusedCostModel
 from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.shared import SharedCluster
 
 LAST = 1 << 60  # in the order of one instant: after all that is counted
 
@@ -95,6 +96,9 @@ def _check(config: WorkerConfig, cost: CostModel) -> None:
 
 
 def simulated(given: Fleet, **named: Any) -> Cluster:
-    """The cluster of a fleet, of the kind that its engines are; `named` is what `Cluster` takes besides."""
+    """The cluster of a fleet, of the kind that its engines and devices are; `named` is what `Cluster` takes besides."""
+    named = {"message_s": given.message_s, "latency_s": given.latency_s, **named}
+    if given.slowdown:
+        return SharedCluster(given.workers, given.costs, given.links, slowdown=given.slowdown, **named)
     kind = FusedCluster if given.fused_steps else Cluster
     return kind(given.workers, given.costs, given.links, **named)

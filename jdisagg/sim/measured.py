@@ -1,0 +1,181 @@
+"""Costs read off a profile: what the user's own devices took, interpolated between what was timed.
+
+A chunk's seconds depend on its bucket, its tokens and the context before them; several prompts in one chunk count as
+one with as many pairs of tokens to attend. A turn's depend on its batch and on the mean context of its slots. Between
+cells lines; beyond the table the last line goes on, never falling; nothing is faster than the least that was measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
+from jdisagg.core.worker_config import RAW, TransferMode, WorkerConfig
+from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.links import FairLinks
+
+NOTICEABLE = 0.03  # a slowdown under this is not told from chance: the devices are independent
+
+
+class Line:
+    """Points joined by lines. Equal x: the mean of their y."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        found: dict[float, list[float]] = {}
+        for x, y in points:
+            found.setdefault(x, []).append(y)
+        self.xs = sorted(found)
+        self.ys = [sum(found[x]) / len(found[x]) for x in self.xs]
+        assert self.xs, "a line has a point"
+
+    def at(self, x: float) -> float:
+        """Beyond the ends the line does not fall with x."""
+        xs, ys = self.xs, self.ys
+        if len(xs) == 1:
+            return ys[0]
+        index = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+        slope = (ys[index] - ys[index - 1]) / (xs[index] - xs[index - 1])
+        if not xs[0] <= x <= xs[-1]:
+            slope = max(0.0, slope)
+        start = index if x > xs[-1] else index - 1
+        return ys[start] + slope * (x - xs[start])
+
+
+class Surface:
+    """Seconds over (x, y): lines along y at each x that was timed, and a line between these."""
+
+    def __init__(self, cells: Iterable[tuple[float, float, float]]) -> None:
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for x, y, seconds in cells:
+            rows.setdefault(x, []).append((y, seconds))
+        self.rows = [(x, Line(points)) for x, points in sorted(rows.items())]
+        self.least_s = min(min(line.ys) for _, line in self.rows)
+
+    def at(self, x: float, y: float) -> float:
+        known = [each for each, _ in self.rows]
+        index = min(max(bisect_left(known, x), 1), len(known) - 1)
+        near = self.rows[max(0, index - 1) : index + 1]
+        return max(self.least_s, Line((each, line.at(y)) for each, line in near).at(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Of a part of KV, from packing to its pages."""
+
+    latency_s: float
+    bytes_per_s: float | None  # None: its size did not matter
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One worker's costs; implements `CostModel`."""
+
+    chunks: tuple[tuple[int, Surface], ...]  # by bucket, ascending: over tokens and context
+    turns: Surface | None  # over batch and context a slot
+    host: Host
+    admit_s: float
+    page_bytes: float  # of all layers
+    num_layers: int
+
+    def prefill_s(self, plan: PrefillPlan) -> float:
+        tokens = max(1, plan.num_tokens)
+        pairs = sum((chunk.start + len(chunk.tokens)) ** 2 - chunk.start**2 for chunk in plan.chunks) / 2
+        context = pairs / tokens - tokens / 2  # of one chunk with as many pairs
+        assert self.chunks, "a worker that prefills has times of chunks"
+        fitting = [surface for size, surface in self.chunks if size >= plan.bucket_tokens]
+        surface = fitting[0] if fitting else self.chunks[-1][1]
+        return self.host.prefill_s + surface.at(tokens, context)
+
+    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+        assert self.turns is not None, "a worker that decodes has times of turns"
+        batch = max(1, len(plan.active))
+        joined_s = self.admit_s if plan.admit else 0.0
+        return self.host.decode_s + joined_s + self.turns.at(batch, context_tokens / batch)
+
+    def transfer_bytes(self, transfer: KVTransfer) -> float:
+        """Of whole pages, as they travel."""
+        first, stop = transfer.layers or (0, self.num_layers)
+        return self.page_bytes * len(transfer.source_pages) * (stop - first) / self.num_layers
+
+
+def chunk_surfaces(times: Sequence[PrefillTime]) -> tuple[tuple[int, Surface], ...]:
+    buckets = sorted({each.bucket_tokens for each in times})
+    return tuple(
+        (size, Surface((each.tokens, each.context, each.seconds) for each in times if each.bucket_tokens == size))
+        for size in buckets
+    )
+
+
+def turn_surface(times: Sequence[DecodeTime]) -> Surface | None:
+    return Surface((each.batch, each.context, each.seconds) for each in times) if times else None
+
+
+def way_of(transfers: Sequence[TransferTime], wire: str = RAW) -> Way:
+    """The line that is nearest in relative error; where that would fall, no part is faster than the median."""
+    found = [each for each in transfers if each.wire == wire]
+    if not found:
+        return Way(0.0, None)
+    sizes = np.array([each.size_bytes for each in found], np.float64)
+    seconds = np.array([each.seconds for each in found])
+    slope, latency_s = np.polyfit(sizes, seconds, 1, w=1.0 / seconds) if len(set(sizes)) > 1 else (0.0, 0.0)
+    if slope <= 0.0 or latency_s < 0.0:
+        return Way(float(np.median(seconds)), None) if slope <= 0.0 else Way(0.0, float(np.median(sizes / seconds)))
+    return Way(float(latency_s), float(1.0 / slope))
+
+
+# ---------------------------------------------------------------------- from a profile to a fleet
+
+
+def fleet_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None) -> Fleet:
+    """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError.
+
+    Times of chunks and of turns may come from pools of other roles: what counts is the devices of one stage.
+    """
+    way = way_of(profile.transfers)
+    workers, costs, ports = [], {}, {}
+    for place in mesh.workers():
+        config, costs[place.worker] = _worker(profile, place)
+        workers.append(replace(config, transfer=transfer or config.transfer))
+        ports |= {(side, place.worker): way.bytes_per_s for side in ("out", "in") if way.bytes_per_s}
+    slowdown = {
+        phase: {other: share for other, share in row.items() if share > NOTICEABLE}
+        for phase, row in profile.slowdown.items()
+    }
+    return Fleet(
+        tuple(workers), costs, FairLinks(ports), slowdown=slowdown if any(slowdown.values()) else {},
+        message_s=profile.host.message_s, latency_s=way.latency_s,
+    )  # fmt: skip
+
+
+def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured]:
+    role = place.role
+    prefills = [each for each in _like(profile, place) if each.prefill] if role.prefills else []
+    decodes = [each for each in _like(profile, place) if each.decode and each.config.num_microbatches == place.pp]
+    if (role.prefills and not prefills) or (role.decodes and not decodes):
+        pools = ", ".join(f"{each.config.role}:pp{each.pp}tp{each.tp}" for each in profile.pools)
+        raise ConfigError(f"{place.worker} is {role}:pp{place.pp}tp{place.tp}; the profile is of {pools}")
+    chosen = decodes[0] if role.decodes else prefills[0]
+    config = replace(chosen.config, worker=place.worker, role=role)
+    cost = Measured(
+        chunks=chunk_surfaces(prefills[0].prefill) if role.prefills else (),
+        turns=turn_surface(decodes[0].decode) if role.decodes else None,
+        host=profile.host,
+        admit_s=chosen.admit_s,
+        page_bytes=profile.kv_bytes_per_token * chosen.config.page_size,
+        num_layers=profile.num_layers,
+    )
+    return config, cost
+
+
+def _like(profile: Profile, place: WorkerMesh) -> list[Pool]:
+    """Pools of the same tp, those of the same role first."""
+    return sorted(
+        (each for each in profile.pools if each.tp == place.tp), key=lambda each: each.config.role != place.role
+    )

@@ -1,0 +1,185 @@
+"""A cluster whose devices share one machine's cores and memory: each that works holds the others up.
+
+A part of a plan that would take s seconds alone takes s x (1 + the sum of slowdown[its phase][theirs] over all other
+devices at work), changed whenever one begins or ends. This is the simplest rule that is true of what was measured: one
+device beside one other. That the slowdowns of several add up is assumed. Every pipeline stage is a device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
+from jdisagg.core.plans import KVTransfer, last_layer
+from jdisagg.core.profile import PHASES
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.sim.cluster import NETWORK, TOKEN, Cluster, Leave
+from jdisagg.sim.cost_models import CostModel
+from jdisagg.sim.device import Span
+from jdisagg.sim.spans import Work
+
+PREFILL, DECODE = PHASES
+Slowdown = Mapping[str, Mapping[str, float]]  # by phase, and the phase of another device at work
+Stage = tuple[WorkerId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PartDue:
+    """Some device may be through with what it does; of an earlier state of the machine it is void."""
+
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A plan's way through stages: `parts` are (stage, seconds alone), `told` hears how many are done."""
+
+    phase: str
+    parts: Sequence[tuple[Stage, float]]
+    told: Callable[[Job], None]
+    after: Job | None = None  # that must have ended before this one begins
+    done: int = 0
+    began_s: float = 0.0
+    left_s: float = 0.0  # of the present part, alone
+    rate: float = 1.0  # seconds of it a second
+    end_s: float = 0.0  # of the present part, if nothing changes
+
+    @property
+    def ended(self) -> bool:
+        return self.done == len(self.parts)
+
+
+class SharedCores:
+    """Devices that take their parts in order, and the rates at which all that is under way goes on."""
+
+    def __init__(self, slowdown: Slowdown) -> None:
+        self.slowdown = slowdown
+        self.running: dict[Stage, Job] = {}
+        self._queues: dict[Stage, deque[Job]] = {}
+        self._since_s = 0.0
+
+    def add(self, job: Job, now_s: float) -> None:
+        self._queue(job)
+        self._share(now_s)
+
+    def finish(self, now_s: float) -> None:
+        """Ends the parts that are due, and lets what waited begin."""
+        self._pass(now_s)
+        for stage, job in [*self.running.items()]:
+            if job.end_s <= now_s:
+                del self.running[stage]
+                job.done += 1
+                if not job.ended:
+                    self._queue(job, at_head=job.parts[job.done][0] == stage)
+                job.told(job)
+        self._share(now_s)
+
+    @property
+    def next_end_s(self) -> float | None:
+        return min((job.end_s for job in self.running.values()), default=None)
+
+    def _queue(self, job: Job, at_head: bool = False) -> None:
+        queue = self._queues.setdefault(job.parts[job.done][0], deque())
+        (queue.appendleft if at_head else queue.append)(job)
+
+    def _pass(self, now_s: float) -> None:
+        for job in self.running.values():
+            job.left_s = max(0.0, job.left_s - (now_s - self._since_s) * job.rate)
+        self._since_s = now_s
+
+    def _share(self, now_s: float) -> None:
+        self._pass(now_s)
+        for stage, queue in self._queues.items():
+            if queue and stage not in self.running and (queue[0].after is None or queue[0].after.ended):
+                job = self.running[stage] = queue.popleft()
+                job.left_s, job.after = job.parts[job.done][1], None
+                job.began_s = now_s if job.done == 0 else job.began_s
+        for job in self.running.values():
+            job.rate = 1.0 / (1.0 + sum(self._held_up(job, other) for other in self.running.values()))
+            job.end_s = now_s + job.left_s / job.rate
+
+    def _held_up(self, job: Job, other: Job) -> float:
+        return 0.0 if job is other else self.slowdown.get(job.phase, {}).get(other.phase, 0.0)
+
+
+class SharedCluster(Cluster):
+    """As `Cluster`, with all workers' stages on one machine."""
+
+    def __init__(
+        self, workers: Sequence[WorkerConfig], costs: Mapping[WorkerId, CostModel], *rest: Any, slowdown: Slowdown,
+        **named: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(workers, costs, *rest, **named)
+        self.cores = SharedCores(slowdown)
+        self._last_turn: dict[tuple[WorkerId, int], Job] = {}
+        self._versions = count(1)
+        self._due_version = 0
+
+    def _stages(self, actor: WorkerId, seconds: float) -> list[tuple[Stage, float]]:
+        stages = self.workers[actor].config.num_microbatches
+        return [((actor, stage), seconds / stages) for stage in range(stages)]
+
+    def _start(self, job: Job) -> None:
+        self.cores.add(job, self.now_s)
+        self._next_due()
+
+    def _next_due(self) -> None:
+        self._due_version = next(self._versions)
+        due_s = self.cores.next_end_s
+        if due_s is not None:
+            self._at(due_s, NETWORK, PartDue(self._due_version))
+
+    def _network(self, event: Any) -> None:
+        if not isinstance(event, PartDue):
+            super()._network(event)
+        elif event.version == self._due_version:
+            self.cores.finish(self.now_s)
+            self._next_due()
+
+    def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+        plan = effect.plan
+        seconds = self.costs[actor].decode_s(plan, self.devices[actor].read_tokens(plan))
+
+        def told(job: Job) -> None:
+            if job.ended:
+                self._ended(actor, Work.DECODE, job, len(plan.active))
+                self._at(self.now_s, actor, DecodeDone(plan.plan_id, tuple((slot, TOKEN) for slot in plan.active)))
+
+        before = self._last_turn.get((actor, plan.microbatch))
+        job = self._last_turn[actor, plan.microbatch] = Job(DECODE, self._stages(actor, seconds), told, before)
+        self._start(job)
+
+    def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
+        """A worker that only prefills takes its layer groups one by one; parts of each leave when it is done."""
+        plan, config = effect.plan, self.workers[actor].config
+        seconds, waiting = self.costs[actor].prefill_s(plan), sorted(effect.ships, key=last_layer)
+        parts, ends = self._stages(actor, seconds), [stop for _, stop in config.layer_groups]
+        if waiting and len(ends) > 1:
+            parts = [((actor, 0), seconds / len(ends)) for _ in ends]
+
+        def told(job: Job) -> None:
+            while waiting and (job.ended or last_layer(waiting[0]) <= ends[job.done - 1]):
+                self._leave(waiting.pop(0))
+            if job.ended:
+                self._ended(actor, Work.PREFILL, job, plan.num_tokens)
+                sampled = tuple((chunk.request_id, TOKEN) for chunk in plan.chunks if chunk.last)
+                self._at(self.now_s, actor, PrefillDone(plan.plan_id, sampled))
+
+        self._start(Job(PREFILL, parts, told))
+
+    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        """Packed in program order: after the plans that the device has already."""
+        stage, _ = self._stages(actor, 0.0)[-1]
+        self._start(Job(PREFILL, [(stage, 0.0)], lambda _: self._leave(effect.transfer)))
+
+    def _leave(self, transfer: KVTransfer) -> None:
+        self._at(self.now_s, NETWORK, Leave(transfer))
+
+    def _ended(self, actor: WorkerId, work: Work, job: Job, amount: int) -> None:
+        self.devices[actor].pipeline.busy_s += (self.now_s - job.began_s) / len({stage for stage, _ in job.parts})
+        self._note(actor, work, Span(job.began_s, self.now_s), amount)

@@ -1,0 +1,54 @@
+"""A profile made up by formulas, so that what is read off it can be counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
+from jdisagg.core.worker_config import Role, WorkerConfig
+from tests.sim.cases import worker
+
+BUCKETS, BATCHES, CONTEXTS = (8, 16), (1, 2, 4), (4, 32, 64)
+PAGE_BYTES, LATENCY_S, BYTES_PER_S = 512, 1e-3, 1e6
+
+
+def chunk_s(bucket: int, tokens: float, context: float) -> float:
+    return 1e-3 * bucket + 1e-4 * tokens + 1e-5 * context
+
+
+def turn_s(batch: float, context: float) -> float:
+    return 2e-3 + 1e-4 * batch + 1e-5 * context
+
+
+def config_of(role: Role, microbatches: int = 1, **sizes: Any) -> WorkerConfig:
+    return worker(f"{role}-0", role, num_microbatches=microbatches, prefill_buckets=BUCKETS, **sizes)
+
+
+def pool(role: Role, pp: int = 1) -> Pool:
+    chunks = [(8, 1), (8, 8), (16, 9), (16, 16)] if role.prefills else []
+    prefill = tuple(
+        PrefillTime(bucket, tokens, context, chunk_s(bucket, tokens, context))
+        for bucket, tokens in chunks
+        for context in (0, 50, 100)
+    )
+    cells = [(batch, context) for batch in BATCHES for context in CONTEXTS] if role.decodes else []
+    decode = tuple(DecodeTime(32, *cell, turn_s(*cell), (turn_s(*cell) / pp,) * pp) for cell in cells)
+    return Pool(config_of(role, pp), 1, pp, prefill, decode, admit_s=5e-4)
+
+
+def profile(mesh: str = "prefill:tp1,decode:tp1", **given: Any) -> Profile:
+    """Made on that mesh: a pool of each of its kinds."""
+    places = {(place.role, place.pp) for place in MeshSpec.parse(mesh).workers()}
+    ship_s, sizes = LATENCY_S / 2, [(pages, pages * PAGE_BYTES) for pages in (1, 4, 16)]
+    transfers = tuple(
+        TransferTime("chunk", "raw", pages, size, ship_s, LATENCY_S - ship_s + size / BYTES_PER_S)
+        for pages, size in sizes
+    )
+    made = Profile(
+        machine="paper", platform="cpu", date="2026-01-01", mesh=mesh, model="formulas", dtype="float32", page_size=4,
+        num_layers=4, kv_bytes_per_token=PAGE_BYTES // 4, repeats=3, host=Host(message_s=1e-5), transfers=transfers,
+        pools=tuple(pool(role, pp) for role, pp in sorted(places)),
+    )  # fmt: skip
+    return replace(made, **given)
