@@ -63,6 +63,11 @@ class House:
         self.node.welcomed(wire)
         return wire
 
+    def leaving(self, name: str) -> bool | None:
+        """Whether the router takes it for one that leaves; None where it knows no such worker."""
+        peer = self.router.peers.get(WorkerId(name))
+        return None if peer is None else peer.leaving
+
     def knows(self, *names: str) -> bool:
         return set(self.router.peers) == set(names) == set(self.node.peers)
 
@@ -160,11 +165,11 @@ def test_a_worker_that_says_it_leaves_is_given_nothing_new_until_it_is_gone(hous
     with pytest.raises(BadTicket, match="not its own"):
         house.node.hear(link, {"leaving": "prefill-0"})
     house.node.hear(link, {"leaving": "decode-0"})
-    eventually(lambda: house.router.peers[WorkerId("decode-0")].leaving)
+    eventually(lambda: house.leaving("decode-0") is True)
     assert not house.node.able and house.knows("decode-0", "prefill-0")
     house.node.lose(link, "it hung up")
     house.join(worker("decode-0"))
-    eventually(lambda: "decode-0" in house.router.peers and not house.router.peers[WorkerId("decode-0")].leaving)
+    eventually(lambda: house.leaving("decode-0") is False)
     assert house.knows("decode-0", "prefill-0") and house.node.able
 
 
