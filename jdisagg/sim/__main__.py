@@ -7,7 +7,8 @@
 
 A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
 (num_prefill_tokens, num_decode_tokens; arrivals are drawn, Poisson). --rate stretches recorded arrivals alike.
---cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines.
+--cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
+--cost=profile:FILE are your own devices as jdisagg.profile timed them, with that run's model, sizes and transfers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, read_profile
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
-from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.fleet import CostOf, Fleet, Hosts, Sizes, by_device, devices_of, fleet, longest, published
+from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import HARDWARE
+from jdisagg.sim.measured import check_fits, fleet_of
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_rps, trust, write_csv
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
@@ -81,7 +83,7 @@ def _define_workload(values: flags.FlagValues) -> None:
 def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "as jdisagg.launch takes it", flag_values=values)
     absl_flags.DEFINE_string("model", "opt-13b", f"one of {', '.join(MODELS)}", flag_values=values)
-    absl_flags.DEFINE_enum("cost", "roofline", ["distserve", "roofline"], "where seconds come from", flag_values=values)
+    absl_flags.DEFINE_string("cost", "roofline", "distserve, roofline or profile:FILE", flag_values=values)
     absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
     absl_flags.DEFINE_string(
         "hardware",
@@ -124,11 +126,19 @@ def costs(values: flags.FlagValues) -> CostOf:
     """Where the seconds of each worker come from."""
     if values.cost == "distserve":
         return published(values.model, values.engine, values.host_s)
+    if values.cost != "roofline":
+        raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline or profile:FILE")
     devices, shape = devices_of(values.hardware), Model(model(values.model), values.dtype)
     return by_device(devices, lambda chip, tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
 
 
 def build(values: flags.FlagValues, trace: Trace) -> Fleet:
+    kind, _, path = values.cost.partition(":")
+    if kind == "profile":
+        mode = TransferMode(values.transfer) if values["transfer"].present else None
+        given = fleet_of(read_profile(path), MeshSpec.parse(values.mesh), mode)
+        check_fits(given, trace)
+        return given
     sizes = Sizes(
         max_model_len=longest(trace),
         page_size=values.page_size,
@@ -199,7 +209,7 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     trace = workload(values, rate)
     given = build(values, trace)
     log = SpanLog() if values.report else None
-    cluster = Cluster(given.workers, given.costs, given.links, log=log)
+    cluster = simulated(given, log=log)
     began = time.perf_counter()
     outcome = cluster.run(trace)
     took_s = time.perf_counter() - began

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
+from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
-from jdisagg.sim.links import FairLinks
+from jdisagg.sim.links import FairLinks, HostLinks
 from jdisagg.sim.traces import Trace
 
 
@@ -72,14 +73,37 @@ class Fleet:
 CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
 
 
-def fleet(mesh: MeshSpec, sizes: Sizes, cost_of: CostOf, port_bytes_per_s: float | None = None) -> Fleet:
-    """Every worker of the mesh. port_bytes_per_s: of each worker, each way; None: the network takes no time."""
-    workers, costs, ports = [], {}, {}
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Each `workers` of the mesh, in its order, stand on one host and share its NIC: bytes a second, each way."""
+
+    workers: int
+    nic_bytes_per_s: float
+
+
+def fleet(
+    mesh: MeshSpec, sizes: Sizes, cost_of: CostOf, port_bytes_per_s: float | None = None, hosts: Hosts | None = None
+) -> Fleet:
+    """Every worker of the mesh. port_bytes_per_s: of each worker, each way; None: no port takes time.
+
+    Without ports and hosts the network takes no time at all, to compare with.
+    """
+    workers, costs = [], {}
+    ports: dict[Hashable, float] = {}
     for place in mesh.workers():
         costs[place.worker], kv_tokens = cost_of(place)
         workers.append(sizes.config(place, kv_tokens))
         ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
-    return Fleet(tuple(workers), costs, FairLinks(ports), sizes.fused_steps)
+    links = FairLinks(ports) if hosts is None else _behind_nics(mesh, ports, hosts)
+    return Fleet(tuple(workers), costs, links, sizes.fused_steps)
+
+
+def _behind_nics(mesh: MeshSpec, ports: dict[Hashable, float], hosts: Hosts) -> HostLinks:
+    host_of: dict[Hashable, str] = {
+        place.worker: f"host-{index // hosts.workers}" for index, place in enumerate(mesh.workers())
+    }
+    nics = {(way, host): hosts.nic_bytes_per_s for host in host_of.values() for way in ("out", "in")}
+    return HostLinks({**ports, **nics}, host_of)
 
 
 def longest(trace: Trace) -> int:
@@ -104,6 +128,33 @@ def by_roofline(roofline: Callable[[int], Roofline]) -> CostOf:
         return model, model.kv_tokens(place.pp)
 
     return cost_of
+
+
+def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, int], Roofline]) -> CostOf:
+    """As `by_roofline`, each role's workers on devices of their own kind (`devices_of`)."""
+
+    def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        model = roofline(devices[place.role], place.tp)
+        return model, model.kv_tokens(place.pp)
+
+    return cost_of
+
+
+def devices_of(text: str) -> dict[Role, Hardware]:
+    """Devices by role, as "h100" (all), "h100,decode:a100" (all but decode workers) or "prefill:h100,decode:xeon8480".
+
+    Raises ConfigError for a chip or a role that there is not, and for a role that is said twice.
+    """
+    said: dict[str, Hardware] = {}
+    for word in text.split(","):
+        role, _, name = word.strip().rpartition(":")
+        if role in said or role not in ("", *map(str, Role)):
+            raise ConfigError(
+                f"devices {text!r}: {word!r} is no CHIP or ROLE:CHIP (a role of {', '.join(Role)}, each once)"
+            )
+        said[role] = hardware(name)
+    rest = said.get("", next(iter(said.values())))
+    return {role: said.get(str(role), rest) for role in Role}
 
 
 def by_kernels(tables: Callable[[int], KernelTables], kv_tokens: int) -> CostOf:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 
 @dataclass(slots=True)
@@ -72,6 +73,24 @@ class FairLinks:
                 for port in flow.ports:
                     left[port] = max(0.0, left[port] - share)
             unsettled = [flow for flow in unsettled if tightest is not None and tightest not in flow.ports]
+
+
+class HostLinks(FairLinks):
+    """Ports named (way, worker), and behind those of one host its NIC, named (way, host): its workers share it.
+
+    What goes from one worker to another of the same host crosses their ports and no NIC.
+    """
+
+    def __init__(self, bytes_per_s: Mapping[Hashable, float], hosts: Mapping[Hashable, str]) -> None:
+        """hosts: of each worker."""
+        super().__init__(bytes_per_s)
+        self.hosts = dict(hosts)
+
+    def start(self, name: Hashable, ports: tuple[Hashable, ...], size_bytes: float, now_s: float) -> None:
+        ends = cast(tuple[tuple[str, Hashable], ...], ports)
+        nics = tuple((way, self.hosts[worker]) for way, worker in ends)
+        away = len({host for _, host in nics}) > 1
+        super().start(name, (*ports, *nics) if away else ports, size_bytes, now_s)
 
 
 def _tightest(flows: list[Flow], left: Mapping[Hashable, float]) -> tuple[float, Hashable | None]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.sim.links import FairLinks
+from jdisagg.sim.links import FairLinks, HostLinks
 
 
 def drain(links: FairLinks, until_s: float = math.inf) -> dict:
@@ -44,6 +44,17 @@ def test_a_port_without_a_limit_takes_no_time():
     links = FairLinks()
     links.start("a", ("anywhere",), 1e12, 3.0)
     assert drain(links) == {"a": 3.0}
+
+
+def test_workers_of_one_host_share_its_nic_and_cross_none_among_themselves():
+    hosts: dict[Hashable, str] = {"p0": "left", "p1": "left", "d0": "right"}
+    links = HostLinks({("out", "left"): 10.0, ("in", "right"): 100.0, ("out", "p1"): 5.0}, hosts)
+    links.start("a", (("out", "p0"), ("in", "d0")), 100.0, 0.0)
+    links.start("b", (("out", "p1"), ("in", "d0")), 100.0, 0.0)
+    assert drain(links) == {"a": 20.0, "b": 20.0}
+    links.start("a", (("out", "p0"), ("in", "d0")), 100.0, 30.0)
+    links.start("within", (("out", "p1"), ("in", "p0")), 10.0, 30.0)
+    assert drain(links) == {"within": 32.0, "a": 40.0}
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 2), st.integers(0, 2), st.floats(1, 100)), max_size=12))

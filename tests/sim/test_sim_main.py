@@ -55,6 +55,10 @@ def test_lengths_are_drawn_from_a_seed(lengths, tmp_path):
         (["--trace=lengths:LENGTHS", "--rate=1", "--cost=distserve", "--model=llama3-8b"], "opt-13b, opt-66b"),
         (["--trace=lengths:LENGTHS", "--rate=1", "--model=llama3-70b"], "bytes of weights"),
         (["--trace=lengths:LENGTHS", "--rate=1", "--mesh=nothing:1"], "mesh"),
+        (
+            ["--trace=lengths:LENGTHS", "--rate=1", "--hardware=h100,encode:a100"],
+            "'encode:a100' is no CHIP or ROLE:CHIP",
+        ),
         (["--trace=azure:/nowhere", "trailing"], "not a flag"),
     ],
 )
