@@ -5,8 +5,14 @@
 
 A device is a process pinned to one core, with one thread of XLA. The stacks stand side by side and are asked in turn,
 burst by burst, with the same prompts; medians of rounds are told with their range, and two figures whose ranges
-overlap count as equal. A stream asks again as soon as it has its answer; in the bursty workload all ask at once, and
-again when all have their answers. The objectives are multiples of what one stream sees on one idle device.
+overlap, or that differ by less than a twentieth, count as equal. A stream asks again as soon as it has its answer; in
+the bursty workload all ask at once, and again when all have their answers. The objectives are multiples of what one
+stream sees on one idle device.
+
+--profiles shows what the simulator foretells. A turn costs by its slots, so there is a profile for each number:
+
+    for slots in 16 32; do PJRT_NPROC=1 taskset -c 0 python -m jdisagg.profile --mesh=prefill:tp1,decode:tp1 \\
+        --max_num_seqs=$slots --max_model_len=768 --output=slots$slots.json; done
 """
 
 from __future__ import annotations
@@ -27,13 +33,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import crossover_figures as figures
-from benchmarks import crossover_plot, entry, machine, report
+from benchmarks import crossover_plot, crossover_sim, entry, machine, report
 from benchmarks.crossover_figures import ARCHITECTURES, DISAGGREGATED, REPLICATED, SINGLE, Cell, Key, Middle, Turn
 from benchmarks.crossover_stacks import PLANS, Stack, standing
 from benchmarks.figures import SLO
 from benchmarks.http_client import Server
 from benchmarks.load import Ask, Burst, closed_loop
 from benchmarks.workload import Job, Lengths, Workload
+from jdisagg.core.profile import Profile, read_profile
 from jdisagg.model.hf_config import read_config
 from jdisagg.serve.blueprint import EMBEDDED_MODEL
 
@@ -46,11 +53,14 @@ WORKLOADS = flags.DEFINE_list(
 )
 MODEL = flags.DEFINE_string("model", "", "model folder; empty: the embedded model", flag_values=FLAGS)
 LAUNCH = flags.DEFINE_list("launch", [], "more flags of every process, as load_format=random", flag_values=FLAGS)
-SLO_TTFT = flags.DEFINE_float("slo_ttft", 6.0, "times the TTFT of an idle device: a good request's", flag_values=FLAGS)
-SLO_TPOT = flags.DEFINE_float("slo_tpot", 2.0, "times the TPOT of an idle device: a good request's", flag_values=FLAGS)
+SLO_TTFT = flags.DEFINE_float("slo_ttft", 8.0, "times the TTFT of an idle device: a good request's", flag_values=FLAGS)
+SLO_TPOT = flags.DEFINE_float("slo_tpot", 3.0, "times the TPOT of an idle device: a good request's", flag_values=FLAGS)
 LIMIT_S = flags.DEFINE_float("limit_s", 600.0, "no round begins that would end later, starts apart", flag_values=FLAGS)
 START_S = flags.DEFINE_float("start_s", 600.0, "longest wait for the stacks", flag_values=FLAGS)
 CACHE_DIR = flags.DEFINE_string("cache_dir", "", "keeps compiled programs for the next run", flag_values=FLAGS)
+PROFILES = flags.DEFINE_list(
+    "profiles", [], "of jdisagg.profile on one core: the simulation is shown beside", flag_values=FLAGS
+)
 OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLAGS)
 PLOT = flags.DEFINE_string("plot", "", "PNG file to write", flag_values=FLAGS)
 
@@ -233,13 +243,19 @@ def launch_flags(asked: Asked, folder: Path) -> list[str]:
     return [*given, *(f"--{each}" for each in LAUNCH.value)]
 
 
-def report_of(asked: Asked, slos: Mapping[str, SLO], cells: Sequence[Cell]) -> dict[str, Any]:
+def report_of(
+    asked: Asked, slos: Mapping[str, SLO], cells: Sequence[Cell], simulated: Sequence[Cell] = ()
+) -> dict[str, Any]:
     """The JSON of a run."""
     workloads = {
         name: {"prompt_tokens": str(each.prompt), "output_tokens": str(each.output), "slo_ms": list(slo_of(slos[name]))}
         for name, each in asked.workloads.items()
     }
-    return machine.described() | {"workloads": workloads, "cells": [each.as_json() for each in cells]}
+    return (
+        machine.described()
+        | {"workloads": workloads, "cells": [each.as_json() for each in cells]}
+        | ({"simulated": [each.as_json() for each in simulated]} if simulated else {})
+    )
 
 
 def slo_of(slo: SLO) -> tuple[float, float]:
@@ -249,7 +265,7 @@ def slo_of(slo: SLO) -> tuple[float, float]:
 def main() -> int:
     console, model = Console(width=None if sys.stdout.isatty() else 120), Path(MODEL.value or EMBEDDED_MODEL)
     asked = asked_of_flags(model)
-    cores = sorted(os.sched_getaffinity(0))
+    cores, profiles = sorted(os.sched_getaffinity(0)), [read_profile(path) for path in PROFILES.value]
     with tempfile.TemporaryDirectory(prefix="jdisagg-crossover-") as temporary:
         folder = Path(temporary)
         console.print(f"starting {', '.join(ARCHITECTURES)} on cores {cores[0]} and {cores[-1]}", highlight=False)
@@ -258,22 +274,44 @@ def main() -> int:
             found = run(console, asked, stacks)
     slos = found.objectives(asked, (SLO_TTFT.value, SLO_TPOT.value))
     cells = found.cells(asked, slos)
+    simulated = foretold(asked, slos, profiles)
+    tell(console, asked, slos, cells, simulated)
+    if OUTPUT.value:
+        report.write_json(OUTPUT.value, report_of(asked, slos, cells, simulated))
+    if PLOT.value:
+        words = {name: f"{each.prompt} tokens in, {each.output} out" for name, each in asked.workloads.items()}
+        crossover_plot.plot(PLOT.value, cells, note_of(model, simulated), words, simulated)
+    return 0
+
+
+def foretold(asked: Asked, slos: Mapping[str, SLO], profiles: Sequence[Profile]) -> list[Cell]:
+    """What the simulator says of the first round's jobs; nothing without a profile."""
+    if not profiles:
+        return []
+    jobs = {(workload, streams): asked.jobs(workload, streams, 0) for workload, streams in asked.cells()}
+    return crossover_sim.foreseen(PLANS, jobs, BURSTY, crossover_sim.by_profiles(profiles, asked.levels[-1]), slos)
+
+
+def tell(
+    console: Console, asked: Asked, slos: Mapping[str, SLO], cells: Sequence[Cell], simulated: Sequence[Cell]
+) -> None:
+    if min(each.rounds for each in cells) < 2:
+        console.print("one round tells no spread: differences over a twentieth are taken for real", highlight=False)
     for workload in asked.workloads:
         console.print(table(workload, cells, slos[workload]), highlight=False)
         for line in explained(workload, cells):
             console.print(line, highlight=False, soft_wrap=True)
-    if OUTPUT.value:
-        report.write_json(OUTPUT.value, report_of(asked, slos, cells))
-    if PLOT.value:
-        crossover_plot.plot(PLOT.value, cells, note_of(model))
-    return 0
+        if simulated:
+            console.print(crossover_sim.beside(workload, cells, simulated), highlight=False)
+    if simulated:
+        console.print(crossover_sim.same_winners(cells, simulated), highlight=False)
 
 
-def note_of(model: Path) -> str:
+def note_of(model: Path, simulated: Sequence[Cell]) -> str:
     described = machine.described()
     return (
         f"{model.resolve().name}, a device is one core of {described['machine']['processor']}; medians of rounds with"
-        f" their range, {described['date'][:10]}"
+        f" their range, {described['date'][:10]}{'; dashed: simulated' if simulated else ''}"
     )
 
 

@@ -17,6 +17,7 @@ from benchmarks.load import Burst, Sample
 
 SINGLE, REPLICATED, DISAGGREGATED = "single", "replicated", "disaggregated"
 ARCHITECTURES = (SINGLE, REPLICATED, DISAGGREGATED)
+ALIKE = 0.05  # medians nearer than this share of the larger count as equal, however narrow their ranges
 STALLED = 2.0  # turns of an idle machine over which a gap between tokens is a stall
 RISING = ("tokens_per_s", "good_per_s")  # the more the better; of all others less is
 METRICS = {
@@ -44,8 +45,9 @@ class Middle:
         return Middle(median(values), min(values), max(values))
 
     def apart(self, other: Middle) -> bool:
-        """Whether no round of one is within the range of the other."""
-        return self.low > other.high or self.high < other.low
+        """Whether no round of one is within the range of the other, and the medians are not alike."""
+        alike = abs(self.mid - other.mid) <= ALIKE * max(abs(self.mid), abs(other.mid))
+        return not alike and (self.low > other.high or self.high < other.low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,11 @@ def cell(key: Key, turns: Sequence[Turn], slo: SLO, idle_turn_s: float) -> Cell:
 
 
 def stalled_share(samples: Sequence[Sample], idle_turn_s: float) -> float:
-    """Of the time between tokens: what gaps over STALLED idle turns have beyond one idle turn."""
-    gaps = [gap for sample in samples for gap in sample.itl_s]
+    """Of the time between tokens: what gaps over STALLED idle turns have beyond one idle turn.
+
+    From the second token on: the gap before it is the handoff's, which the ledger has as transfer and first step.
+    """
+    gaps = [gap for sample in samples for gap in sample.itl_s[1:]]
     stalls = sum(gap - idle_turn_s for gap in gaps if gap > STALLED * idle_turn_s)
     return stalls / sum(gaps) if gaps else 0.0
 
@@ -159,10 +164,15 @@ def crossings(streams: Sequence[int], ours: Sequence[Middle], theirs: Sequence[M
     led = [(n, a, b, lead(a, b, rising)) for n, a, b in zip(streams, ours, theirs, strict=True)]
     told = [each for each in led if each[3]]
     return [
-        Crossing(_where((n, math.log(a.mid / b.mid)), (m, math.log(c.mid / d.mid))), after > 0)
+        Crossing(_where((n, _distance(a, b)), (m, _distance(c, d))), after > 0)
         for (n, a, b, before), (m, c, d, after) in pairwise(told)
         if before != after
     ]
+
+
+def _distance(ours: Middle, theirs: Middle) -> float:
+    """0 where they are equal, and near their ratio's logarithm there; defined where one of them is 0."""
+    return (ours.mid - theirs.mid) / (ours.mid + theirs.mid)
 
 
 def _where(left: tuple[int, float], right: tuple[int, float]) -> float:
@@ -232,7 +242,9 @@ def interference(ours: Cell, theirs: Cell) -> str:
     """How much of the decoding is stalls: where devices do both, a stall is another request's prefill."""
     parts = [f"{each.stalled.mid:.0%} on {each.architecture}" for each in (ours, theirs)]
     worst = [f"{each.itl_p99_ms.mid:.0f}" for each in (ours, theirs)]
-    return f"  stalls take {' against '.join(parts)} of the time between tokens (ITL p99 {' against '.join(worst)} ms)"
+    return (
+        f"  stalls take {' against '.join(parts)} of decoding (ITL p99 {' against '.join(worst)} ms, handoffs included)"
+    )
 
 
 def devices(ours: Cell, theirs: Cell) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -13,18 +13,21 @@ from matplotlib.ticker import LogLocator
 from benchmarks.crossover_figures import ARCHITECTURES, DISAGGREGATED, REPLICATED, RISING, SINGLE, Cell, crossings
 from benchmarks.plot import INK
 
+PALE = "#777777"
 COLOURS = {SINGLE: "#9aa1ab", REPLICATED: "#2463a8", DISAGGREGATED: "#d9761e"}
 ROWS = {
     "tokens_per_s": "output tokens/s",
-    "ttft_ms": "time to first token, ms",
-    "itl_p99_ms": "p99 gap between tokens, ms",
-    "good_per_s": "requests/s within SLO",
+    "ttft_ms": "first token, ms",
+    "itl_p99_ms": "p99 token gap, ms",
+    "good_per_s": "good requests/s",
 }
 NAMES = {SINGLE: "one device", REPLICATED: "two replicas", DISAGGREGATED: "prefill + decode apart"}
 
 
-def plot(path: str, cells: Sequence[Cell], note: str, predicted: Sequence[Cell] = ()) -> None:
-    """Writes a PNG. `predicted`: the same cells by the simulator, drawn dashed."""
+def plot(
+    path: str, cells: Sequence[Cell], note: str, lengths: Mapping[str, str], predicted: Sequence[Cell] = ()
+) -> None:
+    """Writes a PNG. lengths: words on each workload's; predicted: the same cells by the simulator, drawn dashed."""
     workloads = list(dict.fromkeys(each.workload for each in cells))
     figure = Figure(figsize=(2.6 + 3.4 * len(workloads), 2.35 * len(ROWS)), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -36,14 +39,15 @@ def plot(path: str, cells: Sequence[Cell], note: str, predicted: Sequence[Cell] 
             _panel(axes, metric, mine, [each for each in predicted if each.workload == workload])
             _dress(axes, sorted({each.streams for each in mine}), log=metric in ("ttft_ms", "itl_p99_ms"))
             if row == 0:
-                axes.set_title(workload, fontsize=13, color=INK)
+                axes.set_title(f"{workload}\n", fontsize=14, color=INK)
+                axes.text(0.5, 1.03, lengths[workload], transform=axes.transAxes, ha="center", fontsize=10, color=PALE)
             if column == 0:
-                axes.set_ylabel(ROWS[metric], color=INK, fontsize=10)
+                axes.set_ylabel(ROWS[metric], color=INK, fontsize=11)
     for axes in grid[-1]:
-        axes.set_xlabel("streams at once", color=INK, fontsize=10)
+        axes.set_xlabel("streams at once", color=INK, fontsize=11)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=12)
-    figure.supxlabel(note, fontsize=9, color="#777777")
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=13)
+    figure.supxlabel(note, fontsize=10, color=PALE)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -88,4 +92,4 @@ def _dress(axes: Axes, streams: Sequence[int], log: bool) -> None:
     axes.minorticks_off()
     axes.grid(axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=9)
+    axes.tick_params(colors=INK, labelsize=10)

@@ -31,8 +31,9 @@ class Plan:
     """How an architecture is started. workers: the roles of each, in the order of the cores."""
 
     name: str
-    mesh: str
+    mesh: str  # as every process is told; each makes its own roles' workers
     workers: tuple[str, ...]
+    simulated: str  # the mesh of all workers together
     routing: str = "least_loaded"
 
     def slots(self, streams: int) -> int:
@@ -41,9 +42,9 @@ class Plan:
 
 
 PLANS = (
-    Plan(SINGLE, "colocated:1xtp1", ("prefill,decode",)),
-    Plan(REPLICATED, "colocated:1xtp1", ("prefill,decode", "prefill,decode"), "round_robin"),
-    Plan(DISAGGREGATED, "prefill:tp1,decode:tp1", ("prefill", "decode")),
+    Plan(SINGLE, "colocated:1xtp1", ("prefill,decode",), "colocated:1xtp1"),
+    Plan(REPLICATED, "colocated:1xtp1", ("prefill,decode", "prefill,decode"), "colocated:2xtp1", "round_robin"),
+    Plan(DISAGGREGATED, "prefill:tp1,decode:tp1", ("prefill", "decode"), "prefill:tp1,decode:tp1"),
 )
 
 

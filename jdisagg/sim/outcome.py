@@ -183,7 +183,9 @@ def goodput_rps(points: Sequence[Point], share: float) -> float:
 
 def curve_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     """Head and a row a rate, as text."""
-    rows = [("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99")]
+    rows: list[tuple[str, ...]] = [
+        ("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99")
+    ]
     for point in points:
         latencies = (point.ttft_p50_s, point.ttft_p99_s, point.tpot_p50_s, point.tpot_p99_s)
         good = (f"{point.attainment:.1%}", f"{point.good_rps_per_device:.3g}")

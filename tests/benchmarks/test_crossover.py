@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from benchmarks import crossover, crossover_figures, crossover_plot
+from benchmarks import crossover, crossover_figures, crossover_plot, crossover_sim
 from benchmarks.crossover import BURSTY, Asked, Found, ask_all, explained, num_jobs, table
 from benchmarks.crossover_figures import (
     ARCHITECTURES,
@@ -24,12 +24,13 @@ from benchmarks.crossover_figures import (
     stalled_share,
     why,
 )
-from benchmarks.crossover_stacks import PLANS, commands, names_of
+from benchmarks.crossover_stacks import PLANS, Plan, commands, names_of
 from benchmarks.figures import SLO
 from benchmarks.load import Burst, Sample
 from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.sim.fleet import Fleet, Sizes, fleet, published
 
 LOOSE = SLO(1e9, 1e9)
 
@@ -80,14 +81,14 @@ def test_objectives_are_multiples_of_an_idle_device():
 
 
 def test_only_gaps_of_more_than_two_idle_turns_are_stalls():
-    assert stalled_share([sample(gaps_s=(0.01, 0.019, 0.01))], 0.01) == 0
-    assert stalled_share([sample(gaps_s=(0.01, 0.05, 0.04))], 0.01) == pytest.approx(0.7)
+    assert stalled_share([sample(gaps_s=(9.0, 0.01, 0.019, 0.01))], 0.01) == 0, "the first gap is the handoff's"
+    assert stalled_share([sample(gaps_s=(0.01, 0.01, 0.05, 0.04))], 0.01) == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
-    [(100, 50, 1), (50, 100, -1), (100, 101, 0)],
-    ids=["ahead", "behind", "within the spread"],
+    [(100, 50, 1), (50, 100, -1), (100, 101, 0), (100, 104, 0)],
+    ids=["ahead", "behind", "within the spread", "alike"],
 )
 def test_who_leads_is_said_only_beyond_the_spread(ours, theirs, expected):
     assert lead(around(ours), around(theirs), rising=True) == expected
@@ -106,6 +107,12 @@ def test_a_level_at_which_neither_leads_is_passed_over():
     (found,) = crossings((1, 4, 16), ours, theirs, rising=True)
     assert found.streams == pytest.approx(4.0)
     assert crossings((1, 4, 16), [around(100)] * 3, theirs, rising=True) == []
+
+
+def test_goodput_that_falls_to_nothing_crosses_as_well():
+    good, bad = [around(2), around(0)], [around(1), around(1)]
+    (found,) = crossings((1, 16), good, bad, rising=True)
+    assert not found.ahead and found.streams == pytest.approx(2.0)
 
 
 def curve(architecture: str, *rates: float) -> list[Cell]:
@@ -188,6 +195,30 @@ def test_tables_words_and_a_picture_come_of_found_bursts(tmp_path):
     assert len(cells) == 6 and table("balanced", cells, slos["balanced"]).row_count == 6
     words = "\n".join(explained("balanced", cells))
     assert "no difference beyond the spread" in words and "one stream: 111.0 ms on single" in words
-    crossover_plot.plot(str(tmp_path / "x.png"), cells, "a note", cells)
+    crossover_plot.plot(str(tmp_path / "x.png"), cells, "a note", {"balanced": "8:16 in"}, cells)
     assert imread(tmp_path / "x.png").shape[0] > 500
     assert not math.isnan(cells[0].itl_p99_ms.mid) and crossover.report_of(asked, slos, cells)["cells"]
+
+
+def test_the_simulation_answers_the_same_jobs_by_any_cost_model_and_stands_beside_the_live_run():
+    drawn = Workload(Lengths(64, 128), Lengths(8, 16), 1000)
+    asked = Asked({"balanced": drawn, BURSTY: drawn}, (1, 4), 1)
+    jobs = {(workload, streams): asked.jobs(workload, streams, 0) for workload, streams in asked.cells()}
+
+    def fleet_of_plan(plan: Plan) -> Fleet:
+        return fleet(MeshSpec.parse(plan.simulated), Sizes(256, num_slots=plan.slots(4)), published("opt-13b"), 1e9)
+
+    slos = dict.fromkeys(asked.workloads, SLO(500, 40))
+    cells = crossover_sim.foreseen(PLANS, jobs, BURSTY, fleet_of_plan, slos)
+    assert len(cells) == 2 * 2 * 3 and not any(each.failed for each in cells)
+    by_key = {(each.workload, each.architecture, each.streams): each for each in cells}
+    alone, apart = by_key["balanced", SINGLE, 1], by_key["balanced", DISAGGREGATED, 1]
+    assert apart.ledger_ms["transfer"] > alone.ledger_ms["transfer"] == 0
+    assert by_key["balanced", REPLICATED, 4].tokens_per_s.mid > by_key["balanced", SINGLE, 4].tokens_per_s.mid
+    assert by_key["balanced", SINGLE, 4].itl_p99_ms.mid > 2 * alone.itl_p99_ms.mid, "a prefill stands between tokens"
+    assert list(by_key[BURSTY, REPLICATED, 4].busy) == ["colocated-0", "colocated-1"]
+    assert crossover_sim.error([(alone, alone), (alone, apart)], "tpot_ms") == pytest.approx(
+        abs(apart.tpot_ms.mid / alone.tpot_ms.mid - 1) / 2
+    )
+    assert "in 20 of 20" in crossover_sim.same_winners(cells, cells)
+    assert crossover_sim.beside("balanced", cells, cells).row_count == 7
