@@ -31,7 +31,7 @@ from rich.table import Table
 from jdisagg import flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.profile import Checked, read_profile
+from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
@@ -133,10 +133,9 @@ def costs(values: flags.FlagValues) -> CostOf:
 
 
 def build(values: flags.FlagValues, trace: Trace) -> Fleet:
-    kind, _, path = values.cost.partition(":")
-    if kind == "profile":
+    if values.cost.startswith("profile:"):
         mode = TransferMode(values.transfer) if values["transfer"].present else None
-        given = fleet_of(read_profile(path), MeshSpec.parse(values.mesh), mode)
+        given = fleet_of(_profiled(values), MeshSpec.parse(values.mesh), mode)
         check_fits(given, trace)
         return given
     sizes = Sizes(
@@ -267,8 +266,9 @@ def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequenc
     """What the page of --report is made of."""
     outcome = told.outcome
     facts = {
-        "model": values.model,
-        "costs": values.cost + (f" of {values.hardware}" if values.cost == "roofline" else f", {values.engine}"),
+        "model": _profiled(values).model if values.cost.startswith("profile:") else values.model,
+        "costs": values.cost
+        + {"roofline": f" of {values.hardware}", "distserve": f", {values.engine}"}.get(values.cost, ""),
         "workload": f"{Path(values.trace.partition(':')[2]).name}, {len(outcome.records):,} requests",
         "rate": f"{told.rate_rps:.4g} requests/s",
         "simulated": f"{outcome.span_s:,.0f} s in {told.took_s:.1f} s",
@@ -288,8 +288,12 @@ def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequenc
 
 def checked_of(values: flags.FlagValues) -> Checked | None:
     """What the last check of a profile's costs found; other costs have none."""
-    kind, _, path = values.cost.partition(":")
-    return read_profile(path).checked if kind == "profile" else None
+    return _profiled(values).checked if values.cost.startswith("profile:") else None
+
+
+def _profiled(values: flags.FlagValues) -> Profile:
+    """Of --cost=profile:FILE. Raises ConfigError."""
+    return read_profile(values.cost.partition(":")[2])
 
 
 def _room(flag: str) -> ModuleType:

@@ -18,8 +18,9 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
 from jdisagg.core.worker_config import RAW, TransferMode, WorkerConfig
-from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.fleet import Fleet, longest
 from jdisagg.sim.links import FairLinks
+from jdisagg.sim.traces import Trace
 
 NOTICEABLE = 0.03  # a slowdown under this is not told from chance: the devices are independent
 
@@ -152,6 +153,16 @@ def fleet_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = N
         tuple(workers), costs, FairLinks(ports), slowdown=slowdown if any(slowdown.values()) else {},
         message_s=profile.host.message_s, latency_s=way.latency_s,
     )  # fmt: skip
+
+
+def check_fits(fleet: Fleet, trace: Trace) -> None:
+    """Raises ConfigError for a request that is longer than these workers take."""
+    most = min(config.max_model_len for config in fleet.workers)
+    if longest(trace) > most:
+        raise ConfigError(
+            f"the trace has requests of {longest(trace)} tokens, the profile is of workers that take {most}:"
+            f" --max_model_len={most} leaves the longer ones out"
+        )
 
 
 def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured]:

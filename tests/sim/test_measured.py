@@ -11,6 +11,7 @@ from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.profile import Checked, Host, TransferTime, read_profile
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import TransferMode, bucket
+from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.measured import Line, Measured, Surface, fleet_of, way_of
@@ -169,3 +170,21 @@ def test_two_stages_of_one_core_gain_nothing():
     mesh = "prefill:tp1,decode:pp2"
     shared, apart = (run(mesh, work, slowdown=slow).span_s for slow in ({"decode": {"decode": 1.0}}, {}))
     assert shared == pytest.approx(2 * apart, rel=0.1)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_is_priced_by_a_profile_and_says_how_far_it_was_off(tmp_path, capsys):
+    made, lengths = tmp_path / "profile.json", tmp_path / "lengths.csv"
+    profile(slowdown=SLOW).with_check(Checked("2026-01-02", "80 requests", {"ttft_s": -0.1}, 0.1)).save(made)
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "20,10\n40,20\n" * 10)
+    asked = ["", f"--trace=lengths:{lengths}", "--rate=10", "--mesh=prefill:tp1,decode:2xtp1", f"--cost=profile:{made}"]
+    assert main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "20 of 20 requests served" in said and "last checked 2026-01-02 (80 requests): MAPE 10.0%" in said
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n200,10\n")
+    assert main(asked) == 2
+    assert "--max_model_len=128 leaves the longer ones out" in capsys.readouterr().err
+    assert main([*asked[:-1], "--cost=guess"]) == 2
+    assert "must be distserve, roofline or profile:FILE" in capsys.readouterr().err
