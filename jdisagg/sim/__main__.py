@@ -274,7 +274,7 @@ def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequenc
         "simulated": f"{outcome.span_s:,.0f} s in {told.took_s:.1f} s",
     }
     return room.Story(
-        title=f"{values.model} on {values.mesh}, simulated",
+        title=f"{facts['model']} on {values.mesh}, simulated",
         command="python -m jdisagg.sim " + shlex.join(sys.argv[1:]),
         facts=facts,
         outcome=outcome,

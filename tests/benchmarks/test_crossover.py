@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ from benchmarks.load import Burst, Sample
 from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.profile import Profile
 from jdisagg.sim.fleet import Fleet, Sizes, fleet, published
+from tests.sim.profiles import profile
 
 LOOSE = SLO(1e9, 1e9)
 
@@ -222,3 +225,15 @@ def test_the_simulation_answers_the_same_jobs_by_any_cost_model_and_stands_besid
     )
     assert "in 20 of 20" in crossover_sim.same_winners(cells, cells)
     assert crossover_sim.beside("balanced", cells, cells).row_count == 7
+
+
+def test_each_architecture_is_foretold_by_the_profile_with_its_number_of_slots():
+    def profiled(slots: int) -> Profile:
+        made = profile()
+        pools = tuple(replace(pool, config=replace(pool.config, num_slots=slots)) for pool in made.pools)
+        return replace(made, pools=pools, slowdown={"decode": {"decode": 1.0}})
+
+    fleet_of_plan = crossover_sim.by_profiles([profiled(16), profiled(32)], 32)
+    fleets = {plan.name: fleet_of_plan(plan) for plan in PLANS}
+    assert [fleets[name].workers[-1].num_slots for name in ARCHITECTURES] == [32, 16, 32]
+    assert not any(each.slowdown for each in fleets.values()), "every worker has a core of its own"
