@@ -85,7 +85,7 @@ class Asked:
 
     def jobs(self, workload: str, streams: int, number: int) -> list[Job]:
         """The same for every architecture, new in each round and at each level."""
-        return self.workloads[workload].draw(num_jobs(streams), f"{number}-{workload}-{streams}")
+        return self.workloads[workload].draw(num_jobs(workload, streams), f"{number}-{workload}-{streams}")
 
     @property
     def longest(self) -> int:
@@ -96,8 +96,9 @@ class Asked:
         return ((workload, streams) for workload in self.workloads for streams in self.levels)
 
 
-def num_jobs(streams: int) -> int:
-    return max(6, 2 * streams)
+def num_jobs(workload: str, streams: int) -> int:
+    """Enough for a median, whole gangs where all ask at once."""
+    return streams * max(2, -(-6 // streams)) if workload == BURSTY else max(6, 3 * streams // 2)
 
 
 @dataclass(slots=True)

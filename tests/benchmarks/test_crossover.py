@@ -173,7 +173,8 @@ def test_the_bursty_workload_waits_for_all_answers_before_it_asks_again():
 def test_every_architecture_is_asked_the_same_and_each_round_something_new():
     asked = Asked({"balanced": Workload(Lengths(8, 16), Lengths(4, 8), 1000)}, (1, 4), 2)
     assert asked.jobs("balanced", 4, 0) == asked.jobs("balanced", 4, 0) != asked.jobs("balanced", 4, 1)
-    assert len(asked.jobs("balanced", 4, 0)) == num_jobs(4) == 8 and asked.longest == 24
+    assert len(asked.jobs("balanced", 4, 0)) == num_jobs("balanced", 4) == 6 and asked.longest == 24
+    assert not any(num_jobs(BURSTY, streams) % streams for streams in range(1, 33)), "whole gangs"
 
 
 def test_hardware_is_equal_a_core_for_each_worker_and_slots_for_all_streams():
