@@ -8,6 +8,7 @@
 A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
 (num_prefill_tokens, num_decode_tokens; arrivals are drawn, Poisson). --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
+--cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --fused_steps;
 --cost=profile:FILE are your own devices as jdisagg.profile timed them, with that run's model, sizes and transfers.
 """
 
@@ -35,15 +36,17 @@ from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.fleet import CostOf, Fleet, Hosts, Sizes, by_device, devices_of, fleet, longest, published
+from jdisagg.sim.fleet import CostOf, Fleet, Hosts, Sizes, by_device, by_kernels, devices_of, fleet, longest, published
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import HARDWARE
+from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, fleet_of
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_rps, trust, write_csv
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
 
 READERS = {"azure": read_azure, "mooncake": read_mooncake, "lengths": read_lengths}
+ONE_AT_A_TIME: dict[str, Any] = {"prefills_ahead": 1, "turns_ahead": 1}  # what a fused step is made of
 QUANTILES = (50, 90, 99)
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
@@ -83,7 +86,9 @@ def _define_workload(values: flags.FlagValues) -> None:
 def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "as jdisagg.launch takes it", flag_values=values)
     absl_flags.DEFINE_string("model", "opt-13b", f"one of {', '.join(MODELS)}", flag_values=values)
-    absl_flags.DEFINE_string("cost", "roofline", "distserve, roofline or profile:FILE", flag_values=values)
+    absl_flags.DEFINE_string(
+        "cost", "roofline", "distserve, roofline, kernels:DEVICE or profile:FILE", flag_values=values
+    )
     absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
     absl_flags.DEFINE_string(
         "hardware",
@@ -93,6 +98,10 @@ def _define_cluster(values: flags.FlagValues) -> None:
     )
     absl_flags.DEFINE_enum(
         "dtype", "bfloat16", list(DTYPE_BYTES), "--cost=roofline: of weights and KV", flag_values=values
+    )
+    absl_flags.DEFINE_integer("kv_tokens", 0, "--cost=kernels: of a worker", 0, flag_values=values)
+    absl_flags.DEFINE_bool(
+        "fused_steps", False, "the engines run a chunk and a turn as one step, as vLLM's do", flag_values=values
     )
     absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
@@ -126,10 +135,26 @@ def costs(values: flags.FlagValues) -> CostOf:
     """Where the seconds of each worker come from."""
     if values.cost == "distserve":
         return published(values.model, values.engine, values.host_s)
+    kind, _, tables = values.cost.partition(":")
+    if kind == "kernels" and tables:
+        return _kernels(values, tables)
     if values.cost != "roofline":
-        raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline or profile:FILE")
+        raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline, kernels:DEVICE or profile:FILE")
     devices, shape = devices_of(values.hardware), Model(model(values.model), values.dtype)
     return by_device(devices, lambda chip, tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
+
+
+def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
+    """Kernels measured on a device whose tables are shipped, or tables of a folder (of one tp)."""
+    if not values.kv_tokens:
+        raise FlagError("--cost=kernels: --kv_tokens=N says how many tokens of KV a worker has room for")
+    shape = Model(model(values.model), values.dtype)
+
+    def of(tp: int) -> KernelTables:
+        found = read_kernels(tables) if Path(tables).is_dir() else shipped_kernels(tables, values.model, tp)
+        return KernelTables(shape, found, tp, values.host_s)
+
+    return by_kernels(of, values.kv_tokens)
 
 
 def build(values: flags.FlagValues, trace: Trace) -> Fleet:
@@ -145,6 +170,8 @@ def build(values: flags.FlagValues, trace: Trace) -> Fleet:
         chunk_tokens=values.chunk_tokens,
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
+        fused_steps=values.fused_steps,
+        **(ONE_AT_A_TIME if values.fused_steps else {}),
     )
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
     return fleet(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)

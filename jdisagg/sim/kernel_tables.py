@@ -13,6 +13,7 @@ import gzip
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -133,6 +134,7 @@ class KernelTables:
 # ---------------------------------------------------------------------- reading
 
 
+@cache
 def read_kernels(folder: Path | str) -> Kernels:
     """Raises ConfigError where a file, a column or a layer is missing."""
     dense, heads = (

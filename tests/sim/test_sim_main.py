@@ -47,6 +47,18 @@ def test_lengths_are_drawn_from_a_seed(lengths, tmp_path):
     assert drawn(1) == drawn(1) != drawn(2)
 
 
+def test_an_engine_that_fuses_its_steps_is_simulated_on_measured_kernels(lengths, capsys):
+    flags = [
+        "--cost=kernels:rtx4090",
+        "--kv_tokens=41408",
+        "--model=llama3-8b",
+        "--fused_steps",
+        "--mesh=colocated:tp1",
+    ]
+    assert run(f"--trace=lengths:{lengths}", "--rate=3", "--requests=8", *flags) == 0
+    assert "8 of 8 requests served" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
