@@ -3,7 +3,12 @@
 The source is a second process with its own jax; its arrays are computed and offered before the clock starts, which
 then runs until the pulled arrays are ready here. The transports take turns in every round, so that a noisy minute hits
 all of them; `best` is what a quiet machine gives, and CPU seconds of both processes are what noise disturbs least.
-`copy` is one memory copy of the same bytes in this process. Emulated links are held against their own arithmetic.
+`copy` is one memory copy of the same bytes in this process.
+
+Slow links come twice: emulated by the transports' token bucket, and, where this system permits it, by the kernel: the
+source then sits in a network namespace behind a shaped interface. No link makes a transport faster than it is without
+one, so a row is held against the larger of the link's arithmetic and the transport's own time in this run, and says
+which of the two bounds it: on one machine the fastest links are bound by memory, and the row shows no failure.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import jax
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.shaped import Unshapable, shaped_link
 from jdisagg.kv.transport.choose import available, open_transport
 from jdisagg.kv.transport.link import Link
 from jdisagg.kv.transport.protocol import Transport
@@ -33,8 +39,11 @@ from jdisagg.kv.transport.ticket import Parcel, Ticket, read_ticket
 SECRET, IDENTITY = b"a secret of this benchmark alone", Identity("benchmark", "benchmark", "float32")
 LOAD = {"8 KB": (1, 8 << 10), "1 MB": (1, 1 << 20), "64 MB x 8": (8, 8 << 20), "256 MB x 32": (32, 8 << 20)}
 LINKS_GBIT_PER_S = (1, 10, 25, 100, 200)
+SHAPED_GBIT_PER_S = (1, 10)  # faster ones are not shaped well by the kernel, and TCP does not reach them here
+BUCKET, NAMESPACE = "token bucket", "namespace"
 TARGET_GB_PER_S = {"shm": 8.0, "tcp": 2.5}
 PATIENCE_S = 60.0
+OwnMs = dict[tuple[str, str], float]  # by transport and size: how long it takes without a link
 
 
 @dataclass
@@ -55,17 +64,22 @@ class Row:
 @dataclass
 class LinkRow:
     transport: str
+    made_by: str  # BUCKET or NAMESPACE
     gbit_per_s: float
     nbytes: int
-    wanted_ms: float  # by the link's speed alone
+    link_ms: float  # by the link's speed alone
+    own_ms: float  # the transport's own median, without a link
+    floor_ms: float  # the larger of both
+    bound_by: str  # which of the two that is: "link" or "this machine"
     median_ms: float
 
 
 class Source:
     """Offers the same arrays again and again, in this process or behind `Remote`."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.transports = {name: open_transport(name, Terms(SECRET, IDENTITY)) for name in names}
+    def __init__(self, names: Sequence[str], host: str = "127.0.0.1") -> None:
+        terms = Terms(SECRET, IDENTITY, listen=f"{host}:0")
+        self.transports = {name: open_transport(name, terms) for name in names}
         rng, device = np.random.default_rng(0), jax.devices()[-1]
         block = rng.integers(0, 255, max(nbytes for _, nbytes in LOAD.values()), np.uint8)
         self.arrays = {
@@ -87,10 +101,11 @@ class Source:
 
 
 class Remote:
-    """A `Source` in a process of its own."""
+    """A `Source` in a process of its own; `inside` comes before its command."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.transport", "--source", ",".join(names)]
+    def __init__(self, names: Sequence[str], inside: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        module = [sys.executable, "-m", "benchmarks.transport"]
+        command = [*inside, *module, "--source", ",".join(names), "--host", host]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._ask({"do": "cpu"})
 
@@ -110,8 +125,8 @@ class Remote:
         self._process.communicate(timeout=PATIENCE_S)
 
 
-def be_source(names: Sequence[str]) -> None:
-    source = Source(names)
+def be_source(names: Sequence[str], host: str) -> None:
+    source = Source(names, host)
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "offer":
@@ -166,20 +181,51 @@ def row_of(name: str, size: str, nbytes: int, took: list[float], cpu_s: float) -
     return Row(name, size, nbytes, median_s * 1e3, best_s * 1e3, *rates, cpu_s_per_gb, target)
 
 
-def measure_links(names: Sequence[str], source: Any, rounds: int) -> list[LinkRow]:
+def load_of(gbit_per_s: float) -> str:
+    return "64 MB x 8" if gbit_per_s > 1 else "1 MB"
+
+
+def link_row(transport: Transport, source: Any, made_by: str, gbit_per_s: float, own_ms: float, rounds: int) -> LinkRow:
+    name, size = transport.name, load_of(gbit_per_s)
+    nbytes = LOAD[size][0] * LOAD[size][1]
+    took = [pull(transport, source.offer(name, size)) for _ in range(rounds + 1)][1:]
+    link_ms = nbytes * 8 / gbit_per_s / 1e6
+    bound_by = "link" if link_ms > own_ms else "this machine"
+    median_ms = statistics.median(took) * 1e3
+    return LinkRow(name, made_by, gbit_per_s, nbytes, link_ms, own_ms, max(link_ms, own_ms), bound_by, median_ms)
+
+
+def measure_links(
+    names: Sequence[str], source: Any, own_ms: dict[tuple[str, str], float], rounds: int
+) -> list[LinkRow]:
+    """`own_ms` by transport and size."""
     rows = []
     for name in names:
         for speed in LINKS_GBIT_PER_S:
             transport = open_transport(name, Terms(SECRET, IDENTITY, link=Link(speed)))
-            size = "64 MB x 8" if speed > 1 else "1 MB"
-            nbytes = LOAD[size][0] * LOAD[size][1]
-            took = [pull(transport, source.offer(name, size)) for _ in range(rounds + 1)][1:]
-            rows.append(LinkRow(name, speed, nbytes, nbytes * 8 / speed / 1e6, statistics.median(took) * 1e3))
+            rows.append(link_row(transport, source, BUCKET, speed, own_ms[name, load_of(speed)], rounds))
             transport.close()
     return rows
 
 
-def measure(rounds: int, tell: Callable[[str], None]) -> tuple[list[Row], list[LinkRow]]:
+def measure_shaped(own_ms: OwnMs, rounds: int) -> tuple[list[LinkRow], str]:
+    """Rows of tcp through the kernel's own shaping, and why there are none where there are none."""
+    rows = []
+    for speed in SHAPED_GBIT_PER_S:
+        try:
+            with shaped_link(speed) as link:
+                source = Remote(["tcp"], link.inside, link.there)
+                transport = open_transport("tcp", Terms(SECRET, IDENTITY))
+                rows.append(link_row(transport, source, NAMESPACE, speed, own_ms["tcp", load_of(speed)], rounds))
+                transport.close()
+                source.close()
+        except Unshapable as error:
+            return rows, str(error)
+    return rows, ""
+
+
+def measure(rounds: int, tell: Callable[[str], None]) -> tuple[list[Row], list[LinkRow], str]:
+    """Rows of transports and of links, and why the kernel shapes no links here, where it does not."""
     between = [name for name in available() if name != "inproc"]
     remote, local = Remote(between), Source(["inproc"])
     contestants: dict[str, tuple[Transport, Any]] = {"inproc": (local.transports["inproc"], local)}
@@ -189,14 +235,17 @@ def measure(rounds: int, tell: Callable[[str], None]) -> tuple[list[Row], list[L
         tell(size)
         rows += measure_size(size, contestants, rounds)
     tell("links")
-    links = measure_links(("shm", "tcp"), remote, max(2, rounds // 4))
+    own_ms = {(row.transport, row.size): row.median_ms for row in rows}
+    few = max(2, rounds // 4)
+    links = measure_links(("shm", "tcp"), remote, own_ms, few)
     for transport, _ in contestants.values():
         transport.close()
     remote.close()
-    return rows, links
+    shaped, refused = measure_shaped(own_ms, few)
+    return rows, links + shaped, refused
 
 
-def print_tables(rows: list[Row], links: list[LinkRow]) -> None:
+def print_tables(rows: list[Row], links: list[LinkRow], refused: str) -> None:
     print(
         f"{'transport':13} {'size':12} {'median ms':>10} {'best ms':>9} {'GB/s':>6} {'best':>6} {'CPU-s/GB':>9}  target"
     )
@@ -204,9 +253,14 @@ def print_tables(rows: list[Row], links: list[LinkRow]) -> None:
         rates = f"{row.median_gb_per_s:6.2f} {row.best_gb_per_s:6.2f} {row.cpu_s_per_gb:9.2f}"
         target = f"  {row.target_gb_per_s} GB/s" if row.target_gb_per_s else ""
         print(f"{row.transport:13} {row.size:12} {row.median_ms:10.3f} {row.best_ms:9.3f} {rates}{target}")
-    print(f"\n{'emulated link':13} {'Gbit/s':>7} {'wanted ms':>10} {'median ms':>10}")
+    print(
+        f"\n{'slow link':13} {'made by':13} {'Gbit/s':>7} {'link ms':>10} {'floor ms':>10} {'median ms':>10}  bound by"
+    )
     for link in links:
-        print(f"{link.transport:13} {link.gbit_per_s:7} {link.wanted_ms:10.3f} {link.median_ms:10.3f}")
+        times = f"{link.link_ms:10.3f} {link.floor_ms:10.3f} {link.median_ms:10.3f}"
+        print(f"{link.transport:13} {link.made_by:13} {link.gbit_per_s:7} {times}  {link.bound_by}")
+    if refused:
+        print(f"no link shaped by the kernel: {refused}")
 
 
 def main() -> None:
@@ -214,15 +268,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file for the rows, the machine and the versions")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--source", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.source:
-        be_source(options.source.split(","))
+        be_source(options.source.split(","), options.host)
         return
-    rows, links = measure(options.rounds, lambda what: print(f"{what} ...", file=sys.stderr))
-    print_tables(rows, links)
+    rows, links, refused = measure(options.rounds, lambda what: print(f"{what} ...", file=sys.stderr))
+    print_tables(rows, links, refused)
     if options.output is not None:
         record = machine.described() | {"load_average_after": [round(each, 2) for each in os.getloadavg()]}
         record |= {"rows": [asdict(row) for row in rows], "links": [asdict(link) for link in links]}
+        record |= {"shaping_refused": refused}
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

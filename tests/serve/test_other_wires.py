@@ -1,9 +1,12 @@
 """Runs whose prefill and decode workers hold KV differently, or quantise it for the way, as a user starts them."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import jdisagg
 from jdisagg.core.events import KVArrived, WiresTimed
@@ -13,14 +16,28 @@ from tests.fixtures import conformance
 
 FAMILY = conformance.load("llama3")
 GREEDY = jdisagg.SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(0,))
+SIZES: dict[str, Any] = {
+    "mesh": "prefill:tp1,decode:tp1",
+    "max_model_len": 64,  # the longest prompt, and what it is asked for
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "page_size": 16,
+}
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most programs are the same in all runs: the first compiles them, the others find them."""
+    SIZES["compile_cache_dir"] = str(tmp_path_factory.mktemp("compiled"))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 @contextmanager
 def running(**settings: Any):
-    sizes = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "page_size": 16}
-    mesh = {"mesh": "prefill:tp1,decode:tp1"}
-    with jdisagg.LLM(model=str(FAMILY.folder), **{**mesh, **sizes, **settings}) as llm:
+    with jdisagg.LLM(model=str(FAMILY.folder), **{**SIZES, **settings}) as llm:
         yield llm
 
 

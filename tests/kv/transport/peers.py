@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ ROOT = Path(__file__).parents[3]
 class Peer:
     """A process that runs peer.py; `ask` waits for its answer."""
 
-    def __init__(self, names: list[str], **terms: Any) -> None:
+    def __init__(self, names: list[str], inside: Sequence[str] = (), **terms: Any) -> None:
+        """`inside` comes before its command."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         }
         options = json.dumps({"names": names} | terms)
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "peer.py"), options],
+            [*inside, sys.executable, str(Path(__file__).parent / "peer.py"), options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

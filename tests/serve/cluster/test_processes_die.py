@@ -103,42 +103,48 @@ def test_a_prefill_process_killed_after_shipping_is_not_missed(town: Town, pool)
     town.cluster.await_all_free()
 
 
-def test_a_signal_makes_a_process_leave_cleanly_and_its_streams_go_on_elsewhere(town: Town, pool):
+def test_by_a_signal_a_decode_process_ends_what_it_has_takes_nothing_new_and_leaves(town: Town, pool):
     answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
     leaving = town.busy(town.decodes)
     leaving.send(signal.SIGTERM)
-    assert leaving.popen.wait(timeout=60) == 0
+    until(lambda: leaving.said("draining"), "its word")
+    answers += [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (2, 3)]
+    for body, answer in enumerate(answers):
+        town.assert_undisturbed(answer.result(), body)
+    assert leaving.popen.wait(timeout=60) == 0 and leaving.said("nothing is left here")
+    assert town.router.said(f"{leaving.worker} is gone: it left")
+    town.cluster.await_all_free()
+
+
+def test_what_is_left_after_the_grace_goes_on_elsewhere(town: Town, pool):
+    hurried = town.cluster.start("decode", "--drain_s=0.01")
+    town.decodes.append(hurried)
+    town.cluster.await_workers(*town.decodes, *town.prefills)
+    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1, 2)]
+    until(lambda: town.cluster.used(hurried.worker), "a sequence there")
+    hurried.send(signal.SIGTERM)
+    assert hurried.popen.wait(timeout=60) == 0 and hurried.said("others take over")
     for body, answer in enumerate(answers):
         town.assert_undisturbed(answer.result(), body)
     town.cluster.await_all_free()
 
 
-def test_a_stream_waits_for_a_decode_process_to_come_back(town: Town, pool):
-    answer = town.cluster.begin(pool, pieces=3, **BODIES[1])
-    for decode in town.decodes:
-        decode.kill()
-    until(lambda: len(town.cluster.pages()) == 2, "a router that misses them")
-    town.settle()
-    town.assert_undisturbed(answer.result(), 1)
+def test_by_a_second_signal_a_process_leaves_at_once(town: Town, pool):
+    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
+    leaving = town.busy(town.decodes)
+    leaving.send(signal.SIGTERM)
+    until(lambda: leaving.said("draining"), "its word")
+    leaving.send(signal.SIGINT)
+    assert leaving.popen.wait(timeout=5) == 130
+    for body, answer in enumerate(answers):
+        town.assert_undisturbed(answer.result(), body)
     town.cluster.await_all_free()
 
 
-def test_workers_join_a_router_that_was_killed_and_restarted_and_hold_nothing(town: Town, pool):
-    answer = town.cluster.begin(pool, pieces=3, **BODIES[0])
-    town.router.kill()
-    assert answer.result().finish is None, "it broke off, and does not look like an end"
-    town.router = town.cluster.start("router", "--queue_timeout_s=3")
-    town.settle()
-    town.assert_undisturbed(town.cluster.ask(**BODIES[0]), 0)
-    town.cluster.await_all_free()
-
-
-def test_a_stream_that_nobody_can_go_on_with_ends_with_an_error_at_its_deadline(town: Town, pool):
-    """The router of the test before gives a request three seconds to find a bed."""
-    answer = town.cluster.begin(pool, pieces=3, **BODIES[0])
-    for decode in town.decodes:
-        decode.kill()
-    told = answer.result()
-    assert told.finish in ("error", "timeout") or told.error is not None
-    assert told.finish != "length" and told.tokens == town.undisturbed[0].tokens[: len(told.tokens)]
+def test_by_a_signal_a_prefill_process_leaves_and_its_prompts_are_computed(town: Town, pool):
+    answers = [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
+    town.prefills[0].send(signal.SIGTERM)
+    assert town.prefills[0].popen.wait(timeout=60) == 0
+    for body, answer in zip((4, 5), answers, strict=True):
+        town.assert_undisturbed(answer.result(), body)
     town.cluster.await_all_free()
