@@ -5,6 +5,10 @@ at most. Our router and worker schedule them: prompts are packed whole where vLL
 token budget is the prompts' alone, where vLLM's counts decoding sequences, too. The engine fuses a chunk with the turn
 beside it, grows by the page and preempts the youngest, as vLLM does. One constant was chosen by looking at the first
 run: 1 ms of host work a step.
+
+What these runs tell apart: how pages are reserved (below), and that a chunk and a turn in one step take a slower
+attention kernel than each alone (the sum of both misses TTFT by 13 % on the first card). They do not tell fused steps
+from a chunk and a turn in turn, whose mean latencies come out 0.5 % low and 7 % high, within the bands as well.
 """
 
 from __future__ import annotations
