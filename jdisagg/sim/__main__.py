@@ -41,7 +41,7 @@ from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import HARDWARE
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, fleet_of
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_rps, trust, write_csv
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text, trust, write_csv
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
 
@@ -209,10 +209,8 @@ def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
 
 def curve(points: Sequence[Point], slo: SLO) -> Table:
     """A line a rate."""
-    best = goodput_rps(points, slo.share)
-    table = Table(
-        title=f"{best:.3g} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s"
-    )
+    best = goodput_text(points, slo.share)
+    table = Table(title=f"{best} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s")
     head, *rows = curve_rows(points)
     for name in head:
         table.add_column(name, justify="right")

@@ -181,6 +181,12 @@ def goodput_rps(points: Sequence[Point], share: float) -> float:
     return ordered[-1].rate_rps
 
 
+def goodput_text(points: Sequence[Point], share: float) -> str:
+    """As 2.36, or ≥ 8 where the highest rate was good as well."""
+    best = goodput_rps(points, share)
+    return f"{'≥ ' if points and best == max(point.rate_rps for point in points) else ''}{best:.3g}"
+
+
 def curve_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     """Head and a row a rate, as text."""
     rows: list[tuple[str, ...]] = [

@@ -17,7 +17,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.profile import Checked
 from jdisagg.sim import plots
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, curve_rows, goodput_rps, trust
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, curve_rows, goodput_text, trust
 from jdisagg.sim.spans import SpanLog
 
 QUANTILES = (50, 90, 99)
@@ -111,9 +111,7 @@ def tiles(story: Story) -> str:
         "TPOT p50 / p99": _pair_ms(outcome.values("TPOT")),
     }
     if len(story.curve) > 1:
-        best = goodput_rps(story.curve, slo.share)
-        mark = "≥ " if best == max(point.rate_rps for point in story.curve) else ""
-        shown[f"requests/s at {slo.share:.0%} good"] = f"{mark}{best:.3g}"
+        shown[f"requests/s at {slo.share:.0%} good"] = goodput_text(story.curve, slo.share)
     each = (
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in shown.items()
     )
