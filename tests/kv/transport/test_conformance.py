@@ -276,6 +276,7 @@ def test_a_killed_destination_frees_the_source_by_the_deadline(here: Side):
     peer.kill()
     for name in NAMES:
         until(lambda name=name: here.held(name) == NOTHING, 2.0 + SLACK_S)
+    assert all(here.held(name) == NOTHING for name in NAMES), "at once"
 
 
 def test_a_closed_transport_leaves_no_thread_no_descriptor_and_no_shared_memory():

@@ -20,6 +20,8 @@ from jdisagg.core.wire import MAX_RECORD_BYTES
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import Parcel
+from jdisagg.serve import blueprint
+from jdisagg.serve.cluster.assemble import identity_of
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.link import METHOD, Link, Pulse
 from jdisagg.serve.cluster.reception import Reception
@@ -85,9 +87,9 @@ class GuestNotes(Notes):
 def open_reception() -> Iterator[Callable[..., tuple[Reception, HostNotes]]]:
     opened: list[Reception] = []
 
-    def make(port: int = 0, pulse: Pulse = QUICK, **more: Any) -> tuple[Reception, HostNotes]:
+    def make(port: int = 0, pulse: Pulse = QUICK, kind: Identity = KIND, **more: Any) -> tuple[Reception, HostNotes]:
         notes = HostNotes()
-        reception = Reception(f"127.0.0.1:{port}", SECRET, KIND, notes, pulse, **more)
+        reception = Reception(f"127.0.0.1:{port}", SECRET, kind, notes, pulse, **more)
         reception.start()
         opened.append(reception)
         return reception, notes
@@ -178,6 +180,20 @@ def test_another_model_is_refused_with_both_fingerprints(open_reception, visit):
     told = why.get(timeout=10)
     assert KIND.fingerprint in told and other.fingerprint in told and "model-b" in told
     assert host.told.empty()
+
+
+def test_a_worker_that_cuts_its_pages_otherwise_is_refused_with_both_fingerprints(open_reception, visit):
+    mesh, ours, theirs = "prefill:tp2,decode:pp2", {"prefill_page_size": 32}, {"page_size": 32}
+    kinds = []
+    for sizes in (ours, theirs):
+        settings = Settings(mesh=mesh, **{"page_size": 16, **sizes})
+        kinds.append(identity_of(blueprint.draw(settings, "cpu", None), settings))
+    reception, _ = open_reception(kind=kinds[0])
+    why: queue.SimpleQueue[str] = queue.SimpleQueue()
+    visit(reception.port, kind=kinds[1], refused=why.put)
+    told = why.get(timeout=10)
+    assert all(kind.fingerprint in told for kind in kinds) and kinds[0].fingerprint != kinds[1].fingerprint
+    assert "in 32 to 16 of" in told and "in 32 to 32 of" in told
 
 
 def test_a_stranger_who_proves_nothing_is_sent_away(open_reception):
