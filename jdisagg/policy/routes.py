@@ -90,7 +90,8 @@ class Routes:
     def _with_fallback(self, choice: Choice, request: Request, now_s: float) -> Choice:
         """The colocated worker instead of the pair, where disaggregating is predicted to lose; and why, or why not."""
         if not (choice.prefills and choice.decodes and choice.colocated):
-            return choice
+            full = "no colocated worker has room" if choice.prefills and choice.decodes else "the pools have no room"
+            return replace(choice, why=full if choice.taken is not None else "")
         pair, both = (choice.prefills[0], choice.decodes[0]), choice.colocated[0]
         alone = Pair(both.worker, both.worker)
         failed = FAILED in (pair[0].rank, pair[1].rank)

@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.events import WorkerLost
 from jdisagg.core.journal import Header, Journal, read_lines
 from jdisagg.core.ledger import Ledger, Mark
-from jdisagg.core.messages import Reserved
+from jdisagg.core.messages import Refused, Reserved
 from jdisagg.core.request import FinishReason, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
@@ -129,6 +129,14 @@ def test_whoever_failed_the_request_comes_second_whatever_is_predicted():
     talk.submit(request("a"))
     talk.fire("row/a")  # nobody answers: the decode worker is to be avoided
     assert talk.pairs() == [(P, D), (C, C)] and "failed this request before" in talk.decisions[-1].reason
+
+
+def test_who_has_no_room_is_not_weighed_and_that_is_told():
+    talk = Told(MIXED)
+    talk.submit(request("a"))
+    talk.says(D, Refused("a", 1, "full"))
+    assert talk.pairs() == [(P, D), (C, C)]
+    assert talk.decisions[1].reason.endswith("the pools have no room")
 
 
 def test_where_the_transfer_is_hidden_the_pools_are_kept():
