@@ -59,6 +59,11 @@ class Beds:
         return self.config.num_slots + self.config.beds_ahead - (len(self.beds) - self._drained)
 
     @property
+    def num_ready(self) -> int:
+        """Whole sequences that wait for a slot."""
+        return len(self._ready)
+
+    @property
     def reservable_pages(self) -> int:
         """Free pages, less one for each sequence that may still grow."""
         growing = sum(self._may_grow(bed) for bed in self.beds.values())

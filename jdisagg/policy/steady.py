@@ -26,7 +26,7 @@ def quiet_turns(beds: Beds) -> int:
     """
     slots, flight = beds.slots, tuple(beds.turns.values())
     busy = slots.busy_microbatches
-    if not busy or len(flight) != busy * slots.turns_ahead:
+    if not busy or len(flight) != busy * slots.turns_ahead or _seats_next(beds):
         return 0
     cycle = flight[:busy]
     if len({turn.microbatch for turn in cycle}) < busy or not all(_goes_on(beds, turn) for turn in cycle):
@@ -34,6 +34,12 @@ def quiet_turns(beds: Beds) -> int:
     if not all(_same(turn, cycle[place % busy]) for place, turn in enumerate(flight)):
         return 0
     return min(place + busy * _alike(beds, turn) for place, turn in enumerate(cycle))
+
+
+def _seats_next(beds: Beds) -> bool:
+    """Whether somebody may be seated whatever comes next: a slot came free when nobody was looking for one."""
+    ahead = beds.ahead.used and beds.slots.busy_microbatches < beds.config.num_microbatches
+    return ahead or (beds.num_ready > 0 and beds.slots.num_taken < beds.config.num_slots)
 
 
 def _goes_on(beds: Beds, turn: Turn) -> bool:

@@ -294,7 +294,7 @@ class Cluster:
         """An event for the next turn that does not end quietly; what was foreseen stands while the worker says so."""
         worker, device, seen = self.workers[actor], self.devices[actor], self._foreseen.get(actor)
         quiet = worker.quiet_turns if self._foresee else 0
-        if seen is not None and seen.left == quiet:
+        if seen is not None and seen.stands(quiet):
             return
         due_s = device.flight[0].done_s
         if quiet < WORTH:

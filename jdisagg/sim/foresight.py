@@ -31,9 +31,9 @@ class Foresight:
         self.done_s = [each.done_s for each in device.flight]  # of the turns in flight, and then of one for each end
         self.done_s += self._one_stage() if len(device.pipeline.free_s) == 1 else self._stages()
 
-    @property
-    def left(self) -> int:
-        return self.turns - self.taken
+    def stands(self, quiet_turns: int) -> bool:
+        """Whether what is left is what the worker says now: no turn was dispatched that was not foreseen."""
+        return self.turns - self.taken == quiet_turns and len(self.device.flight) == self._ahead
 
     @property
     def next_s(self) -> float:

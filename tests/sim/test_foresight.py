@@ -54,7 +54,8 @@ def worlds(draw: st.DrawFn) -> tuple[Fleet, Trace]:
     pages = max(config.pages_for(longest(trace)) for config in given.workers) + draw(st.sampled_from([2, 20, 1000]))
     costs = {name: OneByOne(cost) for name, cost in given.costs.items()} if draw(st.booleans()) else given.costs
     workers = tuple(
-        replace(config, num_pages=pages, table_buckets=(2, 8, *config.table_buckets)) for config in given.workers
+        replace(config, num_pages=pages, table_buckets=tuple(sorted({2, 8, *config.table_buckets})))
+        for config in given.workers
     )
     return replace(given, workers=workers, costs=costs), trace
 
@@ -126,3 +127,37 @@ def test_many_turns_cost_what_each_of_them_costs(cost):
     plan, contexts = DecodePlan(1, 0, (0, 3, 4), 8), np.arange(5, 300_000, 777)
     assert isinstance(cost, ManyTurns)
     assert cost.turns_s(plan, contexts).tolist() == [cost.decode_s(plan, each) for each in contexts.tolist()]
+
+
+CASES = {
+    "a turn begins amid foreseen ones, as many as before are quiet after it": (
+        Trace(np.zeros(5), np.array([26, 40, 45, 20, 40]), np.array([136, 90, 25, 123, 11])),
+        Sizes(
+            162,
+            page_size=4,
+            num_slots=1,
+            chunk_tokens=32,
+            turns_ahead=1,
+            reserve_tokens=20,
+            transfer=TransferMode.WHOLE,
+        ),
+        43,
+    ),
+    "one gives up its slot when nobody looks for one": (
+        Trace(
+            np.array([0.0339966, 0.08497645, 0.08596678, 0.08608025, 0.11359739, 0.19509442, 0.22877356, 0.26653863]),
+            np.array([38, 33, 34, 56, 17, 49, 40, 1]),
+            np.array([79, 171, 111, 7, 153, 146, 169, 35]),
+        ),
+        Sizes(209, page_size=16, num_slots=1, chunk_tokens=32, turns_ahead=1, reserve_tokens=1),
+        16,
+    ),
+}  # found by the test above
+
+
+@pytest.mark.parametrize(("trace", "sizes", "pages"), CASES.values(), ids=CASES.keys())
+def test_what_was_once_foreseen_wrongly(trace, sizes, pages):
+    given = fleet(MeshSpec.parse(MESHES[1]), replace(sizes, decode_turns_per_prefill=0), published("opt-13b"), 1e9)
+    given = replace(given, workers=tuple(replace(config, num_pages=pages) for config in given.workers))
+    one, many = (told(given, trace, foresee=each, message_s=0.0)[0] for each in (False, True))
+    same(one, many)
