@@ -239,7 +239,8 @@ def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> Non
 
 def progress() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def teller(bar: Progress):

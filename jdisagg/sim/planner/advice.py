@@ -59,7 +59,8 @@ def advise(problem: Problem, found: Found, tolerance: float) -> Advice:
         lines = [_told_apart(problem, split, whole, over)]
     rest = [each for each in found.finalists if each is not winner]
     if rest:
-        lines.append(_second(problem, winner, rest[0]))
+        told = split is not None and whole is not None and rest[0] in (split, whole)
+        lines.append(_second(problem, winner, rest[0], told))
     return Advice(winner, rest[0] if rest else None, winner is split, tuple(lines))
 
 
@@ -84,10 +85,11 @@ def _told_apart(problem: Problem, split: Finalist, whole: Finalist, over: Gain) 
     )
 
 
-def _second(problem: Problem, winner: Finalist, second: Finalist) -> str:
+def _second(problem: Problem, winner: Finalist, second: Finalist, told: bool) -> str:
+    """`told`: the line above has said what binds it."""
     less = 1.0 - second.goodput / winner.goodput
     words = f"{less:.0%} less" if less > 0 else f"{-less:.0%} more, which is noise"
-    return f"runner-up: {second.candidate}, {words}: {why(problem, second)}"
+    return f"runner-up: {second.candidate}, {words}" + ("" if told else f": {why(problem, second)}")
 
 
 def total(problem: Problem, finalist: Finalist) -> float:

@@ -26,7 +26,7 @@ def prefill_replicas(
 
 
 def decode_replicas(rate_rps: float, osl: float, decode_thpt_per_gpu: float, decode_engine_gpus: int) -> int:
-    """The throughput is that at `corrected_itl` and the mean number of tokens that a step reads (there: isl + osl / 2)."""
+    """The throughput is that at `corrected_itl` and the mean tokens that a step reads (there: isl + osl / 2)."""
     return max(1, math.ceil(rate_rps * osl / decode_thpt_per_gpu / decode_engine_gpus))
 
 

@@ -61,6 +61,11 @@ class Limits:
         return {name: getattr(self, name) for name in RESOURCES}
 
     @property
+    def sustained(self) -> float:
+        """What devices and ports can do for ever: a short run that does more has only put work off."""
+        return min(self.prefill, self.link)
+
+    @property
     def bound(self) -> float:
         return min(self.rates().values())
 

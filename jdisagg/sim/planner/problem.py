@@ -61,7 +61,8 @@ class Workload:
         index = (int(np.random.default_rng(seed).integers(rows)) + np.arange(requests)) % rows
         gaps = np.diff(self.lengths.arrival_s, prepend=0.0)
         arrivals = np.cumsum(gaps[index]) * (self.lengths.rate_rps / rate_rps)
-        return replace(self.lengths.rows(index), arrival_s=arrivals)
+        untimed = replace(self.lengths, arrival_s=np.zeros(rows))
+        return replace(untimed.rows(index), arrival_s=arrivals)
 
     @cached_property
     def means(self) -> Means:

@@ -21,8 +21,8 @@ from jdisagg.sim.planner.space import Candidate, Kind, Space
 from jdisagg.sim.planner.trials import Effort, Trial, highest, try_rate
 
 SLACK = 1.05  # bounds are of mean requests: a workload may do this much better
-SHORT = Effort(0.75, 0.5, 0.1, least_devices=16)  # of the race
-LONG = Effort(least_requests=600)  # of the finals
+SHORT = Effort(0.75, 0.5, 0.1, least_ttfts=8, least_devices=16)  # of the race
+LONG = Effort(least_requests=400, least_ttfts=20)  # of the finals
 SEEDS = 3  # that finalists are measured with
 
 
@@ -197,7 +197,12 @@ class Search:
     def _goodput(self, entrant: Entrant, low: float, high: float, effort: Effort, seed: int = 0) -> float:
         """A rate a device."""
         share = self.problem.objectives.share
-        return highest(lambda rate: self._trial(entrant, rate, effort, seed).met >= share, low, high, self.tolerance)
+        sustained = entrant.limits.sustained / self.problem.paid(entrant.candidate)
+
+        def holds(rate: float) -> bool:
+            return rate <= sustained and self._trial(entrant, rate, effort, seed).met >= share
+
+        return highest(holds, low, high, self.tolerance)
 
     def _trial(self, entrant: Entrant, per_device: float, effort: Effort, seed: int = 0) -> Trial:
         known = self._trials.setdefault((entrant.candidate, effort, seed), {})

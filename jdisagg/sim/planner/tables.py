@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from jdisagg.sim.planner.advice import Headroom, bounds_in_words, total
@@ -17,10 +18,10 @@ from jdisagg.sim.planner.space import Kind
 
 def finalists(problem: Problem, found: Found, usd_per_hour: float, asked_rps: float) -> Table:
     """Goodput, what the first seed's run at it was like, and prices at the asked rate or at the goodput."""
-    table = Table(title=f"best of each architecture, {problem.objectives}")
-    table.add_column("mesh, tokens of a chunk, KV leaves by", overflow="fold", min_width=22)
-    for name in ("req/s", "a device", "TTFT ms", "TPOT ms", "busy", "$/M in", "$/M out"):
-        table.add_column(name, justify="right", no_wrap=name != "busy")
+    table = Table(title=f"best of each architecture, {problem.objectives}", box=box.SIMPLE_HEAD)
+    table.add_column("mesh, tokens of a chunk, KV leaves by", overflow="fold")
+    for name in ("req/s", "a device", "TTFT, TPOT ms", "busy", "$/M in, out"):
+        table.add_column(name, justify="right")
     for each in found.finalists:
         table.add_row(*_row(problem, each, usd_per_hour, asked_rps))
     return table
@@ -31,18 +32,17 @@ def _row(problem: Problem, each: Finalist, usd_per_hour: float, asked_rps: float
     candidate = each.candidate
     leaves = f", {candidate.transfer}" if candidate.kind is Kind.DISAGGREGATED else ""
     spread = (max(each.goodputs) - min(each.goodputs)) / 2 / each.goodput
-    prices = ["-", "-"]
+    prices = "not stated"
     if usd_per_hour:
         found = token_prices(problem, each, min(asked_rps or carried, carried), usd_per_hour)
-        prices = [f"{found.uncached_input_tokens:.3f}", f"{found.output_tokens:.3f}"]
+        prices = f"{found.uncached_input_tokens:.3f} {found.output_tokens:.3f}"
     return [
         f"{candidate.mesh}, {candidate.chunk_tokens}{leaves}",
         f"{carried:.3g} ±{spread:.0%}",
         f"{each.goodput:.3g}",
-        f"{1e3 * at.ttft_s:,.0f}",
-        f"{1e3 * at.tpot_s:,.1f}",
+        f"{1e3 * at.ttft_s:,.0f} {1e3 * at.tpot_s:,.1f}",
         " ".join(f"{share:.0%}" for share in at.busy.values()),
-        *prices,
+        prices,
     ]
 
 

@@ -45,6 +45,7 @@ class Effort:
     stays: float = 1.0
     tail: float = 0.5
     least_requests: int = 200
+    least_ttfts: float = 0.0  # objectives for the first token: a queue that only just grows takes that long to show
     least_devices: int = 1 << 30  # of the part that is simulated; so many: all of a candidate
     requests_per_device: float = 0.0
     seeds: int = 1  # runs that a trial is the mean of
@@ -55,7 +56,8 @@ class Effort:
         objectives = problem.objectives
         stay_s = objectives.ttft_s + problem.workload.means.output_tokens * objectives.tpot_s
         first_s = self.fill * stay_s
-        last_s = first_s + max(self.stays * stay_s, self.least_requests / rate_rps)
+        least_s = max(self.least_requests / rate_rps, self.least_ttfts * objectives.ttft_s)
+        last_s = first_s + max(self.stays * stay_s, least_s)
         until_s = last_s + max(self.tail * stay_s, 1.01 * objectives.ttft_s)
         return Window(max(1, math.ceil(until_s * rate_rps)), first_s, last_s, until_s)
 

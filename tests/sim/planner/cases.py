@@ -1,0 +1,76 @@
+"""A small world for the planner: straight lines for costs, a workload of one or two kinds of request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.sim.cost_models import Contexts, Times
+from jdisagg.sim.fleet import Sizes
+from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.search import Search
+from jdisagg.sim.planner.site import Site
+from jdisagg.sim.planner.space import Candidate
+from jdisagg.sim.planner.trials import Effort
+from jdisagg.sim.planner.workloads import read_workload
+
+TOKEN_BYTES = 1000.0
+QUICK = Effort(0.5, 0.5, 0.1, least_requests=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """`tp` devices do a plan's tokens `tp` times as fast; a turn costs the same however many take part."""
+
+    tp: int = 1
+    prompt_token_s: float = 1e-4
+    turn_s: float = 10e-3
+
+    def prefill_s(self, plan: PrefillPlan) -> float:
+        return 1e-3 + self.prompt_token_s * plan.num_tokens / self.tp
+
+    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+        return self.turn_s / self.tp
+
+    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+        return np.full(context_tokens.shape, self.turn_s / self.tp, np.float64)
+
+    def transfer_bytes(self, transfer: KVTransfer) -> float:
+        return TOKEN_BYTES * transfer.num_tokens
+
+
+PATIENT, LINES = Objectives(1.0, 0.03), Lines()
+
+
+def problem(
+    text: str = "mix:1000+6",
+    devices: int = 4,
+    objectives: Objectives = PATIENT,
+    lines: Lines = LINES,
+    kv_tokens: int = 200_000,
+    device_bytes_per_s: float = 0.0,
+) -> Problem:
+    """`kv_tokens` of one device; weights want at least 1 of them."""
+
+    def cost_of(place: WorkerMesh) -> tuple[Lines, int]:
+        tokens = kv_tokens * place.tp * place.pp
+        if tokens < 1:
+            raise ConfigError("100 bytes of weights, over 0")
+        return replace(lines, tp=place.tp), tokens
+
+    lengths = read_workload(text)
+    longest = int((lengths.input_tokens + lengths.output_tokens).max())
+    site = Site(Sizes(longest, num_slots=64), cost_of, device_bytes_per_s)
+    return Problem(Workload(lengths), objectives, site.build, devices)
+
+
+def candidate(mesh: str, chunk_tokens: int = 512) -> Candidate:
+    return Candidate(MeshSpec.parse(mesh), chunk_tokens)
+
+
+def search(asked: Problem, seeds: int = 1) -> Search:
+    return Search(asked, QUICK, QUICK, seeds, 0.08)

@@ -1,0 +1,62 @@
+"""`python -m jdisagg.plan`: a recommendation in words, a file that launch takes, and one line where nothing goes."""
+
+from pathlib import Path
+
+import pytest
+
+from jdisagg import config
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.launch import main as launch
+from jdisagg.plan import main
+
+FAST = ("--model=llama3-8b", "--hardware=a100", "--seeds=1", "--chunks=2048", "--tps=1", "--pps=1", "--transfers=chunk")
+
+
+def run(*flags: str) -> int:
+    return main(["plan", *FAST, *flags])
+
+
+def test_the_file_of_a_plan_starts_a_launch(tmp_path: Path, capsys):
+    path = tmp_path / "plan.toml"
+    asked = (
+        "--devices=2",
+        "--trace=mix:3000+4",
+        "--rate=2",
+        "--nosensitivity",
+        "--slo_tpot_s=0.2",
+        "--checkpoint=/70b",
+    )
+    assert run(*asked, f"--output={path}") == 0
+    said = capsys.readouterr().out
+    assert "disaggregate: " in said and "runner-up: " in said and "of headroom" in said and "$/M" in said
+    settings, _ = config.resolve(["launch", f"--config={path}"], {})
+    assert f"--mesh={settings.mesh}" in said and MeshSpec.parse(settings.mesh).num_devices == 2
+    assert settings.model == "/70b" and settings.max_model_len == 3004
+    assert launch(["launch", f"--config={path}", "--print_config"]) == 0
+    assert f'mesh = "{settings.mesh}"' in capsys.readouterr().out
+
+
+def test_quick_gives_bounds_and_replicas_and_simulates_nothing(capsys):
+    assert run("--devices=4", "--trace=mix:3000+100", "--rate=5", "--quick") == 0
+    said = capsys.readouterr().out
+    assert "upper bounds" in said and "Dynamo" in said and "simulations" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trace=mix:3000+100", "--slo_ttft_s=0.01"], "unloaded TTFT of"),
+        (["--trace=mix:3000+100", "--slo_tpot_s=0.001"], "over the objective of 1 ms"),
+        (["--trace=mix:3000+100", "--model=llama3-70b"], "bytes of weights, over 1 x a100"),
+        (["--trace=mix:3000"], "INPUT+OUTPUT@SHARE"),
+        (["--trace=nothing"], "KIND:FILE"),
+        (["--trace=mix:3000+100", "--link=carrier-pigeon"], "GB/s"),
+        (["--trace=mix:3000+100", "--max_model_len=100"], "at least 1 request, this one has 0"),
+        (["--trace=mix:3000+100", "--transfers=post"], "'post'"),
+        (["--trace=mix:3000+100", "--modle=x"], "model"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(flags, said, capsys):
+    assert run("--devices=2", *flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jdisagg.plan: ") and said in error and error.count("\n") == 1
