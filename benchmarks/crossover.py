@@ -192,7 +192,7 @@ def row(each: Cell) -> list[str]:
         str(each.streams),
         each.architecture + (f" ({each.failed} failed)" if each.failed else ""),
         ranged(each.tokens_per_s),
-        *(f"{value.mid:.3g}" for value in (each.ttft_ms, each.tpot_ms, each.itl_p99_ms, each.good_per_s)),
+        *(figures.short(value.mid) for value in (each.ttft_ms, each.tpot_ms, each.itl_p99_ms, each.good_per_s)),
         f"{each.good_share.mid:.0%}",
         " ".join(f"{share:.0%}" for share in each.busy.values()),
     ]

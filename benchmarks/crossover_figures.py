@@ -50,6 +50,11 @@ class Middle:
         return not alike and (self.low > other.high or self.high < other.low)
 
 
+def short(value: float) -> str:
+    """Three digits, more for large numbers, never a power of ten."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One burst, and how busy each device was during it: shares of a core by the worker's role."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from rich.table import Table
 
-from benchmarks.crossover_figures import ARCHITECTURES, METRICS, RISING, Cell, Turn, cell, turn_s
+from benchmarks.crossover_figures import ARCHITECTURES, METRICS, RISING, Cell, Turn, cell, short, turn_s
 from benchmarks.crossover_stacks import Plan
 from benchmarks.figures import SLO
 from benchmarks.load import Burst, Sample
@@ -115,12 +115,12 @@ def _slots(profile: Profile) -> int:
 def beside(workload: str, live: Sequence[Cell], simulated: Sequence[Cell]) -> Table:
     """Live and simulated medians, one pair of columns a metric, and how far apart they are in the mean."""
     pairs = _pairs(workload, live, simulated)
-    table = Table(title=f"{workload}: live, simulated")
+    table = Table(title=f"{workload}: live / simulated")
     for name in ("streams", "", *METRICS.values()):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for ours, theirs in pairs:
         both = [(getattr(ours, metric).mid, getattr(theirs, metric).mid) for metric in METRICS]
-        table.add_row(str(ours.streams), ours.architecture, *(f"{a:.3g}, {b:.3g}" for a, b in both))
+        table.add_row(str(ours.streams), ours.architecture, *(f"{short(a)} / {short(b)}" for a, b in both))
     table.add_section()
     table.add_row("", "mean error", *(f"{error(pairs, metric):.0%}" for metric in METRICS))
     return table
