@@ -6,6 +6,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +184,9 @@ def test_another_model_is_refused_with_both_fingerprints(open_reception, visit):
 
 
 def test_a_worker_that_cuts_its_pages_otherwise_is_refused_with_both_fingerprints(open_reception, visit):
-    mesh, ours, theirs = "prefill:tp2,decode:pp2", {"prefill_page_size": 32}, {"page_size": 32}
-    kinds = []
-    for sizes in (ours, theirs):
-        settings = Settings(mesh=mesh, **{"page_size": 16, **sizes})
-        kinds.append(identity_of(blueprint.draw(settings, "cpu", None), settings))
+    here = Settings(mesh="prefill:tp2,decode:pp2", page_size=16, prefill_page_size=32)
+    there = replace(here, page_size=32)
+    kinds = [identity_of(blueprint.draw(each, "cpu", None), each) for each in (here, there)]
     reception, _ = open_reception(kind=kinds[0])
     why: queue.SimpleQueue[str] = queue.SimpleQueue()
     visit(reception.port, kind=kinds[1], refused=why.put)
