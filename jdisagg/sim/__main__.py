@@ -43,7 +43,7 @@ from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernel
 from jdisagg.sim.measured import check_fits, fleet_of
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text, trust, write_csv
 from jdisagg.sim.spans import SpanLog
-from jdisagg.sim.traces import Trace, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
+from jdisagg.sim.traces import Trace, closed_loop, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
 
 READERS = {"azure": read_azure, "mooncake": read_mooncake, "lengths": read_lengths}
 ONE_AT_A_TIME: dict[str, Any] = {"prefills_ahead": 1, "turns_ahead": 1}  # what a fused step is made of
@@ -77,6 +77,10 @@ def _define_workload(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_integer(
         "requests", 0, "the trace's first so many; of lengths, drawn; 0: all", 0, flag_values=values
     )
+    absl_flags.DEFINE_integer(
+        "concurrency", 0, "so many clients, each with one request at a time; 0: by arrivals", 0, flag_values=values
+    )
+    absl_flags.DEFINE_float("think_s", 0.0, "--concurrency: from an answer to the next request", flag_values=values)
     absl_flags.DEFINE_float("inputs", 1.0, "input lengths times this", flag_values=values)
     absl_flags.DEFINE_float("outputs", 1.0, "output lengths times this", flag_values=values)
     absl_flags.DEFINE_integer("max_model_len", 0, "longer requests are left out; 0: none is", 0, flag_values=values)
@@ -123,9 +127,10 @@ def workload(values: flags.FlagValues, rate: float) -> Trace:
     if values.max_model_len:
         trace = trace.rows(trace.input_tokens + trace.output_tokens <= values.max_model_len)
     if kind == "lengths":
-        if not rate:
-            raise ConfigError("lengths have no arrivals: --rate=R draws them")
-        return poisson(trace.sample(values.requests or len(trace), values.seed), rate, values.seed)
+        drawn = trace.sample(values.requests or len(trace), values.seed)
+        if not (rate or values.concurrency):
+            raise ConfigError("lengths have no arrivals: --rate=R draws them, --concurrency=N has none")
+        return poisson(drawn, rate, values.seed) if rate else closed_loop(drawn, values.concurrency)
     trace = spread_ticks(trace) if kind == "mooncake" else trace
     trace = trace.rows(np.arange(len(trace)) < (values.requests or len(trace)))
     return trace.at_rate(rate) if rate else trace
@@ -235,7 +240,7 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     log = SpanLog() if values.report else None
     cluster = simulated(given, log=log)
     began = time.perf_counter()
-    outcome = cluster.run(trace)
+    outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
     return Run(outcome, took_s, rate or trace.rate_rps, log)

@@ -110,7 +110,7 @@ class Cluster:
         self.records: dict[RequestId, Record] = {}
         self.log = log
         self._arrivals: Iterator[Request] = iter(())
-        self._closed = False  # whether arrivals wait for ends
+        self._closed, self._think_s = False, 0.0  # whether arrivals wait for ends, and how long after them
         self._heap: list[tuple[float, int, WorkerId, Any]] = []
         self._timer_heap: list[tuple[float, int, WorkerId, Any]] = []
         self._ties = count()
@@ -137,11 +137,13 @@ class Cluster:
 
     # ------------------------------------------------------------ running
 
-    def run(self, trace: Trace, until_s: float = math.inf, clients: int = 0) -> Outcome:
+    def run(self, trace: Trace, until_s: float = math.inf, clients: int = 0, think_s: float = 0.0) -> Outcome:
         """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`).
 
-        clients: that many keep one request each, the next as soon as one has ended, whatever the trace's times are.
+        clients: that many keep one request each, whatever the trace's times are: the next comes `think_s` after the
+        last one has ended.
         """
+        self._think_s = think_s
         self._arrivals, self._closed = requests_of(trace), clients > 0
         for _ in range(max(1, clients)):
             self._next_arrival()
@@ -206,11 +208,11 @@ class Cluster:
     def _at(self, at_s: float, actor: WorkerId, event: Any) -> None:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))
 
-    def _next_arrival(self) -> None:
+    def _next_arrival(self, after_s: float = 0.0) -> None:
         """Only the next request is in the heap, however long the trace."""
         request = next(self._arrivals, None)
         if request is not None:
-            request = replace(request, arrival_s=self.now_s) if self._closed else request
+            request = replace(request, arrival_s=self.now_s + after_s) if self._closed else request
             self.records[request.request_id] = Record(
                 request.request_id, request.arrival_s, len(request.prompt), request.sampling.max_tokens
             )
@@ -285,7 +287,7 @@ class Cluster:
         record.reason, record.detail, record.end_s = reason, detail, self.now_s
         record.ends += 1
         if self._closed:
-            self._next_arrival()
+            self._next_arrival(self._think_s)
         return record
 
     # ------------------------------------------------------------ turns

@@ -162,6 +162,13 @@ def test_clients_of_a_closed_loop_ask_again_when_they_have_their_answer(mesh):
     assert [record.arrival_s for record in records[3:]] == ends[:17], "each asks at the instant that another ended"
 
 
+def test_clients_think_before_they_ask_again():
+    work = closed_loop(trace(4), 1)
+    records = cluster(MESHES[0], work).run(work, clients=1, think_s=2.5).records
+    ends = [record.end_s + 2.5 for record in records]
+    assert [record.arrival_s for record in records[1:]] == pytest.approx(ends[:-1])
+
+
 def test_a_log_has_all_work_and_every_change_of_the_pages():
     work, log = trace(20), SpanLog()
     given = fleet(MeshSpec.parse(MESHES[0]), Sizes(longest(work)), published("opt-13b"), 5e9)
