@@ -53,9 +53,8 @@ class Ahead:
         return True
 
     def _may(self, bed: Bed) -> bool:
-        """Its first stage lacks nothing, and there is a page for the token that is fed first."""
-        begun = all(gate.stage for gate in gates_of(bed, self.stages))
-        return begun and self.config.pages_for(bed.num_tokens + 1) <= len(bed.pages)
+        """Its first stage lacks nothing."""
+        return all(gate.stage for gate in gates_of(bed, self.stages))
 
     def gates(self, microbatch: int) -> tuple[Gate, ...]:
         """Of the microbatch's next turn."""

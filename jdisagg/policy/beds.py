@@ -315,6 +315,8 @@ class Beds:
         if self.config.pages_for(bed.num_tokens + bed.dispatched) <= len(bed.pages):
             return True
         while (page := self.pool.take(1, bed.owner, PageState.HELD)) is None:
+            if not admitted(bed):
+                return False  # nobody gives way to who waits for KV
             victim = choose_victim(each for each in self.beds.values() if each.pages and admitted(each))
             assert victim is not None, "whoever grows is admitted"
             if victim is bed and self._alone(bed):

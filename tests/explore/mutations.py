@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, Received, Send, SetTimer
+from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunDecode, Send, SetTimer
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Refused, Renew, Resend, Reserved
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.router import Router
@@ -151,10 +151,43 @@ def unwritten() -> Mutation:
     return unsaid("no InsertKV", lambda actor, event, effect: isinstance(effect, InsertKV))
 
 
+# ------------------------------------------------------------------ gates
+
+
+def ungated() -> Mutation:
+    """Stages do not wait for their KV."""
+
+    def alter(actor: Actor, event: Event, effects: list[Effect]) -> list[Effect]:
+        return [
+            replace(each, plan=replace(each.plan, gates=())) if isinstance(each, RunDecode) else each
+            for each in effects
+        ]
+
+    return Mutation("no gate", Twist(alter=alter))
+
+
+def unopened() -> Mutation:
+    """A turn that waits for KV of a handoff that is over waits for ever."""
+    return unsaid("no OpenGates", lambda actor, event, effect: isinstance(effect, OpenGates))
+
+
+def opened_late() -> Mutation:
+    """It runs when the pages it writes to are another's already."""
+
+    def alter(actor: Actor, event: Event, effects: list[Effect]) -> list[Effect]:
+        return sorted(effects, key=lambda effect: isinstance(effect, OpenGates))
+
+    return Mutation("OpenGates behind all else", Twist(alter=alter))
+
+
+def gates() -> list[Mutation]:
+    return [ungated(), unopened(), opened_late()]
+
+
 def forgetful() -> Mutation:
     """A router that starts again counts its epochs from 1 again."""
     return Mutation("no fresh epochs", Twist(fresh_epochs=False))
 
 
 def every() -> list[Mutation]:
-    return [*rows(), *deadlines(), *words(), *fences(), unchecked(), uncounted(), unwritten(), forgetful()]
+    return [*rows(), *deadlines(), *words(), *fences(), *gates(), unchecked(), uncounted(), unwritten(), forgetful()]

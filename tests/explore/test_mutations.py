@@ -30,6 +30,7 @@ SCENES: dict[str, Scene] = {
     "slow": ONE.but(slow=True),
     "fail": ONE.but(fail=1),
     "flip": ONE.but(flip=1),
+    "cancel": ONE.but(cancel=1),
 }
 # Where a mutation is found out; "calm" (nothing goes wrong) where it is not listed.
 FOUND_IN = {
@@ -63,6 +64,8 @@ FOUND_IN = {
     "no fence for Reserved": "late, three tokens",
     "no fence for Drawn": "late, three tokens",
     "no fresh epochs": "again",
+    "no OpenGates": "cancel",
+    "OpenGates behind all else": "cancel",
 }
 
 
