@@ -58,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_writable(path: str) -> None:
-    """Before the minutes that it takes. Raises ConfigError."""
+    """Before the minutes that it takes; leaves no file behind. Raises ConfigError."""
+    was_there = Path(path).exists()
     try:
         Path(path).open("a").close()
     except OSError as error:
         raise ConfigError(f"--output={path}: {error.strerror}") from error
+    if not was_there:
+        Path(path).unlink()
 
 
 def take(settings: Settings, rounds: int, console: Console) -> Profile:
