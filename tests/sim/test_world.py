@@ -43,8 +43,9 @@ both_layouts = pytest.mark.parametrize("workers", [pair(), colocated()], ids=["p
 
 @pytest.mark.parametrize("workers", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_every_output_is_the_definition_on_every_layout(workers):
-    requests = [request(f"r{i}", 1 + 5 * i % 60, max_tokens=1 + 3 * i % 20) for i in range(24)]
-    run_all(World(workers), requests)
+    world, requests = World(workers), [request(f"r{i}", 1 + 5 * i % 60, max_tokens=1 + 3 * i % 20) for i in range(24)]
+    run_all(world, requests)
+    assert [world.output(each.request_id) for each in requests] == [definition(each) for each in requests]
 
 
 @both_layouts
@@ -226,6 +227,8 @@ def test_the_requests_of_a_lost_worker_go_on_elsewhere(lost, at_s):
     requests = [request(f"r{i}", 10, max_tokens=40) for i in range(8)]
     world.lose(WorkerId(lost), at_s)
     run_all(world, requests)
+    assert [world.output(each.request_id) for each in requests] == [definition(each) for each in requests]
+    assert lost not in world.router.peers
 
 
 def test_losing_the_last_worker_of_a_phase_ends_everything_as_an_error():
