@@ -79,6 +79,7 @@ class ShmCargo:
         A long copy is announced by the descriptor, so that the destination maps the segment meanwhile.
         """
         arrays, segment, long = list(offer.arrays), offer.stowed, offer.ticket.nbytes >= LONG_BYTES
+        offer.patience.left_s()  # an offer is called off before its arrays are dropped: now these are all
         if long:
             self._send_descriptor(offer, wire, NOT_YET)
         self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.patience)
