@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jdisagg import flags
 from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.profile import read_profile
 from jdisagg.core.settings import int_list
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
@@ -38,7 +39,7 @@ from jdisagg.sim.planner.policy_file import as_policy, settings_of
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.sensitivity import vary
-from jdisagg.sim.planner.site import Site
+from jdisagg.sim.planner.site import ProfiledSite, Site
 from jdisagg.sim.planner.space import Space
 from jdisagg.sim.planner.workloads import read_workload
 
@@ -73,7 +74,7 @@ def _define_question(values: flags.FlagValues) -> None:
 
 
 def _define_costs(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_enum("cost", "roofline", ["distserve", "roofline"], "where seconds come from", flag_values=values)
+    absl_flags.DEFINE_string("cost", "roofline", "distserve, roofline or profile:FILE", flag_values=values)
     absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
     absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "the devices", flag_values=values)
     absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of weights and KV", flag_values=values)
@@ -125,30 +126,45 @@ def link_bytes_per_s(values: flags.FlagValues) -> float:
 def costs(values: flags.FlagValues) -> CostOf:
     if values.cost == "distserve":
         return published(values.model, values.engine, values.host_s)
+    if values.cost != "roofline":
+        raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline or profile:FILE")
     chip, shape = hardware(values.hardware), Model(model(values.model), values.dtype)
     return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
 
 
-def question(values: flags.FlagValues) -> tuple[Problem, Site]:
-    lengths = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
-    if values.max_model_len:
-        lengths = lengths.rows(lengths.input_tokens + lengths.output_tokens <= values.max_model_len)
+def site_of(values: flags.FlagValues, most_tokens: int) -> Site | ProfiledSite:
+    kind, _, path = values.cost.partition(":")
+    if kind == "profile":
+        return ProfiledSite(read_profile(path))
     sizes = Sizes(
-        max_model_len=longest(lengths),
+        max_model_len=most_tokens,
         page_size=values.page_size,
         num_slots=values.slots,
         reserve_tokens=values.reserve_tokens,
     )
-    site = Site(sizes, costs(values), link_bytes_per_s(values))
+    return Site(sizes, costs(values), link_bytes_per_s(values))
+
+
+def question(values: flags.FlagValues) -> tuple[Problem, Site | ProfiledSite]:
+    lengths = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
+    if values.max_model_len:
+        lengths = lengths.rows(lengths.input_tokens + lengths.output_tokens <= values.max_model_len)
+    site = site_of(values, longest(lengths))
+    if isinstance(site, ProfiledSite) and longest(lengths) > site.max_model_len:
+        raise ConfigError(
+            f"the workload has requests of {longest(lengths)} tokens, the profile's workers take {site.max_model_len}:"
+            f" --max_model_len={site.max_model_len} leaves the longer ones out"
+        )
     objectives = Objectives(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
     workload = Workload(lengths, values.arrivals == "recorded")
     return Problem(workload, objectives, site.build, values.devices, values.seed), site
 
 
-def space(values: flags.FlagValues) -> Space:
+def space(values: flags.FlagValues, site: Site | ProfiledSite) -> Space:
     """Heads are shared evenly: a tensor parallel size that does not divide the KV heads is left out."""
+    profiled = isinstance(site, ProfiledSite)
     heads = model(values.model).num_kv_heads
-    tps = tuple(tp for tp in int_list(values.tps, "tps") if heads % tp == 0)
+    tps = tuple(tp for tp in int_list(values.tps, "tps") if profiled or heads % tp == 0)
     unknown = [each for each in values.transfers if each not in list(TransferMode)]
     if unknown:
         raise FlagError(f"--transfers names {unknown[0]!r}, must be of {', '.join(TransferMode)}")
@@ -156,7 +172,7 @@ def space(values: flags.FlagValues) -> Space:
         values.devices,
         tps,
         int_list(values.pps, "pps"),
-        int_list(values.chunks, "chunks"),
+        (site.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
         tuple(TransferMode(each) for each in values.transfers),
     )
 
@@ -167,7 +183,7 @@ def space(values: flags.FlagValues) -> Space:
 def body(values: flags.FlagValues) -> int:
     began = time.perf_counter()
     problem, site = question(values)
-    among = space(values)
+    among = space(values, site)
     console = Console()
     if values.quick:
         return quick(values, problem, among, console)
@@ -177,7 +193,7 @@ def body(values: flags.FlagValues) -> int:
         advice = advise(problem, found, search.tolerance)
         others = others_of(problem, site, advice) if values.sensitivity else {}
         rows, extra = vary(found, advice.winner, among, others, search)
-    usd = values.usd_per_hour or hardware(values.hardware).price_per_hour
+    usd = values.usd_per_hour or (hardware(values.hardware).price_per_hour if isinstance(site, Site) else 0.0)
     console.print(tables.finalists(problem, found, usd, values.rate), highlight=False)
     lines = [*advice.lines, *asked(values, problem, advice)]
     for line in [*lines, *tables.counted(found.counts)]:
@@ -186,7 +202,7 @@ def body(values: flags.FlagValues) -> int:
         console.print(tables.varied(rows), highlight=False)
     took_s, runs = time.perf_counter() - began, found.counts.runs + extra.runs
     console.print(f"{runs} simulations in {took_s:.1f} s", highlight=False)
-    settings = settings_of(advice.winner.candidate, site.sizes)
+    settings = settings_of(advice.winner.candidate, site.build(advice.winner.candidate))
     if values.output:
         write(values, settings, lines)
         console.print(f"python -m jdisagg.launch --config={values.output}", highlight=False, soft_wrap=True)
@@ -204,13 +220,14 @@ def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Con
     return 0
 
 
-def others_of(problem: Problem, site: Site, advice: Advice) -> dict[str, Problem]:
-    """The questions of the sensitivity. One that asks more and changes nothing for the winner is not asked further."""
-    found = {f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
-             for factor in (0.8, 1.25)}  # fmt: skip
-    if site.device_bytes_per_s and advice.disaggregate:
-        half = replace(site, device_bytes_per_s=site.device_bytes_per_s / 2)
-        found["link / 2"] = replace(problem, build=half.build)
+def others_of(problem: Problem, site: Site | ProfiledSite, advice: Advice) -> dict[str, Problem]:
+    """The questions of the sensitivity. Half the link cannot help a pair of pools that lost with all of it."""
+    found = {
+        f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
+        for factor in (0.8, 1.25)
+    }
+    if advice.disaggregate:
+        found["link / 2"] = replace(problem, build=site.half_the_link().build)
     return found
 
 
@@ -229,8 +246,10 @@ def asked(values: flags.FlagValues, problem: Problem, advice: Advice) -> list[st
 def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> None:
     """Raises ConfigError where the file cannot be written."""
     named = {"model": values.checkpoint} if values.checkpoint else {}
-    dtype = {"dtype": values.dtype} if values.dtype in LAUNCH_DTYPES else {}
-    asked_for = f"{values.model} on {values.devices} x {values.hardware}: python -m jdisagg.plan"
+    profiled = values.cost.startswith("profile:")
+    dtype = {"dtype": values.dtype} if values.dtype in LAUNCH_DTYPES and not profiled else {}
+    what = values.cost if profiled else f"{values.model} on {values.devices} x {values.hardware}"
+    asked_for = f"{what}: python -m jdisagg.plan"
     try:
         Path(values.output).write_text(as_policy({**named, **dtype, **settings}, [asked_for, *lines]), encoding="utf-8")
     except OSError as error:

@@ -11,7 +11,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim.planner.limits import RESOURCES, Limits
 from jdisagg.sim.planner.problem import Problem
 from jdisagg.sim.planner.search import Finalist, Found
-from jdisagg.sim.planner.space import Candidate, Kind, devices_of
+from jdisagg.sim.planner.space import Kind, devices_of
 
 FIRST_TOKEN = ("prefill", "queue", "memory")  # what makes first tokens late: without a bed no prompt starts
 LATER_TOKENS = ("decode", "link", "memory")
@@ -178,7 +178,3 @@ def bounds_in_words(limits: Limits) -> str:
     """Every resource's rate, least first."""
     rates = sorted(limits.rates().items(), key=lambda row: row[1])
     return ", ".join(f"{RESOURCES[name]} {rate:.3g}" for name, rate in rates if rate < math.inf)
-
-
-def name_of(candidate: Candidate | None) -> str:
-    return str(candidate.mesh) if candidate else "nothing"

@@ -281,7 +281,8 @@ class Decode:
 def _link_limit(given: Fleet, cost: CostModel, workload: Workload) -> float:
     """Ports of all senders, or of all receivers, over the bytes of a mean prompt."""
     tokens = round(workload.means.input_tokens)
-    whole = KVTransfer("h", 0, RequestId("r"), WorkerId("a"), WorkerId("b"), (), (), tokens)
+    pages = (0,) * given.workers[0].pages_for(tokens)
+    whole = KVTransfer("h", 0, RequestId("r"), WorkerId("a"), WorkerId("b"), pages, pages, tokens)
     limit = math.inf
     for way, role in (("out", Role.PREFILL), ("in", Role.DECODE)):
         ports = [

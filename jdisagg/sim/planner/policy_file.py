@@ -9,22 +9,23 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.sim.fleet import Sizes
+from jdisagg.sim.fleet import Fleet
 from jdisagg.sim.planner.space import Candidate, Kind
 
 
-def settings_of(candidate: Candidate, sizes: Sizes) -> dict[str, Any]:
+def settings_of(candidate: Candidate, given: Fleet) -> dict[str, Any]:
     """What was simulated, by the names of `Settings`."""
-    stages = max(pool.pp for pool in candidate.mesh.pools)
+    prefill = next(each for each in given.workers if each.role.prefills)
+    decode = next(each for each in given.workers if each.role.decodes)
     found: dict[str, Any] = {
         "mesh": str(candidate.mesh),
-        "max_model_len": sizes.max_model_len,
-        "max_num_seqs": sizes.num_slots * stages,
-        "max_num_batched_tokens": candidate.chunk_tokens,
-        "max_chunk_seqs": sizes.max_chunk_seqs,
-        "page_size": sizes.page_size,
-        "turns_ahead": sizes.turns_ahead,
-        "reserve_tokens": sizes.reserve_tokens,
+        "max_model_len": decode.max_model_len,
+        "max_num_seqs": decode.num_slots,
+        "max_num_batched_tokens": prefill.prefill_buckets[-1],
+        "max_chunk_seqs": prefill.max_chunk_seqs,
+        "page_size": decode.page_size,
+        "turns_ahead": decode.turns_ahead,
+        "reserve_tokens": decode.reserve_tokens,
     }
     if candidate.kind is Kind.DISAGGREGATED:
         found["transfer"] = str(candidate.transfer)

@@ -1,12 +1,14 @@
-"""Where candidates are built: the sizes all workers share, what plans cost there, and each device's port."""
+"""Where candidates are built: of constants, with a port for each device, or of a profile of the user's own devices."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+from jdisagg.core.profile import Profile
 from jdisagg.sim.fleet import CostOf, Fleet, Sizes, fleet
 from jdisagg.sim.links import FairLinks
+from jdisagg.sim.measured import fleet_of
 from jdisagg.sim.planner.space import Candidate
 
 
@@ -28,3 +30,32 @@ class Site:
             if self.device_bytes_per_s
         }
         return replace(fleet(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
+
+    def half_the_link(self) -> Site:
+        return replace(self, device_bytes_per_s=self.device_bytes_per_s / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledSite:
+    """Workers as the profile has them, chunks included: only meshes of its shapes can be built."""
+
+    profile: Profile
+    link_share: float = 1.0
+
+    def build(self, candidate: Candidate) -> Fleet:
+        """Raises ConfigError for shapes that were not timed."""
+        given = fleet_of(self.profile, candidate.mesh, candidate.transfer)
+        ports = {port: self.link_share * rate for port, rate in given.links.bytes_per_s.items()}
+        return replace(given, links=FairLinks(ports))
+
+    def half_the_link(self) -> ProfiledSite:
+        return replace(self, link_share=self.link_share / 2)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of its prefill workers."""
+        return max(pool.config.prefill_buckets[-1] for pool in self.profile.pools)
+
+    @property
+    def max_model_len(self) -> int:
+        return min(pool.config.max_model_len for pool in self.profile.pools)

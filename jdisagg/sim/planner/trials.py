@@ -15,7 +15,6 @@ from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.planner.problem import Objectives, Problem
 from jdisagg.sim.planner.space import Candidate
 
-MESSAGE_S = 50e-6  # of a word between actors
 MOST_STEPS = 40  # of a bisection: tolerances end it long before
 
 
@@ -91,7 +90,7 @@ def _run(
     problem: Problem, part: Candidate, rate_rps: float, window: Window, seed: int
 ) -> tuple[Shares, dict[Role, float]]:
     given = problem.build(part)
-    cluster = simulated(given, message_s=MESSAGE_S)
+    cluster = simulated(given)
     outcome = cluster.run(problem.workload.at(rate_rps, window.requests, problem.seed + seed), window.until_s)
     counted = [each for each in outcome.records if window.first_s <= each.arrival_s <= window.last_s]
     end_s = min(window.until_s, cluster.now_s)

@@ -8,7 +8,6 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.sim.fleet import Sizes
 from jdisagg.sim.planner.formulas import corrected_itl, decode_replicas, estimates, prefill_replicas
 from jdisagg.sim.planner.policy_file import as_policy, settings_of
 from jdisagg.sim.planner.problem import Workload
@@ -54,12 +53,13 @@ def test_drawn_requests_are_the_first_of_more_and_the_same_at_every_rate():
 
 def test_a_policy_holds_what_was_simulated_and_only_settings_there_are():
     one = Candidate(candidate("prefill:tp1,decode:pp2").mesh, 512, TransferMode.LAYER)
-    settings = settings_of(one, Sizes(4096, page_size=32, num_slots=64))
+    build = problem().build
+    settings = settings_of(one, build(one))
     text = as_policy({"dtype": "bfloat16", **settings}, ["because"])
     found = tomllib.loads(text)
     assert text.startswith("# because\n")
     assert found["mesh"] == {"mesh": "prefill:tp1,decode:pp2"} and found["transfer"] == {"transfer": "layer"}
     assert found["sizes"]["max_num_seqs"] == 128 and found["sizes"]["max_num_batched_tokens"] == 512
-    assert "transfer" not in settings_of(candidate("colocated:tp1"), Sizes(4096))
+    assert "transfer" not in settings_of(candidate("colocated:tp1"), build(candidate("colocated:tp1")))
     with pytest.raises(ConfigError, match="no setting slots"):
         as_policy({"slots": 1}, [])
