@@ -129,22 +129,17 @@ def test_what_is_left_after_the_grace_goes_on_elsewhere(town: Town, pool):
     town.cluster.await_all_free()
 
 
-def test_by_a_second_signal_a_process_leaves_at_once(town: Town, pool):
+def test_a_prefill_process_leaves_by_a_signal_and_a_decode_process_at_once_by_a_second(town: Town, pool):
+    """The last test, so that nobody need be started in their places."""
     answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
+    answers += [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
+    town.prefills[0].send(signal.SIGTERM)
     leaving = town.busy(town.decodes)
     leaving.send(signal.SIGTERM)
     until(lambda: leaving.said("draining"), "its word")
     leaving.send(signal.SIGINT)
     assert leaving.popen.wait(timeout=5) == 130
-    for body, answer in enumerate(answers):
-        town.assert_undisturbed(answer.result(), body)
-    town.cluster.await_all_free()
-
-
-def test_by_a_signal_a_prefill_process_leaves_and_its_prompts_are_computed(town: Town, pool):
-    answers = [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
-    town.prefills[0].send(signal.SIGTERM)
     assert town.prefills[0].popen.wait(timeout=60) == 0
-    for body, answer in zip((4, 5), answers, strict=True):
+    for body, answer in zip((0, 1, 4, 5), answers, strict=True):
         town.assert_undisturbed(answer.result(), body)
     town.cluster.await_all_free()
