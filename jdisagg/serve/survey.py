@@ -125,14 +125,15 @@ class Survey:
     # ------------------------------------------------------------ rounds
 
     def run(self, rounds: int, told: Told = lambda label, done, total: None) -> None:
-        """Visits every cell once a round; one visit before the first is not counted."""
-        total = len(self.cells) * (rounds + 1)
-        for number, (key, cell) in itertools.product(range(rounds + 1), self.cells.items()):
-            told(" ".join(map(str, key)), number * len(self.cells) + len(self.samples), total)
+        """Visits every cell once a round; one visit before the very first is not counted. May be called again."""
+        uncounted = 0 if self.samples else 1
+        visits = [*itertools.product(range(rounds + uncounted), self.cells.items())]
+        for done, (number, (key, cell)) in enumerate(visits):
+            told(" ".join(map(str, key)), done, len(visits))
             sample = cell()
-            if number:
+            if number >= uncounted:
                 self.samples.setdefault(key, []).append(sample)
-        told("done", total, total)
+        told("done", len(visits), len(visits))
 
     def seconds(self, *key: object, index: int = 0) -> float:
         """The median of a cell's samples."""
