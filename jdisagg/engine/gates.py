@@ -94,12 +94,6 @@ class Gates:
             held.open()
             self._pump(held)
 
-    def fail(self, transfer: KVTransfer, error: Exception) -> None:
-        """The part is counted as in, and is not: turns that wait for it never run."""
-        for held in self._of(transfer.handoff, transfer.epoch):
-            self._held.remove(held)
-            held.fail(error)
-
     def _of(self, handoff: str, epoch: int) -> list[HeldTurn]:
         return [held for held in self._held if held.waits_for(handoff, epoch)]
 

@@ -75,5 +75,8 @@ class Machine(Protocol):
         ...
 
     def insert(self, parcel: Any) -> None:
-        """At the destination, once the parcel has landed: scatters it into the transfer's destination pages."""
+        """At the destination, once the parcel has landed: scatters it into the transfer's destination pages.
+
+        Where this raises, the caller opens the handoff's gates: nothing else would let a turn go on that waits for it.
+        """
         ...

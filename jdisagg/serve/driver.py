@@ -351,6 +351,7 @@ class LiveDriver:
             self._machines[actor].insert(parcel)
         except Exception as error:
             self._broken.append((actor, _failure(actor, error, transfer=parcel.transfer)))
+            self._machines[actor].open_gates(parcel.transfer.handoff, parcel.transfer.epoch)  # its handoff ends by that
 
     # ------------------------------------------------------------ timers
 

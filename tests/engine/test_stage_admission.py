@@ -149,13 +149,16 @@ def moved(source: MeshMachine, part: MeshParcel, to: Sequence) -> MeshParcel:
     return source.ship(replace(part.transfer, destination_pages=pages), to.machine)
 
 
-def test_a_part_that_cannot_be_inserted_fails_the_turn_that_waits_for_it():
+def test_what_a_stage_raises_when_its_gate_opens_is_told_to_who_reads_the_turn(monkeypatch):
     source, machine = warm_pair(2, 2)
     _, early = prefilled(source, machine, 2)
     machine.insert(early.parts[0])
     held = machine.run_decode(early.plan(0, early.waiting()))
-    broken = replace(early.parts[1], moves=[replace(early.parts[1].moves[0], stage=9)])
-    with pytest.raises(IndexError):
-        machine.insert(broken)
-    with pytest.raises(IndexError):
+
+    def broken(*_):
+        raise RuntimeError("the stage is broken")
+
+    monkeypatch.setattr(machine.sections[1], "decode", broken)
+    machine.insert(early.parts[1])
+    with pytest.raises(RuntimeError, match="the stage is broken"):
         held.read()

@@ -90,6 +90,9 @@ class Breakable:
         self._try("insert")
         self.machine.insert(parcel)
 
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        self.machine.open_gates(handoff, epoch)
+
 
 def flipped(parcel: Any) -> Any:
     """One bit of it changes on its way."""
