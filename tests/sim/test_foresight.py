@@ -158,6 +158,8 @@ CASES = {
 @pytest.mark.parametrize(("trace", "sizes", "pages"), CASES.values(), ids=CASES.keys())
 def test_what_was_once_foreseen_wrongly(trace, sizes, pages):
     given = fleet(MeshSpec.parse(MESHES[1]), replace(sizes, decode_turns_per_prefill=0), published("opt-13b"), 1e9)
-    given = replace(given, workers=tuple(replace(config, num_pages=pages) for config in given.workers))
+    given = replace(
+        given, workers=tuple(replace(each, num_pages=pages, table_buckets=(2, 8, 41)) for each in given.workers)
+    )
     one, many = (told(given, trace, foresee=each, message_s=0.0)[0] for each in (False, True))
     same(one, many)
