@@ -1,9 +1,11 @@
 """Splitwise's cluster designs (Patel et al., ISCA 2024) from its own measured runs: BLOOM-176B at equal power.
 
 A fifth of each design's machines at a fifth of the rate, 40 s of Poisson arrivals, lengths drawn from Azure's traces
-(`--data_dir`), rates on a grid of 10 requests/s of the whole design. A rate is met when all nine slowdowns against an
+(`--data_dir`), rates on a grid of 5 requests/s of the whole design. A rate is met when all nine slowdowns against an
 idle DGX-A100 are within the paper's limits. Prompts run whole and one by one; a baseline fuses a prompt with the turn
-beside it; KV crosses ports of 200 GB/s once its prompt ends; pages are those that 90 % of the memory leaves.
+beside it; KV crosses ports of 200 GB/s once its prompt ends; pages are those that 90 % of the memory leaves. Finished
+prompts are parked where they were computed until a token machine has room; ours holds a bed before, so token machines
+get the prompt machines' memory, too.
 
 Their simulator looks a step of b sequences up as a context of b tokens, so that decoding hardly slows with load. Both
 ways are held here: "as theirs", which gives back the published ratios, and ours, keyed by batch and context, which says
@@ -32,7 +34,7 @@ from jdisagg.sim.traces import Trace, poisson, read_azure
 from tests.published.full_files import full_file
 from tests.published.gates import hold, hold_all, in_order, relative
 
-MODEL, SCALE, SPAN_S, GRID_RPS, SLOTS = "bloom-176b", 5, 40.0, 10, 128
+MODEL, SCALE, SPAN_S, GRID_RPS, SLOTS = "bloom-176b", 5, 40.0, 5, 128
 PORT_BYTES_PER_S = 200e9
 LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}  # at P50, P90, P99
 
@@ -71,9 +73,9 @@ DESIGNS = {
 
 # Where to begin the search: it ends where it ends from any rate, only later.
 FOUND_RPS = {
-    ("conv", False): dict(zip(DESIGNS["conv"], (40, 80, 40, 60, 50, 80), strict=True)),
-    ("conv", True): dict(zip(DESIGNS["conv"], (40, 110, 100, 120, 140, 140), strict=True)),
-    ("code", False): dict(zip(DESIGNS["code"], (40, 60, 70, 80, 80), strict=True)),
+    ("conv", False): dict(zip(DESIGNS["conv"], (35, 75, 35, 60, 40, 75), strict=True)),
+    ("conv", True): dict(zip(DESIGNS["conv"], (45, 100, 100, 120, 120, 120), strict=True)),
+    ("code", False): dict(zip(DESIGNS["code"], (30, 35, 55, 65, 30), strict=True)),
 }
 
 
@@ -104,12 +106,19 @@ def lengths(path: Path) -> Trace:
     return read_azure(path)
 
 
+def kv_tokens(device: str) -> int:
+    return Roofline(IDLE.model, hardware(device), 8, "float16").kv_tokens()
+
+
 def built(design: Design, theirs: bool) -> Fleet:
     def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
-        device = design.token_device if place.role is Role.DECODE else design.prompt_device
-        runs = splitwise(MODEL, device)
-        kv_tokens = Roofline(runs.model, hardware(device), 8, "float16").kv_tokens()
-        return (AsTheirs(runs) if theirs else runs), kv_tokens
+        if place.role is not Role.DECODE:
+            runs, parked = splitwise(MODEL, design.prompt_device), 0
+        else:
+            runs = splitwise(MODEL, design.token_device)
+            parked = kv_tokens(design.prompt_device) * design.prompt_machines // design.token_machines
+        room = kv_tokens(design.token_device) + parked
+        return (AsTheirs(runs) if theirs else runs), room
 
     sizes = Sizes(
         16384,
@@ -179,8 +188,9 @@ def code(request: pytest.FixtureRequest) -> Path:
 
 
 TOO_FEW = "their token machines suffice only where b sequences are priced as a context of b tokens"
+TIED = "AA and Baseline-H100 meet the same rate, to the next 5 requests/s"
 ORDER = ("Baseline-A100", "Splitwise-AA", "Baseline-H100", "Splitwise-HH", "Splitwise-HHcap")
-# Of the unchanged splitwise-sim on the same lengths, on the same grid; the paper prints no rates for this model.
+# Of the unchanged splitwise-sim on the same lengths, on a grid of 10; the paper prints no rates for this model.
 THEIR_RPS = dict(zip(DESIGNS["conv"], (50, 120, 110, 120, 140, 140), strict=True))
 
 
@@ -207,7 +217,7 @@ def test_splitwise_ha_serves_somewhat_more_than_h100_alone(conv, theirs, miss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("theirs", "miss"), [(True, ""), (False, TOO_FEW)])
+@pytest.mark.parametrize(("theirs", "miss"), [(True, TIED), (False, TOO_FEW)])
 def test_designs_stand_in_their_order(conv, theirs, miss):
     rates = {name: capacity(conv, name, theirs) for name in ORDER}
     a, aa, h, hh, capped = rates.values()
@@ -222,11 +232,12 @@ def test_rates_are_their_simulators_where_decode_is_priced_as_there(conv):
 
 
 @pytest.mark.slow
-def test_split_designs_serve_more_code_than_baselines(code):
-    rates = {name: capacity(code, name) for name in DESIGNS["code"]}
-    baselines, splits = ([rates[name] for name in rates if name.startswith(kind)] for kind in ("Base", "Split"))
-    target = "Splitwise, iso-power, code: split designs above both baselines"
-    hold(in_order(target, "AA, HH, HA > A100, H100", in_words(rates), min(splits) > max(baselines)))
+@pytest.mark.parametrize(("split", "miss"), [("Splitwise-AA", ""), ("Splitwise-HH", ""), ("Splitwise-HA", TOO_FEW)])
+def test_split_designs_serve_more_code_than_baselines(code, split, miss):
+    rates = {name: capacity(code, name) for name in (*BASELINES, split)}
+    *baselines, ours = rates.values()
+    target = f"Splitwise, iso-power, code: {split} above both baselines"
+    hold(in_order(target, f"{split} > A100, H100", in_words(rates), ours > max(baselines)), miss)
 
 
 def test_a_step_is_that_of_its_batch_and_longer_for_more_context():
