@@ -141,7 +141,7 @@ class SharedCluster(Cluster):
             self.cores.finish(self.now_s)
             self._next_due()
 
-    def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+    def _begin_turn(self, actor: WorkerId, effect: RunDecode) -> None:
         plan = effect.plan
         seconds = self.costs[actor].decode_s(plan, self.devices[actor].read_tokens(plan))
 
