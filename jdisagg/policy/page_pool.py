@@ -30,13 +30,14 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages, 0, -1))
+        self._free: list[int] = []  # pages that were given back
+        self._new = range(1, num_pages + 1)  # never taken yet: a large pool that is never full costs nothing
         self._owners: dict[int, tuple[Owner, PageState]] = {}
         self._counts: Counter[PageState] = Counter({PageState.FREE: num_pages})
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._new)
 
     def count(self, state: PageState) -> int:
         return self._counts[state]
@@ -44,10 +45,12 @@ class PagePool:
     def take(self, count: int, owner: Owner, state: PageState) -> tuple[int, ...] | None:
         """`count` pages, or None where fewer are free: then nothing is taken."""
         assert count >= 0 and state is not PageState.FREE, f"{owner} cannot take {count} pages as {state}"
-        if count > len(self._free):
+        if count > self.free_pages:
             return None
-        pages = tuple(self._free[: -count - 1 : -1])
-        del self._free[len(self._free) - count :]
+        again = min(count, len(self._free))
+        pages = (*self._free[: -again - 1 : -1], *self._new[: count - again])
+        del self._free[len(self._free) - again :]
+        self._new = self._new[count - again :]
         self._owners.update(dict.fromkeys(pages, (owner, state)))
         self._count(PageState.FREE, state, count)
         return pages
@@ -76,11 +79,12 @@ class PagePool:
     def check_invariants(self) -> None:
         """Asserts that every page is in exactly one ledger, and that the ledgers sum to the whole."""
         taken = Counter(state for _, state in self._owners.values())
-        assert len(set(self._free)) == len(self._free), f"a page is free twice: {sorted(self._free)}"
-        assert set(self._free) | set(self._owners) == set(range(1, self.num_pages + 1)), "pages were lost or invented"
-        assert not set(self._free) & set(self._owners), "a page is free and owned"
+        free = {*self._free, *self._new}
+        assert len(free) == self.free_pages, f"a page is free twice: {sorted(self._free)}"
+        assert free | set(self._owners) == set(range(1, self.num_pages + 1)), "pages were lost or invented"
+        assert not free & set(self._owners), "a page is free and owned"
         for state in PageState:
-            counted = len(self._free) if state is PageState.FREE else taken[state]
+            counted = self.free_pages if state is PageState.FREE else taken[state]
             assert counted == self._counts[state], f"{state}: {counted} pages, {self._counts[state]} in the ledger"
         assert sum(self._counts.values()) == self.num_pages, f"{dict(self._counts)} is not {self.num_pages} in all"
 
