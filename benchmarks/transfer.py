@@ -110,6 +110,11 @@ class Cell:
         return self.exposed_ms / max(1e-9, self.hidden_ms + self.exposed_ms)
 
     @property
+    def second_token_ms(self) -> float:
+        """After the first: where stages admit one by one, its first step begins before the transfer ends."""
+        return self.exposed_ms + self.first_step_ms
+
+    @property
     def exposed_wire_share(self) -> float:
         """Of what the link alone needs: over 1 where packing, inserting and waking up take longer than the wire."""
         return self.exposed_ms / self.wire_ms
@@ -201,6 +206,7 @@ def shares(cell: Cell) -> dict[str, float | str]:
     return {
         "exposed_share": cell.exposed_share,
         "exposed_wire_share": cell.exposed_wire_share,
+        "second_token_ms": cell.second_token_ms,
         "verdict": verdict(cell),
     }
 
