@@ -108,6 +108,7 @@ class Search:
     seeds: int = SEEDS
     tolerance: float = 0.03
     most: int = 24
+    slack: float = SLACK  # inf: bounds neither prune nor cap, as for runs so short that they only put work off
     told: Told = quiet
     counts: Counts = field(default_factory=Counts)
 
@@ -165,7 +166,7 @@ class Search:
         self.counts.left += len(entrants[self.most :])
         for index, entrant in enumerate(entrants[: self.most]):
             self.told(what, index, min(len(entrants), self.most))
-            if entrant.bound * SLACK <= best:
+            if entrant.bound * self.slack <= best:
                 self.counts.pruned += 1
                 continue
             scored.append(self._against(entrant, best))
@@ -200,7 +201,7 @@ class Search:
         sustained = entrant.limits.sustained / self.problem.paid(entrant.candidate)
 
         def holds(rate: float) -> bool:
-            return rate <= sustained and self._trial(entrant, rate, effort, seed).met >= share
+            return rate <= sustained * self.slack and self._trial(entrant, rate, effort, seed).met >= share
 
         return highest(holds, low, high, self.tolerance)
 

@@ -35,7 +35,7 @@ def vary(
 def _varied(
     name: str, problem: Problem, found: Found, winner: Finalist, space: Space, like: Search, counts: Counts
 ) -> Varied:
-    search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.told, counts)
+    search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.slack, like.told, counts)
     entrants = _challengers(search, found, winner, space)
     own = [each for each in entrants if each.candidate == winner.candidate]
     if not entrants:
