@@ -31,13 +31,13 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free: list[int] = []  # pages that were given back
-        self._new = range(1, num_pages + 1)  # never taken yet: a large pool that is never full costs nothing
+        self._first_new = 1  # it and those after it were never taken: a large pool that is never full costs nothing
         self._owners: dict[int, tuple[Owner, PageState]] = {}
         self._counts: Counter[PageState] = Counter({PageState.FREE: num_pages})
 
     @property
     def free_pages(self) -> int:
-        return len(self._free) + len(self._new)
+        return len(self._free) + self.num_pages + 1 - self._first_new
 
     def count(self, state: PageState) -> int:
         return self._counts[state]
@@ -48,9 +48,9 @@ class PagePool:
         if count > self.free_pages:
             return None
         again = min(count, len(self._free))
-        pages = (*self._free[: -again - 1 : -1], *self._new[: count - again])
+        first, self._first_new = self._first_new, self._first_new + count - again
+        pages = (*self._free[: -again - 1 : -1], *range(first, self._first_new))
         del self._free[len(self._free) - again :]
-        self._new = self._new[count - again :]
         self._owners.update(dict.fromkeys(pages, (owner, state)))
         self._count(PageState.FREE, state, count)
         return pages
@@ -79,7 +79,7 @@ class PagePool:
     def check_invariants(self) -> None:
         """Asserts that every page is in exactly one ledger, and that the ledgers sum to the whole."""
         taken = Counter(state for _, state in self._owners.values())
-        free = {*self._free, *self._new}
+        free = {*self._free, *range(self._first_new, self.num_pages + 1)}
         assert len(free) == self.free_pages, f"a page is free twice: {sorted(self._free)}"
         assert free | set(self._owners) == set(range(1, self.num_pages + 1)), "pages were lost or invented"
         assert not free & set(self._owners), "a page is free and owned"

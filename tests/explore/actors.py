@@ -58,6 +58,8 @@ class NotedPool(PagePool):
         given = tuple(pages)
         super().give_back(given, owner)
         self._free.sort(reverse=True)
+        while self._free and self._free[0] == self._first_new - 1:  # as if it had never been taken
+            self._first_new = self._free.pop(0)
         if given:
             self.out.put(Gave(owner, given))  # type: ignore[arg-type]
 
