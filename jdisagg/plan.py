@@ -41,7 +41,7 @@ from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.sensitivity import vary
 from jdisagg.sim.planner.site import ProfiledSite, Site
 from jdisagg.sim.planner.space import Space
-from jdisagg.sim.planner.workloads import read_workload
+from jdisagg.sim.traces.workloads import KINDS, read_workload
 
 LAUNCH_DTYPES = ("bfloat16", "float32")
 
@@ -59,7 +59,7 @@ def declare() -> flags.FlagValues:
 def _define_question(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("model", "llama3-8b", f"one of {', '.join(MODELS)}", flag_values=values)
     absl_flags.DEFINE_integer("devices", 8, "to be had", 1, flag_values=values)
-    absl_flags.DEFINE_string("trace", "", "azure|mooncake|lengths:FILE or mix:INPUT+OUTPUT@SHARE", flag_values=values)
+    absl_flags.DEFINE_string("trace", "", KINDS, flag_values=values)
     absl_flags.DEFINE_enum(
         "arrivals", "poisson", ["poisson", "recorded"], "drawn, or the trace's own", flag_values=values
     )

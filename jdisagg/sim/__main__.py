@@ -6,7 +6,8 @@
     python -m jdisagg.sim --trace=lengths:FILE --rates=1,2,4,8 --report=out.html --parquet=requests.parquet ...
 
 A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
-(num_prefill_tokens, num_decode_tokens; arrivals are drawn, Poisson). --rate stretches recorded arrivals alike.
+(num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... The last two get their arrivals drawn: Poisson,
+or by --servegen's rates. --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
 --cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --fused_steps;
 --cost=profile:FILE are your own devices as jdisagg.profile timed them, with that run's model, sizes and transfers.
@@ -43,9 +44,9 @@ from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernel
 from jdisagg.sim.measured import check_fits, fleet_of
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text, trust, write_csv
 from jdisagg.sim.spans import SpanLog
-from jdisagg.sim.traces import Trace, closed_loop, poisson, read_azure, read_lengths, read_mooncake, spread_ticks
+from jdisagg.sim.traces import Trace, closed_loop
+from jdisagg.sim.traces.workloads import KINDS, by_rates, cut, drawn, read_workload
 
-READERS = {"azure": read_azure, "mooncake": read_mooncake, "lengths": read_lengths}
 ONE_AT_A_TIME: dict[str, Any] = {"prefills_ahead": 1, "turns_ahead": 1}  # what a fused step is made of
 QUANTILES = (50, 90, 99)
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
@@ -69,7 +70,12 @@ def _define_output(values: flags.FlagValues) -> None:
 
 
 def _define_workload(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_string("trace", "", f"KIND:FILE, KIND one of {', '.join(READERS)}", flag_values=values)
+    absl_flags.DEFINE_string("trace", "", KINDS, flag_values=values)
+    absl_flags.DEFINE_string("window", "", "START:STOP, seconds of recorded arrivals or rates", flag_values=values)
+    absl_flags.DEFINE_string("part", "", "K/N: each recorded request falls to one of N parts", flag_values=values)
+    absl_flags.DEFINE_string(
+        "servegen", "", "FILE@MODEL: arrivals as these rates go up and down, --rate in the mean", flag_values=values
+    )
     absl_flags.DEFINE_float("rate", 0.0, "requests a second; 0: as recorded", 0.0, flag_values=values)
     absl_flags.DEFINE_list(
         "rates", [], "as 1,2,4: goodput over these; told in full: --rate, else the highest good one", flag_values=values
@@ -120,20 +126,25 @@ def _define_cluster(values: flags.FlagValues) -> None:
 
 def workload(values: flags.FlagValues, rate: float) -> Trace:
     """The trace as asked for, at `rate` requests a second (0: as recorded). Raises ConfigError."""
-    kind, _, path = values.trace.partition(":")
-    if kind not in READERS or not path:
-        raise ConfigError(f"--trace={values.trace!r}: write KIND:FILE, KIND one of {', '.join(READERS)}")
-    trace = READERS[kind](path).scaled_lengths(values.inputs, values.outputs)
+    trace = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
     if values.max_model_len:
         trace = trace.rows(trace.input_tokens + trace.output_tokens <= values.max_model_len)
-    if kind == "lengths":
-        drawn = trace.sample(values.requests or len(trace), values.seed)
-        if not (rate or values.concurrency):
-            raise ConfigError("lengths have no arrivals: --rate=R draws them, --concurrency=N has none")
-        return poisson(drawn, rate, values.seed) if rate else closed_loop(drawn, values.concurrency)
-    trace = spread_ticks(trace) if kind == "mooncake" else trace
+    if not trace.span_s or values.servegen:
+        return _with_arrivals(values, trace, rate)
+    trace = cut(trace, values.window, values.part, values.seed)
     trace = trace.rows(np.arange(len(trace)) < (values.requests or len(trace)))
     return trace.at_rate(rate) if rate else trace
+
+
+def _with_arrivals(values: flags.FlagValues, lengths: Trace, rate: float) -> Trace:
+    if values.servegen:
+        trace = by_rates(lengths, values.servegen, values.window, rate, values.seed)
+        return trace.rows(np.arange(len(trace)) < (values.requests or len(trace)))
+    if rate:
+        return drawn(lengths, rate, values.requests, values.seed)
+    if not values.concurrency:
+        raise ConfigError("lengths have no arrivals: --rate=R or --servegen draws them, --concurrency=N has none")
+    return closed_loop(lengths.sample(values.requests or len(lengths), values.seed), values.concurrency)
 
 
 def costs(values: flags.FlagValues) -> CostOf:

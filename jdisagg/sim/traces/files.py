@@ -18,6 +18,8 @@ from jdisagg.sim.traces.trace import Trace
 MOONCAKE_BLOCK_TOKENS = 512
 SERVEGEN_WINDOW_S = 600.0
 
+SERVEGEN_WINDOW_S = 600.0
+
 
 def read_azure(path: Path | str) -> Trace:
     """Azure's LLM inference traces of 2023 (Patel et al., ISCA 2024): TIMESTAMP, ContextTokens, GeneratedTokens."""

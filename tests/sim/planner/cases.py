@@ -16,7 +16,7 @@ from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.site import Site
 from jdisagg.sim.planner.space import Candidate
 from jdisagg.sim.planner.trials import Effort
-from jdisagg.sim.planner.workloads import read_workload
+from jdisagg.sim.traces.workloads import read_workload
 
 TOKEN_BYTES = 1000.0
 QUICK = Effort(0.5, 0.5, 0.1, least_requests=60)

@@ -12,7 +12,7 @@ from jdisagg.sim.planner.formulas import corrected_itl, decode_replicas, estimat
 from jdisagg.sim.planner.policy_file import as_policy, settings_of
 from jdisagg.sim.planner.problem import Workload
 from jdisagg.sim.planner.space import Candidate, Space
-from jdisagg.sim.planner.workloads import read_workload
+from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import candidate, problem
 
 

@@ -7,7 +7,7 @@ from jdisagg.plan import main
 from jdisagg.sim.planner.limits import Arithmetic
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.site import ProfiledSite
-from jdisagg.sim.planner.workloads import read_workload
+from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import candidate, problem
 from tests.sim.profiles import BYTES_PER_S, chunk_s, profile
 
