@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks.transfer import Cell, SlowParcel, medians, shares, tally, verdict
+from benchmarks.transfer import Cell, SlowParcel, compared, medians, shares, tally, verdict
 from jdisagg.engine.mesh_machine import MeshParcel
 from jdisagg.kv.transport.link import Link
 
@@ -21,6 +21,8 @@ CELL = Cell(
     first_step_ms=5.0,
     ttft_ms=101.0,
     wire_ms=25.0,
+    added_ms=2.0,
+    whole_ms=30.0,
 )
 
 
@@ -43,17 +45,23 @@ def test_a_cell_of_several_rounds_is_the_median_of_each_of_its_figures():
     assert (cell.exposed_ms, cell.hidden_ms, cell.mode) == (2.0, 8.0, "layer")
 
 
-def test_the_exposed_share_is_of_the_whole_time_on_the_way():
-    found = shares(CELL)
-    assert found["exposed_share"] == pytest.approx(2 / 30)
-    assert found["exposed_wire_share"] == pytest.approx(2 / 25)
-    assert (found["second_token_ms"], found["verdict"]) == (7.0, "met")
+def test_what_a_transfer_adds_is_the_second_token_less_a_step_with_all_kv_there():
+    whole = replace(CELL, mode="whole", hidden_ms=0.0, exposed_ms=40.0, first_step_ms=5.5)
+    layer, other = compared([CELL, whole])
+    assert (layer.added_ms, layer.whole_ms) == (1.5, 40.0)
+    assert shares(layer) == {"second_token_ms": 7.0, "share": pytest.approx(1.5 / 40), "verdict": "met"}
+    assert other.share == 1
+
+
+def test_a_second_token_that_comes_sooner_than_after_a_whole_transfer_waits_for_nothing():
+    whole = replace(CELL, mode="whole", exposed_ms=40.0, first_step_ms=9.0)
+    assert compared([CELL, whole])[0].added_ms == 0
 
 
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
-        ({"exposed_ms": 4.0}, "missed"),
+        ({"added_ms": 4.0}, "missed"),
         ({"chunks": 3}, ""),  # too short for the target
         ({"wire_ms": 100.0}, ""),  # the link needs as long as prefill: nothing could hide it
         ({"mode": "whole"}, ""),  # the baseline
@@ -64,7 +72,7 @@ def test_the_target_is_held_only_where_it_applies(changed: dict[str, Any], wante
 
 
 def test_the_tally_counts_only_cells_that_the_target_is_for():
-    cells = [CELL, replace(CELL, exposed_ms=9.0), replace(CELL, chunks=1), replace(CELL, mode="whole")]
+    cells = [CELL, replace(CELL, added_ms=9.0), replace(CELL, chunks=1), replace(CELL, mode="whole")]
     assert tally(cells)[1] == "layer meets the target in 1 of the 2 cells where it applies"
 
 
