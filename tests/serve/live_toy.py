@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from jdisagg.core.events import DecodeDone
 from jdisagg.core.model_config import ModelConfig
@@ -14,6 +13,7 @@ from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.machine import PendingDecode
 from jdisagg.engine.toy import ToyMachine
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
@@ -31,12 +31,12 @@ MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
 class Paused:
     """A pending decode that takes `pause_s` to read."""
 
-    result: DecodeDone
+    turn: PendingDecode
     pause_s: float
 
     def read(self) -> DecodeDone:
         time.sleep(self.pause_s)
-        return self.result
+        return self.turn.read()
 
 
 class SlowToy(ToyMachine):
@@ -44,9 +44,9 @@ class SlowToy(ToyMachine):
 
     pause_s = 0.0
 
-    def run_decode(self, plan: DecodePlan) -> Any:
-        done = super().run_decode(plan)
-        return Paused(done.result, self.pause_s) if self.pause_s else done
+    def run_decode(self, plan: DecodePlan) -> PendingDecode:
+        turn = super().run_decode(plan)
+        return Paused(turn, self.pause_s) if self.pause_s else turn
 
 
 def worker_config(name: str, role: Role, num_pages: int) -> WorkerConfig:
