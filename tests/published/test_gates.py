@@ -3,7 +3,7 @@
 import pytest
 from _pytest.outcomes import Failed, XFailed
 
-from tests.published.gates import GATES, OUTSIDE, WITHIN, absolute, between, hold, in_order, relative
+from tests.published.gates import GATES, OUTSIDE, WITHIN, absolute, between, hold, hold_all, in_order, relative
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +40,11 @@ def test_a_miss_fails_its_test_and_an_explained_one_is_expected():
 def test_an_explained_miss_that_is_none_any_more_is_told():
     with pytest.raises(AssertionError, match="within its band now"):
         hold(relative("t", 1.0, 1.0, 0.1), miss="once")
+
+
+def test_one_miss_among_several_fails_the_test_and_all_are_booked():
+    good, missed = relative("good", 1.0, 1.0, 0.1), relative("missed", 1.0, 2.0, 0.1)
+    with pytest.raises(Failed, match="missed: published 1, ours 2"):
+        hold_all([missed, good])
+    assert GATES[-2:] == [missed, good]
+    hold_all([good])
