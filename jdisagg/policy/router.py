@@ -44,7 +44,14 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy import orders, waits
 from jdisagg.policy.aborts import Aborts
-from jdisagg.policy.admission import could_ever_serve, retry_after_s, why_never, why_rejected
+from jdisagg.policy.admission import (
+    could_ever_serve,
+    may_be_served,
+    missing_phase,
+    retry_after_s,
+    why_never,
+    why_rejected,
+)
 from jdisagg.policy.decisions import Decision, Verdict, unheard
 from jdisagg.policy.failures import Mishap, Remedy, Trouble, remedy
 from jdisagg.policy.outbox import Outbox
@@ -95,8 +102,7 @@ class Router:
                 if worker in self.peers:
                     self.peers[worker].leaving = True
             case WorkerJoined(config):
-                self.peers[config.worker] = Peer(config)
-                self.routes.joined()
+                self._join(config, now_s)
             case _:
                 raise AssertionError(f"no router takes {event!r}")
         self._dispatch(now_s)
@@ -107,7 +113,7 @@ class Router:
     def _submit(self, request: Request, now_s: float) -> None:
         assert request.request_id not in self.rows, f"the id {request.request_id!r} is running"
         peers, waiting = self.peers.values(), len(self.queue)
-        rejected = why_rejected(peers, waiting, self.config.queue_limit)
+        rejected = why_rejected(peers, waiting, self.config)
         if rejected:
             self.routes.refuse(request.request_id, Verdict.REJECTED, rejected, now_s)
             self.out.put(Reject(request.request_id, retry_after_s(waiting, self._finish_gap_s), rejected))
@@ -116,11 +122,14 @@ class Router:
         row.ledger.mark(Mark.ARRIVED, now_s)
         self.rows[request.request_id] = row
         insort(self.queue, row, key=lambda each: each.order)
-        if could_ever_serve(peers, request):
-            self._wait(row, Waiting.BED, row.first_deadline_s)
-        else:
-            never = why_never(peers, request)
-            self.routes.refuse(request.request_id, Verdict.NEVER, never, now_s)
+        self._wait(row, Waiting.BED, row.first_deadline_s)
+        self._refuse_if_never(row, now_s)
+
+    def _refuse_if_never(self, row: Row, now_s: float) -> None:
+        peers = self.peers.values()
+        if not may_be_served(peers, row.request, self.config):
+            never = why_never(peers, row.request)
+            self.routes.refuse(row.request_id, Verdict.NEVER, never, now_s)
             self._finish(row, FinishReason.ERROR, never, now_s)
 
     def _queue_deadline_s(self, request: Request, now_s: float) -> float:
@@ -274,12 +283,21 @@ class Router:
             return
         detail = f"waited for {row.waiting} until its deadline"
         if row.waiting is Waiting.BED:
-            self._finish(row, FinishReason.TIMEOUT, detail, now_s)
+            missing = missing_phase(self.peers.values())
+            why = f"; no worker is there for {missing}" if missing else ""
+            self._finish(row, FinishReason.TIMEOUT, detail + why, now_s)
         else:
             late = row.prefill if row.waiting is Waiting.PREFILL else row.decode
             self._meet(row, Mishap(TROUBLE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, avoid=late), now_s)
 
     # ------------------------------------------------------------ failures and ends
+
+    def _join(self, config: WorkerConfig, now_s: float) -> None:
+        """Who waited for a phase to have a worker, and was never tried, learns now whether it fits."""
+        self.peers[config.worker] = Peer(config)
+        self.routes.joined()
+        for row in [each for each in self.queue if not (each.failures or each.output)]:
+            self._refuse_if_never(row, now_s)
 
     def _lose(self, worker: WorkerId, now_s: float) -> None:
         self.peers.pop(worker, None)

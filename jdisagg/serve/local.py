@@ -75,11 +75,15 @@ class LocalService:
         self.driver = LiveDriver(
             router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, far=far
         )
-        self._able = able or (lambda: self.driver.able)
+        self._able, self._others_may_join = able or (lambda: self.driver.able), far is not None
 
     @property
     def ready(self) -> bool:
-        return self.driver.alive and self._able() and not (self._dead or self.draining)
+        return self._open and self._able()
+
+    @property
+    def _open(self) -> bool:
+        return self.driver.alive and not (self._dead or self.draining)
 
     @property
     def running(self) -> int:
@@ -102,7 +106,7 @@ class LocalService:
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """See `Service.stream`."""
-        if not self.ready:
+        if not (self.ready or (self._open and self._others_may_join)):  # those who wait for a worker wait in the queue
             raise Draining(UNREADY)
         request.check(self.model_config.vocab_size, self.max_model_len)
         if request.request_id in self._mailboxes:

@@ -1,5 +1,7 @@
 """Workers come and go, routers too: what is told of it, and that nothing stays held for a party that is gone."""
 
+import pytest
+
 from jdisagg.core.events import Finish, Reject, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
 from jdisagg.core.messages import Reserve, View
 from jdisagg.core.request import WorkerId
@@ -85,11 +87,62 @@ def test_a_worker_that_is_leaving_ends_what_it_has_and_gets_nothing_new():
     assert talk.router.rows[request("a").request_id].decode == first
 
 
-def test_where_all_workers_of_a_phase_leave_nobody_is_taken_in():
+def finishes(talk: Talk) -> list[Finish]:
+    return [effect for effect in talk.effects if isinstance(effect, Finish)]
+
+
+def test_where_all_workers_of_a_phase_leave_requests_wait_for_the_next_one():
     talk = Talk(workers_return=True)
     talk.take(WorkerLeaving(D))
     talk.submit(request("a"))
-    assert [type(effect) for effect in talk.effects] == [Reject] and not talk.router.rows
+    assert not reserves(talk) and not finishes(talk) and "a" in talk.router.rows
     talk.take(WorkerJoined(worker(D2, Role.DECODE)))
-    talk.submit(request("a"))
     assert reserves(talk) == [D2]
+
+
+@pytest.mark.parametrize("order", [(Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL), (Role.COLOCATED,)])
+def test_a_router_nobody_has_joined_yet_queues_its_clients(order):
+    talk = Talk(workers_return=True)
+    for name in list(talk.router.peers):
+        talk.take(WorkerLost(name))
+    talk.submit(request("a"))
+    assert not [effect for effect in talk.effects if isinstance(effect, Reject | Finish)]
+    for number, role in enumerate(order):
+        assert not reserves(talk)
+        talk.take(WorkerJoined(worker(f"new-{number}", role)))
+    assert len(reserves(talk)) == 1
+
+
+def test_who_waits_in_vain_for_a_worker_is_told_which_kind_was_missing():
+    talk = Talk(workers_return=True, queue_timeout_s=5.0)
+    talk.take(WorkerLost(D))
+    talk.submit(request("a"))
+    talk.fire("row/a")
+    (finish,) = finishes(talk)
+    assert talk.now_s == 5.0 and finish.reason == "timeout" and "no worker is there for decode" in finish.detail
+
+
+def test_the_line_of_those_who_wait_for_a_worker_is_as_long_as_any():
+    talk = Talk(workers_return=True, queue_limit=2)
+    talk.take(WorkerLost(D))
+    for name in "abc":
+        talk.submit(request(name))
+    assert [effect.request_id for effect in talk.effects if isinstance(effect, Reject)] == ["c"]
+
+
+def test_what_the_worker_that_came_can_never_hold_blocks_nobody():
+    talk = Talk(workers_return=True)
+    talk.take(WorkerLost(D))
+    talk.submit(request("a", 60))
+    talk.submit(request("b", 4))
+    talk.take(WorkerJoined(worker(D2, Role.DECODE, num_pages=4)))
+    assert [finish.request_id for finish in finishes(talk)] == ["a"] and "fit no pair" in finishes(talk)[0].detail
+    assert reserves(talk) == [D2] and list(talk.router.rows) == ["b"]
+
+
+def test_without_others_that_may_join_a_missing_phase_is_refused_at_once():
+    talk = Talk()
+    talk.take(WorkerLost(D))
+    talk.submit(request("a"))
+    (reject,) = [effect for effect in talk.effects if isinstance(effect, Reject)]
+    assert "no worker is left for decode" in reject.detail

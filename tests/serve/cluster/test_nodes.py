@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,19 +14,24 @@ from jdisagg.core.errors import BadTicket, JournalError, TransferRefused
 from jdisagg.core.events import ROUTER
 from jdisagg.core.journal import encode
 from jdisagg.core.messages import Drawn, View
-from jdisagg.core.request import WorkerId
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.wire import Seal
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.terms import Identity, Terms
+from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, records
 from jdisagg.serve.cluster.link import Link, Pulse
 from jdisagg.serve.cluster.nodes import RouterNode
 from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.service import Delta, Draining
 from tests.serve.live_http import eventually
+from tests.serve.scripted import FIXTURE
 
 SECRET = b"sixteen bytes or more"
 
@@ -171,6 +177,32 @@ def test_a_worker_that_says_it_leaves_is_given_nothing_new_until_it_is_gone(hous
     house.join(worker("decode-0"))
     eventually(lambda: house.leaving("decode-0") is False)
     assert house.knows("decode-0", "prefill-0") and house.node.able
+
+
+def test_a_client_of_a_router_that_no_worker_has_joined_waits_until_its_deadline(house: House):
+    tokenizer = Tokenizer(FIXTURE)
+    sizes = ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, 64)
+    service = LocalService(
+        Router(RouterConfig(workers_return=True), []), {}, {}, model_name="none", model_config=sizes,
+        max_model_len=64, tokenizer=tokenizer, far=house.node, able=lambda: house.node.able,
+    )  # fmt: skip
+    service.start()
+
+    async def ask() -> list[Delta]:
+        deadline_s = service.now_s() + 0.3
+        request = Request(RequestId("a"), (5, 6), SamplingParams(), service.now_s(), queue_deadline_s=deadline_s)
+        return [delta async for delta in service.stream(request)]
+
+    try:
+        assert not service.ready, "for /ready, and for whoever balances load"
+        (delta,) = asyncio.run(ask())
+        assert delta.finish is not None and delta.finish.reason == "timeout"
+        assert "no worker is there for prefill and decode" in delta.finish.detail
+        service.draining = True
+        with pytest.raises(Draining):
+            asyncio.run(ask())
+    finally:
+        service.stop()
 
 
 def test_what_a_process_counts_is_shown_until_it_is_gone(house: House):
