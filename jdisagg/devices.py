@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jdisagg import compile_cache
 from jdisagg.core.errors import MeshError
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -17,13 +18,13 @@ _DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd")  # TPU (two k
 MOST_VIRTUAL = 256  # CPU devices; each has threads of its own
 
 
-def prepare(platform: str, num_devices: int, compile_cache_dir: str = "") -> list[Any]:
+def prepare(platform: str, num_devices: int, compile_cache_dir: str) -> list[Any]:
     """The first `num_devices` devices of `platform` ("auto": the best there is); call before any other use of jax.
 
     On the CPU it makes the virtual devices that are missing, and widens the client's thread pool to twice the devices:
     with fewer threads, collectives of several meshes wait for each other's threads until the client aborts (with more,
     idle threads look for work that is not there: 9 % of a decode turn's samples with 32 threads on 2 cores).
-    Raises MeshError naming both numbers where there are too few.
+    `compile_cache_dir` is as in --compile_cache_dir. Raises MeshError naming both numbers where there are too few.
     """
     virtual = min(num_devices, MOST_VIRTUAL)
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * virtual)))
@@ -34,10 +35,7 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "") -> lis
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # a backend is up already: then its devices are what there is
             jax.config.update("jax_num_cpu_devices", virtual)
-    if compile_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", compile_cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    compile_cache.use(compile_cache_dir)
     try:
         devices = jax.devices()
     except RuntimeError as error:

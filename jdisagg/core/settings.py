@@ -132,7 +132,8 @@ class Settings:
     # running
     platform: str = _setting("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
     record_dir: str = _setting("", "running", "keep the journal of every event here, for jdisagg.replay")
-    compile_cache_dir: str = _setting("", "running", "keep compiled programs here for the next start")
+    compile_cache_dir: str = _setting("auto", "running", "folder of compiled programs, for the next start; auto: in"
+                                      " the user's cache folder; off: none")  # fmt: skip
     log_level: str = _setting("warning", "running", "of the servers", ("debug", "info", "warning", "error"))
 
     def check(self) -> None:

@@ -1,12 +1,9 @@
 """Runs whose prefill and decode workers hold KV differently, or quantise it for the way, as a user starts them."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import jdisagg
 from jdisagg.core.events import KVArrived, WiresTimed
@@ -24,15 +21,6 @@ SIZES: dict[str, Any] = {
     "page_size": 16,
 }
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Most programs are the same in all runs: the first compiles them, the others find them."""
-    SIZES["compile_cache_dir"] = str(tmp_path_factory.mktemp("compiled"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @contextmanager
