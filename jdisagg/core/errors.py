@@ -17,7 +17,8 @@ JdisaggError
 │   ├── TransferRefused      an end says no: unknown, pulled before, expired, another transport
 │   │   └── TransferFull     it would go over an end's limit of bytes
 │   ├── BadTicket            a ticket or message that is malformed or not signed by our secret
-│   └── PeerMismatch         a peer of another secret, model, KV layout, dtype or version
+│   ├── PeerMismatch         a peer of another secret, model, KV layout, dtype or version
+│   └── SenselessWord        a peer says what makes no sense here: its session ends, nobody else's
 ├── JournalError             a record that cannot be read or replayed
 └── IllegalTransition        a phase or handoff event that the table does not have
 """
@@ -97,6 +98,10 @@ class BadTicket(TransportError):
 
 class PeerMismatch(TransportError):
     """A peer that does not share our secret, or runs another model, KV layout, dtype or version."""
+
+
+class SenselessWord(TransportError):
+    """A peer's message of the wrong kind, direction, type or range; the session with that peer ends by it."""
 
 
 class JournalError(JdisaggError):

@@ -15,6 +15,7 @@ WorkerId = NewType("WorkerId", str)
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
+BROKEN = -2  # in the place of a token: the logits were no numbers, nothing can be drawn (-1 is a masked slot's)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,14 @@ class FinishReason(StrEnum):
 class Sampled:
     """One token as it was drawn, with what the client asked to know of it (natural logarithms)."""
 
-    token: int
+    token: int  # BROKEN where the logits were no numbers: its request ends by it as an error
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+
+    @property
+    def broken(self) -> bool:
+        """The logits were no numbers: nothing could be drawn, or be said of what was given."""
+        return self.token == BROKEN or (self.logprob is not None and math.isnan(self.logprob))
 
 
 def continued(request: Request, output: tuple[int, ...]) -> Request:

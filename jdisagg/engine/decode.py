@@ -19,7 +19,7 @@ from jax import Array
 
 from jdisagg.core.events import DecodeDone
 from jdisagg.core.plans import Admission, DecodePlan
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine import machine
 from jdisagg.engine.gates import Gates, Stages
@@ -29,6 +29,7 @@ from jdisagg.engine.section import Section
 from jdisagg.parallel.place import Device, Place, Program
 
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a feed
+MASKED = -1  # reported for a slot that draws nothing
 ADMITTED = 2  # row of a delta, which else is as a feed: 1 where the slot takes a new sequence
 
 
@@ -40,12 +41,15 @@ def steered(feed: Array, delta: Array) -> Array:
 
 
 def advanced(feed: Array, tokens: Array, knobs: Knobs) -> tuple[Array, Array]:
-    """The feed after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot."""
+    """The feed after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot.
+
+    A slot whose logits were no numbers reports BROKEN once and is masked from then on.
+    """
     alive = (feed[ENABLED] == 1) & (feed[STOPPED] == 0)
     position = feed[POSITION] + alive
-    stopped = feed[STOPPED] | (alive & is_stop(tokens, knobs, position))
-    fed = jnp.where(alive, tokens, feed[TOKEN])
-    return jnp.stack([fed, position, stopped.astype(jnp.int32), feed[ENABLED]]), jnp.where(alive, tokens, -1)
+    stopped = feed[STOPPED] | (alive & (is_stop(tokens, knobs, position) | (tokens == BROKEN)))
+    fed = jnp.where(alive & (tokens != BROKEN), tokens, feed[TOKEN])
+    return jnp.stack([fed, position, stopped.astype(jnp.int32), feed[ENABLED]]), jnp.where(alive, tokens, MASKED)
 
 
 def draw_greedy(logits: Array, feed: Array, knobs: Knobs) -> tuple[Array, Array]:
@@ -124,8 +128,8 @@ class PendingDecode:
         tokens = np.asarray(self.tokens)[rows].tolist()
         logprobs = None if self.logprobs is None else [np.asarray(part)[rows] for part in self.logprobs]
         drawn = sampled_rows(tokens, self.wanted, logprobs)
-        pairs = zip(self.plan.active, drawn, strict=True)
-        return DecodeDone(self.plan.plan_id, tuple((slot, each if each.token >= 0 else None) for slot, each in pairs))
+        told = [None if each.token == MASKED else each for each in drawn]
+        return DecodeDone(self.plan.plan_id, tuple(zip(self.plan.active, told, strict=True)))
 
 
 class DrawPrograms:

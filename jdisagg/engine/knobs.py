@@ -30,6 +30,8 @@ from jdisagg.engine.sampling import (
 )
 from jdisagg.parallel.place import Device
 
+LARGEST = np.iinfo(np.int32).max
+
 
 def is_plain(sampling: SamplingParams) -> bool:
     """Whether the argmax of the raw logits is the whole story."""
@@ -49,7 +51,7 @@ class KnobRows:
         """`output_start`: position of the sequence's first output token."""
         ints, floats = self.ints[row], self.floats[row]
         ints[:], floats[:] = -1, 0.0
-        ints[TOP_K] = max(sampling.top_k, 0)
+        ints[TOP_K] = min(max(sampling.top_k, 0), LARGEST)  # over the vocabulary all are alike
         ints[[SEED_LOW, SEED_HIGH]] = np.array(
             [sampling.seed & 0xFFFFFFFF, sampling.seed >> 32 & 0xFFFFFFFF], np.uint32
         ).view(np.int32)

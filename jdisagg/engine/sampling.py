@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jdisagg.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from jdisagg.core.request import BROKEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 NUM_TOP = MAX_LOGPROBS
 NEVER = -jnp.inf
 ROWS = 8  # tokens a column of the weights
 ONE = 0x3F800000  # the bits of 1.0, the largest weight
+COLDEST = 1e-6  # temperatures between 0 and this are this: logits divided by less leave f32
 
 
 class Knobs(NamedTuple):
@@ -57,20 +58,27 @@ class Counts(NamedTuple):
 
 
 def pick_greedy(logits: Array) -> Array:
-    """f32[B, V] -> i32[B], the first of the largest, in two plain reductions: less than argmax costs on the CPU."""
+    """f32[B, V] -> i32[B], the first of the largest, in two plain reductions: less than argmax costs on the CPU.
+
+    BROKEN where the largest is no number: one NaN makes it NaN.
+    """
     largest = jnp.max(logits, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(logits == largest, jnp.arange(logits.shape[1]), logits.shape[1]), axis=-1)
-    return jnp.minimum(first, logits.shape[1] - 1).astype(jnp.int32)  # only NaN gets that far
+    return jnp.where(jnp.isfinite(largest[:, 0]), first, BROKEN).astype(jnp.int32)
 
 
 def pick(logits: Array, knobs: Knobs, counts: Counts, positions: Array) -> Array:
-    """One token a slot, i32[B]; `positions` i32[B] are the drawn tokens' own places in their sequences."""
+    """One token a slot, i32[B]; `positions` i32[B] are the drawn tokens' own places in their sequences.
+
+    BROKEN as in `pick_greedy`.
+    """
     logits = biased(penalised(logits, knobs, counts), knobs)
     logits = without_stops(logits, knobs, positions)
     temperature = knobs.floats[:, TEMPERATURE]
     weights = truncated(weights_of(logits, temperature), knobs)
     drawn = inverse(weights, uniform(knobs, positions))
-    return jnp.where(temperature == 0.0, pick_greedy(logits), drawn)
+    likeliest = pick_greedy(logits)
+    return jnp.where((temperature == 0.0) | (likeliest == BROKEN), likeliest, drawn)
 
 
 def weights_of(logits: Array, temperature: Array) -> Array:
@@ -78,7 +86,7 @@ def weights_of(logits: Array, temperature: Array) -> Array:
 
     Token r * columns + c is at row r, column c.
     """
-    scaled = logits / jnp.where(temperature == 0.0, 1.0, temperature)[:, None]
+    scaled = logits / jnp.where(temperature == 0.0, 1.0, jnp.maximum(temperature, COLDEST))[:, None]
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     weights = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % ROWS)))
     return weights.reshape(weights.shape[0], ROWS, -1)
@@ -207,7 +215,7 @@ def token_logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
 
 
 def counted(counts: Counts, tokens: Array) -> Counts:
-    """The counts with one more output token a slot; a token of -1 (masked slot) counts for nothing."""
+    """The counts with one more output token a slot; a token under 0 (masked slot, BROKEN) counts for nothing."""
     vocab = counts.output.shape[1]
     slots, tokens = jnp.arange(len(tokens)), jnp.where(tokens < 0, vocab, tokens)
     return counts._replace(output=counts.output.at[slots, tokens].add(1, mode="drop"))

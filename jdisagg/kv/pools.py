@@ -50,6 +50,17 @@ def pool_outline(layout: KVLayout, num_pages: int, place: Place) -> jax.ShapeDty
     return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=pool_format(place))
 
 
+def fit_to_keep(k: Array, v: Array) -> tuple[Array, Array]:
+    """[T, Hkv, D] as they may lie in a page: a value that is no number is kept as 0, and its key as NaN.
+
+    A page is read past its owner's tokens, where it holds what its last owner left, and of the null page anything: by
+    weights of 0, but 0 * NaN is NaN. So one sequence's NaN would end those that get its pages. The key says the same
+    to whoever attends to that token, and to nobody else: logits that are not to be seen are left out, not multiplied.
+    """
+    sound = jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
+
+
 def decode_attend(
     pools: list[Array], table: Array, positions: Array, alive: Array, window_of: Callable[[int], int | None]
 ) -> Attend:
@@ -66,7 +77,7 @@ def decode_attend(
     lengths = jnp.where(alive, positions + 1, 0)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pools[layer] = write_kv_pages(pools[layer], k, v, pages, offsets)
+        pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
         return paged_attention(q, pools[layer], table, lengths, window=window_of(layer))
 
     return attend
@@ -84,7 +95,7 @@ def prefill_attend(
     """Attention of packed chunks; row t is written to `offsets[t]` of page `pages[t]` (0: padding)."""
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pools[layer] = write_kv_pages(pools[layer], k, v, pages, offsets)
+        pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
         return prefill_attention(q, pools[layer], table, kv_lens, cu_q_lens, window=window_of(layer))
 
     return attend

@@ -118,6 +118,8 @@ def admission(slot: int, bed: Bed) -> Admission:
 
 def end_of(request: Request, sampled: Sampled, num_output: int) -> FinishReason | None:
     """Why a request is over with this token, its `num_output`th of this attempt; None where it goes on."""
+    if sampled.broken:
+        return FinishReason.ERROR
     if sampled.token in request.sampling.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if num_output >= request.sampling.max_tokens else None

@@ -351,9 +351,10 @@ class Beds:
                 continue  # it stopped, was preempted or aborted, or stepped back, while this turn was in flight
             assert sampled is not None, f"slot {slot} masked itself though its sequence goes on"
             self._first_step(bed, now_s)
-            index = bed.num_output + len(bed.output)
-            bed.output.append(sampled.token)
-            draws.append(Draw(bed.request.request_id, bed.owner.epoch, index, (sampled,)))
+            if not sampled.broken:
+                index = bed.num_output + len(bed.output)
+                bed.output.append(sampled.token)
+                draws.append(Draw(bed.request.request_id, bed.owner.epoch, index, (sampled,)))
             reason = end_of(bed.request, sampled, len(bed.output))
             if reason is not None:
                 over.append((bed, reason))

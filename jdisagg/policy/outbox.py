@@ -33,7 +33,9 @@ class Outbox:
             self.tell_router(Drawn(tuple(draws)))
 
     def end(self, request_id: RequestId, owner: Owner, reason: FinishReason, num_output: int, now_s: float) -> None:
-        self.tell_router(Ended(request_id, owner.epoch, reason, now_s, num_output))
+        """`num_output` tokens are out in all. As an error it ends where its logits were no numbers."""
+        detail = "the model's logits were no numbers (NaN or infinite)" if reason is FinishReason.ERROR else ""
+        self.tell_router(Ended(request_id, owner.epoch, reason, now_s, num_output, detail))
 
     def abort(self, owner: Owner, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
         """Tells the router that this end of a handoff is gone."""

@@ -217,7 +217,8 @@ class Prompts:
             if request_id in prompts:
                 prompts[request_id].scored.extend(scored)
         done = [(prompts[request_id], first) for request_id, first in event.sampled if request_id in prompts]
-        self.out.draw([_first_draw(prompt, first) for prompt, first in done])
+        done = [(prompt, _worst([*prompt.scored, first])) for prompt, first in done]
+        self.out.draw([_first_draw(prompt, first) for prompt, first in done if not first.broken])
         for prompt, first in done:
             self.out.reach(prompt.request.request_id, prompt.owner, Mark.FIRST_TOKEN, now_s)
             self._hand_over(prompt, first, now_s)
@@ -226,7 +227,8 @@ class Prompts:
         owner, here = prompt.owner, self._here(prompt)
         reason = end_of(prompt.request, first, 1)
         if reason is not None:
-            self.out.end(prompt.request.request_id, owner, reason, prompt.num_output + 1, now_s)
+            num_output = prompt.num_output + (not first.broken)
+            self.out.end(prompt.request.request_id, owner, reason, num_output, now_s)
             self.end(owner, Signal.RELEASE)
             if here:
                 self.beds.end(owner, Signal.RELEASE)
@@ -333,6 +335,11 @@ class Prompts:
             self.out.arm(prompt.handoff)
             return False
         return self.end(owner, Signal.EXPIRE)
+
+
+def _worst(drawn: list[Sampled]) -> Sampled:
+    """The last, or the first that is broken: where a prompt's logits were no numbers, so is what follows from them."""
+    return next((each for each in drawn if each.broken), drawn[-1])
 
 
 def _first_draw(prompt: Prompt, first: Sampled) -> Draw:

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from itertools import count
 
+from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     Cancel,
     Effect,
@@ -190,22 +191,24 @@ class Router:
             case AbortAck(handoff, epoch):
                 self.aborts.acknowledged(sender, Owner(handoff, epoch))
             case Progress() | Ended() | Preempted():
-                row = self.rows.get(message.request_id)
-                if row is not None and row.epoch == message.epoch:
+                row = self._row_of(sender, Owner(message.request_id, message.epoch))
+                if row is not None:
                     self._follow(row, sender, message, now_s)
             case _:
-                raise AssertionError(f"no router hears {message!r}")
+                raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a router")
 
-    def _row_of(self, owner: Owner) -> Row | None:
+    def _row_of(self, sender: WorkerId, owner: Owner) -> Row | None:
+        """The attempt, where it runs still and `sender` has a part in it."""
         row = self.rows.get(RequestId(owner.handoff))
-        return row if row is not None and row.epoch == owner.epoch else None
+        ours = row is not None and row.epoch == owner.epoch and sender in (row.prefill, row.decode)
+        return row if ours else None
 
     def _answered(self, sender: WorkerId, message: Reserved | Refused, now_s: float) -> None:
         owner = Owner(message.handoff, message.epoch)
         held = isinstance(message, Reserved)
         if sender in self.peers:
             self.peers[sender].answered(owner, held=held)
-        row = self._row_of(owner)
+        row = self._row_of(sender, owner)
         if row is None and held:
             self.aborts.send(sender, owner, "nobody waits for this bed any more", now_s)  # it was asked for late
         if row is None or row.waiting is not Waiting.ANSWER:
@@ -227,8 +230,8 @@ class Router:
                 self._enqueue(row, now_s)
 
     def _drawn(self, sender: WorkerId, draw: Draw, now_s: float) -> None:
-        row = self.rows.get(draw.request_id)
-        if row is None or row.epoch != draw.epoch:
+        row = self._row_of(sender, Owner(draw.request_id, draw.epoch))
+        if row is None:
             return
         self._reach(row, Phase.SHIPPING if draw.index == row.num_before else Phase.DECODING, now_s)
         if row.waiting is Waiting.TOKEN:
@@ -257,7 +260,7 @@ class Router:
             self._finish(row, row.ended.reason, row.ended.detail, now_s, gone=sender)
 
     def _aborted(self, sender: WorkerId, message: Abort, now_s: float) -> None:
-        row = self._row_of(Owner(message.handoff, message.epoch))
+        row = self._row_of(sender, Owner(message.handoff, message.epoch))
         if row is not None:
             trouble = Trouble.DECODE_GAVE_UP if sender == row.decode else Trouble.PREFILL_GAVE_UP
             avoid = row.blamed(sender) if message.reason is FinishReason.TIMEOUT else sender

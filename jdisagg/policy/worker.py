@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     ROUTER,
     DecodeDone,
@@ -110,7 +111,7 @@ class Worker:
             case AbortAck():
                 return  # this end is gone already
             case _:
-                raise AssertionError(f"no worker hears {message!r}")
+                raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
     def _end(self, owner: Owner, signal: Signal) -> bool:
         prompt_ended = self.prompts.end(owner, signal)

@@ -30,9 +30,9 @@ from jdisagg.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from jdisagg.core.messages import Preempted, Resend, View
+from jdisagg.core.messages import Ended, Preempted, Resend, View
 from jdisagg.core.plans import KVTransfer
-from jdisagg.core.request import Request, RequestId
+from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.peers import empty_view
 from jdisagg.serve.metrics_compat import Aliases
@@ -143,6 +143,7 @@ class Metrics:
             "ship_seconds", "Of a part, from packed to arrived", SECONDS, "source", "destination"
         )
         self._preemptions = self._counter("preemptions", "Sequences sent back to prefill for want of pages", "worker")
+        self._nan_logits = self._counter("nan_logits", "Sequences ended because logits were no numbers", "worker")
         self._failures = self._counter("engine_failures", "Programs or transfers that raised", "worker")
         if recompiles is not None:
             gauge = self._gauge("recompiles", "Programs compiled since the server was ready")
@@ -249,6 +250,8 @@ class Metrics:
             self._preemptions.labels(self._model, actor).inc()
         elif isinstance(item.message, Resend):
             self._resends.labels(self._model, actor).inc()
+        elif isinstance(item.message, Ended) and item.message.reason is FinishReason.ERROR:
+            self._nan_logits.labels(self._model, actor).inc()
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
         if isinstance(item.message, View) and item.sender in self._workers:

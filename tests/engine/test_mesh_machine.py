@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from jdisagg.core.plans import DecodePlan, PageGrant, PrefillPlan
-from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.request import BROKEN, RequestId, Sampled, SamplingParams
+from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.model.names import Index
+from jdisagg.model.sources import RandomSource
 from tests.engine.stacks import (
     CHUNK,
     CONFIG,
@@ -26,6 +29,7 @@ from tests.engine.stacks import (
     generate,
     greedy_continuation,
     mixed_prompts,
+    open_machine,
     prefill_chunk,
     prefill_plans,
     run_prefill,
@@ -75,6 +79,37 @@ def test_a_slot_that_drew_its_stop_token_is_masked_and_disturbs_nobody(pair):
     end = expected[2].index(stop) + 1
     assert tokens_of(rows)[2] == expected[2][:end] and rows[2][end:] == [None] * (10 - end)
     assert [row for n, row in enumerate(tokens_of(rows)) if n != 2] == [row for n, row in enumerate(expected) if n != 2]
+
+
+def test_logits_that_are_no_numbers_end_one_sequence_and_what_it_left_in_its_pages_harms_nobody():
+    """Token 5's embedding is NaN: who feeds it is broken from there on; then another prompt takes the same pages."""
+    colocated = open_machine(Role.COLOCATED, [range(CONFIG.num_layers)], jax.devices()[:1], source=Poisoned())
+    prompts = [(1, 2, 5), (1, 2, 3), (9,) * 11]
+    firsts = first_tokens(run_prefill(colocated, prefill_plans(prompts, [GREEDY] * 3)))
+    assert [first.broken for first in firsts] == [True, False, False]
+    loop = Turns(colocated)
+    poisoned = [replace(firsts[0], token=5), *firsts[1:]]  # as if drawn: now a turn meets it
+    loop.run(3, loop.admissions([(1, 2), *prompts[1:]], poisoned, [GREEDY] * 3, source_pages))
+    assert loop.drawn[0] == [Sampled(BROKEN), None, None]
+    expected = greedy_continuation(prompts[1:], 4)
+    assert tokens_of([[first, *loop.drawn[n + 1]] for n, first in enumerate(firsts[1:])]) == expected
+    again = first_tokens(run_prefill(colocated, prefill_plans([(1, 2, 3)], [GREEDY])))  # in the poisoned pages
+    loop = Turns(colocated)
+    loop.run(3, loop.admissions([(1, 2, 3)], again, [GREEDY], source_pages))
+    assert tokens_of([[again[0], *loop.drawn[0]]]) == expected[:1]
+
+
+class Poisoned(RandomSource):
+    """The tests' model, whose embedding of token 5 is no number."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG, seed=3)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        found = super().read(name, index)
+        if "embed_tokens" in name:
+            found[[row == 5 for row in range(index[0].start, index[0].stop)]] = np.nan
+        return found
 
 
 def test_a_paused_slot_goes_on_where_it_stopped(pair):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.plans import History
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.engine.knobs import KnobRows, history_rows, is_plain
 from jdisagg.engine.sampling import (
     ROWS,
@@ -137,6 +137,33 @@ def test_temperature_zero_is_the_argmax_even_among_drawing_slots():
     tokens = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(4), np.zeros(4, np.int32)))
     assert tokens[0] == logits[0].argmax() and tokens[2] == logits[2].argmax()
     np.testing.assert_array_equal(np.asarray(pick_greedy(jnp.asarray(logits))), logits.argmax(axis=1))
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 40, V - 1])
+def test_logits_that_are_no_numbers_draw_nothing_in_their_row_and_what_they_did_in_the_others(number, place):
+    logits = logits_of(6)
+    sampling = [SamplingParams(temperature=t, seed=9, top_p=0.9) for t in (0.0, 1.0, 0.7)] * 2
+    whole = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(6), np.zeros(6, np.int32)))
+    logits[[0, 2], place] = number
+    tokens = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(6), np.zeros(6, np.int32)))
+    assert tokens[[0, 2]].tolist() == [BROKEN] * 2
+    np.testing.assert_array_equal(tokens[[1, 3, 4, 5]], whole[[1, 3, 4, 5]])
+    greedy = np.asarray(jax.jit(pick_greedy)(logits))
+    assert greedy[[0, 2]].tolist() == [BROKEN] * 2 and (greedy[[1, 3, 4, 5]] >= 0).all()
+
+
+def test_the_coldest_temperature_is_greedy_and_no_division_by_nothing():
+    logits, cold = logits_of(3), [SamplingParams(temperature=t) for t in (5e-324, 1e-40, 1e-9)]
+    tokens = np.asarray(PICK(logits, knobs_of(*cold), no_counts(3), np.zeros(3, np.int32)))
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+
+
+@pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**63, 10**100])
+def test_a_top_k_over_the_vocabulary_leaves_everything_however_large(top_k):
+    logits = logits_of(1)
+    kept = np.asarray(support(logits, knobs_of(SamplingParams(top_k=top_k))))
+    assert kept[0].all()
 
 
 def test_logit_bias_lifts_and_bans():

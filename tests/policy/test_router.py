@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     Cancel,
     EmitTokens,
@@ -20,6 +21,7 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import (
     Abort,
     AbortAck,
+    Commit,
     Draw,
     Drawn,
     Ended,
@@ -239,6 +241,37 @@ def test_whoever_waited_in_vain_is_not_the_one_to_avoid(sender, phase, blamed):
         talk.drawn(P, 1, 0, 10)
     talk.says(sender, Abort(A, 1, "nothing was heard", FinishReason.TIMEOUT))
     assert talk.router.rows[A].avoid == {blamed}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Drawn((Draw(A, 1, 0, (Sampled(7),)),)),
+        Ended(A, 1, FinishReason.STOP, 0.0, 0),
+        Preempted(A, 1, (), "no pages"),
+        Progress(A, 1, Mark.COMMITTED, 0.0),
+        Abort(A, 1, "not mine"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_nobody_speaks_for_a_request_that_is_not_with_him(lie):
+    talk = Talk([*pair(), worker("decode-1", Role.DECODE)])
+    talk.submit(request("a", 6))
+    taken = D if talk.router.rows[A].decode == D else D1
+    stranger = D1 if taken == D else D
+    talk.says(taken, Reserved(A, 1, (1, 2)))
+    talk.says(stranger, lie)
+    row = talk.router.rows[A]
+    assert (row.epoch, row.output, row.phase.value, row.failures) == (1, [], "prefilling", 0)
+
+
+def test_a_word_that_is_for_a_worker_is_refused_by_name_and_changes_nothing():
+    talk = Talk()
+    talk.submit(request("a", 6))
+    with pytest.raises(SenselessWord, match="decode-0 says Commit, which is not for a router"):
+        talk.says(D, Commit(A, 1, Sampled(1), 6, 1))
+    talk.says(D, Reserved(A, 1, (1, 2)))
+    assert talk.router.rows[A].phase.value == "prefilling"
 
 
 def test_an_acknowledged_abort_is_not_sent_again():

@@ -1,11 +1,25 @@
 """One worker, event by event."""
 
+import math
 from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
-from jdisagg.core.events import DropKV, EngineFailed, InsertKV, KVArrived, RunDecode, RunPrefill, Send, ShipKV
+from jdisagg.core.errors import SenselessWord
+from jdisagg.core.events import (
+    DecodeDone,
+    DropKV,
+    EngineFailed,
+    InsertKV,
+    KVArrived,
+    PrefillDone,
+    Received,
+    RunDecode,
+    RunPrefill,
+    Send,
+    ShipKV,
+)
 from jdisagg.core.messages import (
     Abort,
     AbortAck,
@@ -21,7 +35,7 @@ from jdisagg.core.messages import (
     Reserved,
     View,
 )
-from jdisagg.core.request import FinishReason, Sampled
+from jdisagg.core.request import BROKEN, FinishReason, Sampled
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.policy.page_pool import Owner, PageState
 from tests.policy.bench import OTHER, Bench
@@ -305,6 +319,14 @@ def test_pages_that_are_held_already_are_nobodys_to_fill_and_are_read():
     assert bench.worker.pool.pages_of(cache) == set(held) and bench.free_pages == 62
 
 
+def test_a_word_that_is_for_a_router_is_refused_by_name_and_changes_nothing():
+    bench = seated(decoding(), request("a"))
+    with pytest.raises(SenselessWord, match="other-end says View, which is not for a worker"):
+        bench.take(Received(OTHER, View(1, 1, 0, 0)))
+    bench.read_all()
+    assert tokens_of(bench, "a") == definition(request("a"))[1:]
+
+
 def test_kv_of_another_epoch_is_dropped():
     bench, each = decoding(), request("a")
     bench.reserve(each)
@@ -346,7 +368,35 @@ def test_a_failed_turn_ends_its_sequences_and_no_others():
     assert kept.plan.microbatch == 1
 
 
+def test_logits_that_are_no_numbers_end_their_sequence_as_an_error_and_no_other():
+    bench = seated(decoding(turns_ahead=1), request("a"), request("b"))
+    done = bench.pending.popleft()
+    broken = DecodeDone(done.plan_id, ((done.sampled[0][0], Sampled(BROKEN)), *done.sampled[1:]))
+    bench.take(broken)
+    (ended,) = bench.said(Ended)
+    assert (ended.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 1)
+    assert "no numbers" in ended.detail and tokens_of(bench, "a") == []
+    bench.read_all()
+    assert tokens_of(bench, "b") == definition(request("b"))[1:] and bench.free_pages == 64
+
+
 # ------------------------------------------------------------------ prompts
+
+
+@pytest.mark.parametrize("scored", [(), (Sampled(1, math.nan),)])
+def test_a_prompt_whose_logits_are_no_numbers_ends_as_an_error_and_ships_nothing(scored):
+    bench = prefilling()
+    bench.start(request("a"))
+    bench.start(request("b"))
+    done = bench.pending.popleft()
+    first = Sampled(3) if scored else Sampled(BROKEN)
+    name, *others = [each for each, _ in done.sampled]
+    bench.take(PrefillDone(done.plan_id, ((name, first), *done.sampled[1:]), ((name, scored),)))
+    bench.read_all()
+    (ended,) = bench.said(Ended)
+    assert (ended.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 0)
+    assert tokens_of(bench, "a") == [] and len(tokens_of(bench, "b")) == 1 and not others[1:]
+    assert {ship.transfer.handoff for ship in bench.made(ShipKV)} == {"b"}
 
 
 def test_prompts_are_packed_and_long_ones_cut():

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.events import EngineFailed, Reject, Send, Submit
-from jdisagg.core.messages import Preempted, Resend
+from jdisagg.core.events import ROUTER, EngineFailed, Reject, Send, Submit
+from jdisagg.core.messages import Ended, Preempted, Resend
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.serve.generation import pieces
 from jdisagg.serve.metrics import Metrics
@@ -51,7 +51,7 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
 
 @pytest.fixture(scope="module")
 def ran() -> Iterator[ToyStack]:
-    """A short real run, and the four things that go wrong too seldom to wait for."""
+    """A short real run, and the things that go wrong too seldom to wait for."""
     with toy_stack() as stack:
         now_s = stack.service.now_s()
         timed = [
@@ -64,6 +64,7 @@ def ran() -> Iterator[ToyStack]:
         observe("decode-0", Send(WorkerId("router"), Preempted(RequestId("a"), 1, (), "no pages")), now_s)
         observe("decode-0", Send(WorkerId("prefill-0"), Resend("a", 1, 0)), now_s)
         observe("decode-0", EngineFailed(1, None, "fault"), now_s)
+        observe("decode-0", Send(ROUTER, Ended(RequestId("a"), 1, FinishReason.ERROR, now_s, 0, "no numbers")), now_s)
         yield stack
 
 
@@ -88,6 +89,7 @@ def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
     assert found["jdisagg_rejects_total", ""] == 1
     assert found["jdisagg_requests_running", ""] == found["jdisagg_requests_waiting", ""] == 0
     assert found["jdisagg_decode_runs_total", "worker=decode-0"] >= 11
+    assert found["jdisagg_nan_logits_total", "worker=decode-0"] == 1  # a sequence that ended by length is none
 
 
 def test_shipped_bytes_are_pages_times_their_size(ran: ToyStack) -> None:
