@@ -21,6 +21,7 @@ AT_LEAST_ONE = (
     "turns_ahead",
     "queue_limit",
     "max_body_bytes",
+    "max_connections",
     "max_tokens",
 )
 NOT_NEGATIVE = (
@@ -40,6 +41,7 @@ NOT_NEGATIVE = (
 )
 MIN_SILENCE_S = 0.5  # it is broken five times in this
 MIN_LEASE_S = 0.1  # it is renewed three times in this
+MIN_CLIENT_TIMEOUT_S = 0.2  # it is looked at every tenth of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,10 @@ class Settings:
     api_key: str = _setting("", "server", "key that clients must send; empty: none")
     drain_s: float = _setting(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")
     max_body_bytes: int = _setting(4 << 20, "server", "largest HTTP body")
+    max_connections: int = _setting(1000, "server", "open HTTP and gRPC connections each; fewer where ulimit -n is low")
+    client_timeout_s: float = _setting(
+        30.0, "server", "a client's time to ask for something, for a header, and to read what it was sent"
+    )
     debug_keep: int = _setting(512, "server", "requests and decisions that /debug remembers; 0: no /debug")
     metrics_compat: str = _setting("", "server", "also export metrics under these names, as vllm,jetstream")
     # one-shot
@@ -152,6 +158,8 @@ class Settings:
             raise ConfigError(f"--lease_s is {self.lease_s}, must be at least {MIN_LEASE_S}")
         if not self.peer_silence_s >= MIN_SILENCE_S:
             raise ConfigError(f"--peer_silence_s is {self.peer_silence_s}, must be at least {MIN_SILENCE_S}")
+        if not self.client_timeout_s >= MIN_CLIENT_TIMEOUT_S:
+            raise ConfigError(f"--client_timeout_s is {self.client_timeout_s}, must be at least {MIN_CLIENT_TIMEOUT_S}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
         for name in ("http_port", "grpc_port", "control_port"):

@@ -16,6 +16,8 @@ class FrontSettings:
     served_names: tuple[str, ...] = ()  # further names the model answers to
     api_key: str | None = None
     max_body_bytes: int = 8 << 20
+    max_connections: int = 1000  # each of HTTP and gRPC
+    client_timeout_s: float = 30.0  # to ask for something, and to read what it was sent
     max_choices: int = 1024  # prompts times n of one HTTP request
     choices_at_once: int = 64  # of one HTTP request; the rest of its choices are submitted as these end
     max_stops: int = 64

@@ -155,6 +155,13 @@ class Metrics:
         for index, side in enumerate(("offered", "pulled")):
             gauge.labels(self._model, worker, side).set_function(lambda index=index: held_bytes()[index])
 
+    def watch_connections(self, count: Callable[[], int], reasons: Collection[str]) -> Callable[[str], None]:
+        """`count`: of the HTTP connections that are open; what comes back is told why one was cut off."""
+        self._gauge("http_connections", "Open HTTP connections").labels(self._model).set_function(count)
+        cuts = self._counter("http_connections_cut", "HTTP connections that the server ended or refused", "reason")
+        by_reason = {reason: cuts.labels(self._model, reason) for reason in reasons}
+        return lambda reason: by_reason[reason].inc()
+
     # ------------------------------------------------------------ in and out
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:

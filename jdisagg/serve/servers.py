@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -19,9 +22,11 @@ from jdisagg.model.hf_config import read_generation_config
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
+from jdisagg.serve.http.connections import Connection, Cut, Doorkeeper, Limits
 from jdisagg.serve.local import LocalService
 
-BACKLOG = 2048
+BACKLOG = 512  # the kernel's; all of them may be accepted before the first that is too many is refused
+DESCRIPTORS = Path("/proc/self/fd")
 GRACE_S = 2  # for answers that are complete, but whose clients have not read them, once draining is over
 
 
@@ -62,8 +67,35 @@ def _listen(bound: socket.socket, settings: Settings) -> None:
         raise ConfigError(f"--http_port={settings.http_port}: cannot listen on {place} ({error.strerror})") from error
 
 
+def max_connections(settings: Settings) -> int:
+    """Of each front: as many as are asked for, or a third of the descriptors that this process may yet open.
+
+    Raises ConfigError where that is none. The last third is for files and for the other processes of the cluster.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or not DESCRIPTORS.is_dir():
+        return settings.max_connections
+    share = (limit - len(os.listdir(DESCRIPTORS))) // 3
+    if share < 1:
+        raise ConfigError(f"the limit of {limit} open files (ulimit -n) leaves none for connections")
+    return min(settings.max_connections, share)
+
+
 class HTTPServer(uvicorn.Server):
-    """uvicorn without its signal handling: the launcher decides what a signal means."""
+    """uvicorn without its signal handling (the launcher decides what a signal means), its clients under limits."""
+
+    def __init__(self, config: uvicorn.Config, doorkeeper: Doorkeeper) -> None:
+        super().__init__(config)
+        self._doorkeeper = doorkeeper
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server_state.connections)
+
+    async def on_tick(self, counter: int) -> bool:
+        """About ten times a second."""
+        self._doorkeeper.sweep(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,17 +132,7 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets, mod
     running = Running(None, None, None, [])
     if sockets.http is not None:
         _listen(sockets.http, settings)
-        running.http = HTTPServer(
-            uvicorn.Config(
-                create_app(service, front, service.metrics, service.inside),
-                log_level=settings.log_level,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=GRACE_S,  # else a client that never reads keeps the process for ever
-            )
-        )
+        running.http = _http_server(service, front, settings.log_level)
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
         await _until(lambda: running.http is not None and running.http.started, running.http_task)
         host, port = sockets.http.getsockname()[:2]
@@ -125,6 +147,24 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets, mod
         await running.grpc_server.start()
         running.urls.append(f"gRPC  {settings.host}:{sockets.grpc_port}            (jetstream_proto.Orchestrator)")
     return running
+
+
+def _http_server(service: LocalService, front: FrontSettings, log_level: str) -> HTTPServer:
+    doorkeeper = Doorkeeper(Limits(front.max_connections, front.client_timeout_s))
+    config = uvicorn.Config(
+        create_app(service, front, service.metrics, service.inside),
+        http=partial(Connection, doorkeeper),  # type: ignore[arg-type]  # it is called as the class would be
+        ws="none",
+        log_level=log_level,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,  # else a client that never reads keeps the process for ever
+    )
+    server = HTTPServer(config, doorkeeper)
+    if service.metrics is not None:
+        doorkeeper.note = service.metrics.watch_connections(lambda: server.num_connections, tuple(Cut))
+    return server
 
 
 async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
@@ -142,5 +182,7 @@ def front_settings(service: LocalService, settings: Settings, model_folder: Path
         version=jdisagg.__version__,
         api_key=settings.api_key or None,
         max_body_bytes=settings.max_body_bytes,
+        max_connections=max_connections(settings),
+        client_timeout_s=settings.client_timeout_s,
         queue_timeout_s=settings.queue_timeout_s or None,
     )

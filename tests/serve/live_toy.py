@@ -87,6 +87,7 @@ def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: f
         max_model_len=MAX_LEN,
         tokenizer=tokenizer,
         observers=[metrics.observe, records.observe],
+        metrics=metrics,
         inside=Inside(records, lambda: learnt_by(workers)),
     )
     service.start()

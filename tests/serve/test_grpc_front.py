@@ -20,7 +20,7 @@ from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest, DecodeResponse, Heal
 from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.service import Rejected
-from tests.serve.scripted import ScriptedService, end
+from tests.serve.scripted import ScriptedService, end, tokens
 
 TEXT = "Grüße, 世界"
 
@@ -239,3 +239,40 @@ def test_with_a_key_only_those_who_have_it_come_in() -> None:
 
     service = with_channel(test, settings=FrontSettings(api_key="sesame"))
     assert len(service.seen) == 1
+
+
+def test_silent_connections_are_closed_and_those_over_the_limit_are_refused() -> None:
+    async def test() -> None:
+        service, settings = ScriptedService(), FrontSettings(client_timeout_s=0.3, max_connections=20)
+        server = create_grpc_server(service, settings)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        for reader, _ in silent:
+            await asyncio.wait_for(reader.read(), timeout=5)  # what HTTP/2 greets with, and then the end
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert texts(await decode(channel, text_request(max_tokens=3)))
+        await server.stop(grace=0)
+
+    asyncio.run(test())
+
+
+def test_a_client_that_stops_reading_is_dropped_with_its_request() -> None:
+    service = ScriptedService(lambda request: tokens(request, [65] * 20_000), max_model_len=1_000_000)
+    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # what the client takes unread
+
+    async def test() -> None:
+        server = create_grpc_server(service, FrontSettings(client_timeout_s=0.5))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", narrow) as channel:
+            call: Any = OrchestratorStub(channel).Decode(text_request(max_tokens=20_000))
+            await call.read()
+            while service.running:
+                await asyncio.sleep(0.05)
+            with pytest.raises(grpc.aio.AioRpcError):
+                while await call.read():
+                    continue
+        await server.stop(grace=0)
+
+    asyncio.run(asyncio.wait_for(test(), timeout=10))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import NoReturn
@@ -50,12 +52,25 @@ FAILED_STATUS = {
 def create_grpc_server(service: Service, settings: FrontSettings | None = None) -> grpc.aio.Server:
     """A server without a port yet: `add_insecure_port`, then `await start()`."""
     settings = settings or FrontSettings()
-    options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(options=options)  # without reuse a port has one server, not the half of two servers' calls
+    server = grpc.aio.server(options=_options(settings))
     add_OrchestratorServicer_to_server(Orchestrator(service, settings), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", NAME)), server)
     reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+def _options(settings: FrontSettings) -> list[tuple[str, int]]:
+    """Without reuse a port has one server, not the half of two servers' calls."""
+    timeout_ms = math.ceil(1000 * settings.client_timeout_s)
+    return [
+        ("grpc.max_receive_message_length", settings.max_body_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_concurrent_streams", settings.choices_at_once),
+        ("grpc.server_handshake_timeout_ms", timeout_ms),
+        ("grpc.max_connection_idle_ms", timeout_ms),
+        ("grpc.keepalive_time_ms", timeout_ms),  # a client whose host is gone holds no descriptor
+    ]
 
 
 class Orchestrator(OrchestratorServicer):
@@ -67,7 +82,7 @@ class Orchestrator(OrchestratorServicer):
     async def HealthCheck(self, request: HealthCheckRequest, context: Call) -> HealthCheckResponse:
         return HealthCheckResponse(is_live=self._service.ready)
 
-    async def Decode(self, request: DecodeRequest, context: Call) -> AsyncGenerator[DecodeResponse]:
+    async def Decode(self, request: DecodeRequest, context: Call) -> None:
         """One answer is greedy; several are drawn at temperature 1, each with its own seed."""
         await self._check_key(context)
         try:
@@ -80,9 +95,18 @@ class Orchestrator(OrchestratorServicer):
                         if failure is not None:
                             raise failure
                         if piece.text or piece.sampled:
-                            yield _response(index, len(requests), piece.text, [each.token for each in piece.sampled])
+                            ids = [each.token for each in piece.sampled]
+                            await self._write(context, _response(index, len(requests), piece.text, ids))
         except JdisaggError as error:
             await _abort(context, error)
+
+    async def _write(self, context: Call, response: DecodeResponse) -> None:
+        """Ends the call where the client has not read for too long."""
+        timeout_s = self._settings.client_timeout_s
+        try:
+            await asyncio.wait_for(context.write(response), timeout_s)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.CANCELLED, f"the client read nothing for {timeout_s:g} s")
 
     async def _check_key(self, context: Call) -> None:
         if self._settings.api_key is None:
