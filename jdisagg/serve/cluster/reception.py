@@ -1,14 +1,15 @@
 """The router's end of the control links: it admits worker processes, hears them, and notices when they are gone.
 
 A handshake proves the shared secret both ways (challenge and response over two fresh nonces) and compares what the two
-processes run; a peer of another model, version or layout is told both fingerprints and sent away.
+processes run; a peer of another model, version or layout is told both fingerprints and sent away. Until then a peer is
+a stranger: there are so many at once, each has so long, and its words are of one short piece.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +18,31 @@ from typing import Any, Protocol
 
 import grpc
 
-from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerMismatch
-from jdisagg.core.wire import MAX_RECORD_BYTES, Seal, mac_of
+from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch
+from jdisagg.core.wire import Seal, mac_of
 from jdisagg.kv.transport.hello import compare
+from jdisagg.kv.transport.lobby import Lobby
 from jdisagg.kv.transport.terms import Identity
-from jdisagg.serve.cluster.link import HANDSHAKE_S, METHOD, PROTOCOL, Link, Pulse, new_nonce
+from jdisagg.serve.cluster.link import (
+    HANDSHAKE_S,
+    METHOD,
+    PIECE_BYTES,
+    PROTOCOL,
+    Link,
+    Pulse,
+    joined,
+    new_nonce,
+    nonce_of,
+    plain,
+)
+from jdisagg.serve.cluster.watch import Watch
 
 log = logging.getLogger("jdisagg.cluster")
 
-MAX_PEERS = 256
-OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_RECORD_BYTES),
-    ("grpc.max_send_message_length", MAX_RECORD_BYTES),
-    ("grpc.so_reuseport", 0),
-]
+MAX_PEERS = 256  # processes that have joined
+MAX_STRANGERS = 64  # peers that have yet to prove themselves
+MAX_CALLS = MAX_PEERS + 2 * MAX_STRANGERS  # with those on their way out; a thread each
+OPTIONS = [("grpc.max_receive_message_length", PIECE_BYTES + 1)]
 
 
 class Host(Protocol):
@@ -65,11 +77,13 @@ class Reception:
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Raises ConfigError where the address cannot be had."""
-        self._handshake_s = handshake_s
         self._secret, self._identity, self._host, self._pulse = secret, identity, host, pulse or Pulse()
-        self._links: set[Link] = set()
+        self._lobby = Lobby(MAX_STRANGERS, handshake_s)
+        self._links: dict[Link, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
-        self._server = grpc.server(ThreadPoolExecutor(MAX_PEERS, "control"), options=OPTIONS)
+        self._watch = Watch(min(handshake_s, self._pulse.silence_s) / 5, self._look)
+        pool = ThreadPoolExecutor(MAX_CALLS, "control")
+        self._server = grpc.server(pool, options=_limits(handshake_s), maximum_concurrent_rpcs=MAX_CALLS)
         stream = grpc.stream_stream_rpc_method_handler(self._attend)
         service, method = METHOD.strip("/").split("/")
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {method: stream})])
@@ -81,6 +95,7 @@ class Reception:
 
     def start(self) -> None:
         self._server.start()
+        self._watch.start()
 
     def stop(self) -> None:
         """Hangs up on everybody."""
@@ -89,23 +104,35 @@ class Reception:
         for link in links:
             link.hang_up("the router's process goes down")
         self._server.stop(grace=1.0).wait()
+        self._watch.stop()
+
+    def _look(self) -> None:
+        """Shows out strangers who take too long, and ends the calls of links that do not end by themselves."""
+        self._lobby.sweep()
+        with self._lock:
+            links = list(self._links.items())
+        for link, call in links:
+            if link.is_stuck():
+                call.cancel()
 
     def _attend(self, records: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
         """One peer's stream, from its first word to its end."""
-        patience = threading.Timer(self._handshake_s, call.cancel)  # strangers may not keep a thread by saying nothing
-        patience.start()
+        if len(self._links) >= MAX_PEERS:
+            call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} processes have joined, the most there may be")
         try:
-            nonces = yield from self._challenge(records)
-            link = Link(Seal(self._secret, nonces, "router"), Seal(self._secret, nonces, "worker"), self._pulse)
-            answer = self._admit(link, records)
+            with self._lobby.seat(_host_of(call.peer()), call.cancel):
+                nonces = yield from self._challenge(records)
+                link = Link(Seal(self._secret, nonces, "router"), Seal(self._secret, nonces, "worker"), self._pulse)
+                answer = self._admit(link, records)
+        except PeerDead as error:
+            log.warning("%s", error)
+            return
         except JdisaggError as error:
             log.warning("a peer at %s was sent away: %s", call.peer(), error)
             call.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except (grpc.RpcError, StopIteration):
             log.warning("a peer at %s left, or was cut off, before it had proved itself", call.peer())
             return
-        finally:
-            patience.cancel()
         try:
             self._take_in(link, answer, records, call)
             yield from link.records()
@@ -117,25 +144,24 @@ class Reception:
     ) -> None:
         link.send(answer)
         with self._lock:
-            self._links.add(link)
+            self._links[link] = call
         self._host.welcomed(link)
         if not call.add_callback(lambda: link.hang_up("the stream ended")):
             link.hang_up("the stream ended")
         threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True).start()
 
     def _challenge(self, records: Iterator[bytes]) -> Any:
-        first = _plain(next(records, b""))
+        first = plain(next(records, b""))
         if first.get("jdisagg") != PROTOCOL:
-            raise PeerMismatch(f"the peer speaks protocol {str(first.get('jdisagg'))[:20]}, we speak {PROTOCOL}")
-        ours, theirs = new_nonce(), str(first.get("nonce"))
-        if len(theirs) != len(ours):
-            raise BadTicket(f"a handshake needs a nonce of {len(ours)} hex digits, got {theirs[:20]!r}")
+            raise PeerMismatch(f"the peer speaks protocol {first.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
+        ours, theirs = new_nonce(), nonce_of(first)
         yield json.dumps({"nonce": ours, "mac": mac_of(self._secret, "router", theirs, ours)}).encode()
         return theirs + ours
 
     def _admit(self, link: Link, records: Iterator[bytes]) -> dict[str, Any]:
+        record = joined(records, PIECE_BYTES)
         try:
-            hello = link.read(next(records, b""))
+            hello = link.read(record)
         except BadTicket:
             raise PeerMismatch("the peer does not share our secret") from None
         if hello is None:
@@ -145,10 +171,8 @@ class Reception:
 
     def _listen(self, link: Link, records: Iterator[bytes]) -> None:
         try:
-            for record in records:
-                body = link.read(record)
-                if body is not None:
-                    self._host.hear(link, body)
+            for body in link.bodies(records):
+                self._host.hear(link, body)
             link.hang_up("the peer hung up")
         except grpc.RpcError:
             link.hang_up("the connection broke")
@@ -160,15 +184,25 @@ class Reception:
 
     def _forget(self, link: Link) -> None:
         with self._lock:
-            self._links.discard(link)
+            self._links.pop(link, None)
         link.hang_up("the stream ended")
         self._host.lose(link, link.why_over)
 
 
-def _plain(record: bytes) -> dict[str, Any]:
-    """The first record, before there is a session to seal it by."""
-    with contextlib.suppress(ValueError):
-        body = json.loads(record[:1000])
-        if isinstance(body, dict):
-            return body
-    raise BadTicket(f"the first record of a peer is no object: {record[:40]!r}")
+def _limits(handshake_s: float) -> list[tuple[str, int]]:
+    """Of the server, beside those of a call: who opens a connection has to use it, and not for many calls."""
+    patience_ms = math.ceil(1000 * handshake_s)
+    return [
+        *OPTIONS,
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", 2 * MAX_CALLS),
+        ("grpc.max_concurrent_streams", 8),
+        ("grpc.server_handshake_timeout_ms", patience_ms),
+        ("grpc.max_connection_idle_ms", patience_ms),
+        ("grpc.max_metadata_size", 8 << 10),
+    ]
+
+
+def _host_of(peer: str) -> str:
+    """Of "ipv4:10.0.0.1:40000" what is before the port."""
+    return peer.rpartition(":")[0]

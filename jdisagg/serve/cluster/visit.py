@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import threading
@@ -15,10 +16,25 @@ from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
 from jdisagg.core.wire import Seal, mac_of
 from jdisagg.kv.transport.hello import compare
 from jdisagg.kv.transport.terms import Identity
-from jdisagg.serve.cluster.link import HANDSHAKE_S, METHOD, PROTOCOL, Link, Pulse, new_nonce
+from jdisagg.serve.cluster.link import (
+    HANDSHAKE_S,
+    METHOD,
+    PIECE_BYTES,
+    PROTOCOL,
+    Link,
+    Pulse,
+    joined,
+    new_nonce,
+    nonce_of,
+    plain,
+)
 from jdisagg.serve.cluster.reception import OPTIONS
+from jdisagg.serve.cluster.watch import Watch
 
 log = logging.getLogger("jdisagg.cluster")
+
+MOST_TOLD = 1000  # characters of a refusal
+OWN = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, whoever else calls that address
 
 
 class Guest(Protocol):
@@ -90,9 +106,9 @@ class Visit:
     def _visit(self) -> None:
         """One stream, from the handshake to its end."""
         if self._credentials:
-            channel = grpc.secure_channel(self.address, self._credentials, OPTIONS)
+            channel = grpc.secure_channel(self.address, self._credentials, OWN)
         else:
-            channel = grpc.insecure_channel(self.address, OPTIONS)
+            channel = grpc.insecure_channel(self.address, OWN)
         with channel:
             nonce, opening = new_nonce(), Opening()
             self._call = call = channel.stream_stream(METHOD)(opening.records(nonce))
@@ -112,7 +128,8 @@ class Visit:
             link.hang_up("this process goes down")
         try:
             self._guest.joined(link, welcome)
-            self._listen(link, call)
+            with Watch(self._pulse.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
+                self._listen(link, call)
         finally:
             self._link = None
             call.cancel()
@@ -120,13 +137,11 @@ class Visit:
 
     def _shake_hands(self, call: Any, nonce: str, opening: Opening) -> Link:
         try:
-            reply = json.loads(next(call))
+            reply = plain(next(call))
         except (grpc.RpcError, StopIteration) as error:
             raise _reason(error) from error
-        if not isinstance(reply, dict):
-            raise PeerDead(f"what is at {self.address} answers {str(reply)[:40]!r}")
-        theirs = str(reply.get("nonce"))
-        if reply.get("mac") != mac_of(self._secret, "router", nonce, theirs):
+        theirs, proof = nonce_of(reply), str(reply.get("mac")).encode(errors="replace")
+        if not hmac.compare_digest(proof, mac_of(self._secret, "router", nonce, theirs).encode()):
             raise PeerMismatch(f"the router at {self.address} does not share our secret")
         session = nonce + theirs
         link = Link(Seal(self._secret, session, "worker"), Seal(self._secret, session, "router"), self._pulse)
@@ -136,7 +151,7 @@ class Visit:
 
     def _welcome(self, link: Link, answers: Any) -> dict[str, Any]:
         try:
-            body = link.read(next(answers))
+            body = link.read(joined(answers, PIECE_BYTES))
         except (grpc.RpcError, StopIteration) as error:
             link.hang_up("not welcome")
             raise _reason(error) from error
@@ -148,10 +163,8 @@ class Visit:
 
     def _listen(self, link: Link, answers: Any) -> None:
         try:
-            for record in answers:
-                body = link.read(record)
-                if body is not None:
-                    self._guest.hear(body)
+            for body in link.bodies(answers):
+                self._guest.hear(body)
             link.hang_up("the router hung up")
         except grpc.RpcError as error:
             link.hang_up(f"the connection broke ({_code(error)})")
@@ -194,6 +207,7 @@ def _code(error: grpc.RpcError) -> str:
 def _reason(error: grpc.RpcError | StopIteration) -> JdisaggError:
     """A refusal in the router's words, or a router that is not there."""
     details = getattr(error, "details", None)
-    words = (details() if details is not None else "") or type(error).__name__
+    told = (details() if details is not None else "") or type(error).__name__
+    words = "".join(each if each.isprintable() else " " for each in told[:MOST_TOLD])
     refused = isinstance(error, grpc.RpcError) and _code(error) == "PERMISSION_DENIED"
     return PeerMismatch(words) if refused else PeerDead(words)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,14 @@ import pytest
 
 from jdisagg.core.errors import ConfigError, TransportError
 from jdisagg.core.settings import Settings
-from jdisagg.core.wire import MAX_RECORD_BYTES
+from jdisagg.core.wire import MAX_RECORD_BYTES, Seal
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import Parcel
 from jdisagg.serve import blueprint
 from jdisagg.serve.cluster.assemble import identity_of
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
-from jdisagg.serve.cluster.link import METHOD, Link, Pulse
+from jdisagg.serve.cluster.link import BEAT, LAST, METHOD, PROTOCOL, Link, Pulse, cut, new_nonce
 from jdisagg.serve.cluster.reception import Reception
 from jdisagg.serve.cluster.visit import Visit
 
@@ -198,7 +202,7 @@ def test_a_worker_that_cuts_its_pages_otherwise_is_refused_with_both_fingerprint
 def test_a_stranger_who_proves_nothing_is_sent_away(open_reception):
     reception, host = open_reception()
     with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel:
-        records = iter([b'{"jdisagg": 1, "nonce": "' + b"0" * 32 + b'"}', b"x" * 100])
+        records = iter([b'{"jdisagg": 2, "nonce": "' + b"0" * 32 + b'"}', b"\0" + b"x" * 100])
         call: Any = channel.stream_stream(METHOD)(records)
         with pytest.raises(grpc.RpcError):
             list(call)
@@ -223,7 +227,19 @@ def test_a_stranger_who_says_nothing_keeps_no_thread_for_long(open_reception):
     assert host.told.empty()
 
 
-@pytest.mark.parametrize("junk", [b"", b"\x00" * 2000, b"[]", b'{"jdisagg": 99, "nonce": "0"}', b'{"jdisagg": 1}'])
+JUNK = [
+    b"",
+    b"\x00" * 2000,
+    b"[]",
+    b"[" * 2000,
+    b'{"jdisagg": 99, "nonce": "0"}',
+    b'{"jdisagg": 2}',
+    b'{"jdisagg": 2, "nonce": "' + rb"\ud800" * 32 + b'"}',
+    b'{"jdisagg": 2, "nonce": "' + b"0" * 32 + b'"}',
+]
+
+
+@pytest.mark.parametrize("junk", JUNK)
 def test_junk_is_sent_away_and_others_are_served(open_reception, visit, junk: bytes):
     reception, host = open_reception()
     with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel, pytest.raises(grpc.RpcError):
@@ -262,6 +278,164 @@ def test_a_word_that_cannot_be_followed_ends_the_link_and_the_guest_joins_again(
     assert [guest.next()[0] for _ in range(2)] == ["lose", "joined"]
     host.link.send({"crash": 1})
     assert [guest.next()[0] for _ in range(3)] == ["hear", "lose", "joined"]
+
+
+class RawGuest:
+    """A peer that has the secret and does only what it is told."""
+
+    def __init__(self, port: int, secret: bytes = SECRET) -> None:
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)])
+        self._out: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.call: Any = self.channel.stream_stream(METHOD)(iter(self._out.get, b""))
+        nonce = new_nonce()
+        self.say(json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode())
+        session = nonce + json.loads(next(self.call))["nonce"]
+        self._seal, self.heard = Seal(secret, session, "worker"), Seal(secret, session, "router")
+
+    def say(self, record: bytes) -> None:
+        self._out.put(record)
+
+    def sealed(self, body: dict[str, Any]) -> bytes:
+        return self._seal.close(body)
+
+    def join(self) -> bytes:
+        """The record that it joined by."""
+        record = self.sealed({"role": "decode", "identity": asdict(KIND)})
+        for piece in cut(record):
+            self.say(piece)
+        return record
+
+    def close(self) -> None:
+        self.say(b"")
+        self.channel.close()
+
+
+def test_a_recorded_handshake_is_worth_nothing_the_next_time(open_reception):
+    reception, host = open_reception()
+    heard = RawGuest(reception.port)
+    record = heard.join()
+    assert host.next() == ("admit", "decode")
+    heard.close()
+    assert host.next()[0] == "lose"
+    replayed = RawGuest(reception.port)
+    for piece in cut(record):
+        replayed.say(piece)
+    with pytest.raises(grpc.RpcError):
+        next(replayed.call)
+    assert replayed.call.code() is grpc.StatusCode.PERMISSION_DENIED and host.told.empty()
+    replayed.close()
+
+
+def test_words_out_of_turn_cut_short_or_in_wrong_pieces_end_the_peer_that_says_them(open_reception, visit):
+    reception, host = open_reception()
+    for spoil in (lambda word: word[:-1], lambda word: b"x" + word[1:], lambda word: LAST + word[:9]):
+        guest = RawGuest(reception.port)
+        guest.join()
+        assert host.next() == ("admit", "decode")
+        guest.sealed({"lost": "on the way"})
+        guest.say(spoil(next(cut(guest.sealed({"n": 1})))))
+        assert host.next()[0] == "lose"
+        guest.close()
+    visit(reception.port)
+    assert host.next() == ("admit", "decode")
+
+
+def test_half_open_streams_do_not_delay_one_who_joins(open_reception, visit):
+    reception, host = open_reception(handshake_s=30.0)
+    strangers, calls, silence = [], [], threading.Event()
+    for _ in range(40):
+        channel = grpc.insecure_channel(f"127.0.0.1:{reception.port}", [("grpc.use_local_subchannel_pool", 1)])
+        first = b'{"jdisagg": 2, "nonce": "' + b"0" * 32 + b'"}'
+        strangers += [channel]
+        for number in range(8):
+            words = chain([first] if number % 2 else [], (b"" for _ in iter(silence.wait, None)))
+            calls.append(channel.stream_stream(METHOD)(words))
+    try:
+        time.sleep(1.0)
+        began_s = time.monotonic()
+        visit(reception.port)
+        assert host.next() == ("admit", "decode")
+        assert time.monotonic() - began_s < 3.0
+    finally:
+        silence.set()
+        for channel in strangers:
+            channel.close()
+
+
+def test_a_stranger_cannot_write_lines_of_the_log(open_reception, caplog):
+    reception, _ = open_reception()
+    for junk in (b'{"jdisagg":"\\nWARNING forged"}', b'{"jdisagg":2,"nonce":"\\nWARNING forged"}'):
+        with grpc.insecure_channel(f"127.0.0.1:{reception.port}") as channel, pytest.raises(grpc.RpcError):
+            list(channel.stream_stream(METHOD)(iter([junk])))
+    told = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert len(told) == 2 and not [each for each in told if "\n" in each]
+
+
+def test_a_peer_that_is_stopped_is_missed_though_words_for_it_wait(open_reception):
+    reception, host = open_reception()
+    guest = RawGuest(reception.port)
+    guest.join()
+    assert host.next() == ("admit", "decode")
+    for _ in range(20):
+        host.link.send({"long": "x" * (1 << 20)})  # more than all buffers on the way
+    told_s = time.monotonic()
+    assert host.next()[0] == "lose"
+    assert time.monotonic() - told_s < 5 * QUICK.silence_s
+    guest.close()
+
+
+def test_a_router_that_is_stopped_is_missed_though_words_for_it_wait(open_reception, visit):
+    reception, host = open_reception(pulse=Pulse(beat_s=60, silence_s=60))
+    host.hear = lambda link, body: time.sleep(60)  # takes one word, and no more
+    _, guest = visit(reception.port)
+    assert guest.next() == ("joined", 7)
+    for _ in range(20):
+        guest.link.send({"long": "x" * (1 << 20)})
+    what, why = guest.next()
+    assert what == "lose" and "nothing heard" in why
+
+
+def test_a_peer_that_speaks_and_never_listens_is_ended_when_too_much_waits_for_it(open_reception, monkeypatch):
+    monkeypatch.setattr("jdisagg.serve.cluster.link.MOST_WAITING", 1000)
+    reception, host = open_reception()
+    guest = RawGuest(reception.port)
+    guest.join()
+    assert host.next() == ("admit", "decode")
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            guest.say(next(cut(guest.sealed(BEAT))))
+
+    threading.Thread(target=beat, daemon=True).start()
+    for _ in range(2000):
+        host.link.send({"long": "x" * 10_000})
+    what, why = host.next()
+    over.set()
+    assert what == "lose" and "1000 words unread" in why
+    guest.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"[" * 5000, b"\xff" * 100, b"{}", b"x" * (8 << 20)])
+def test_a_router_that_lies_is_asked_again_and_nothing_else_happens(visit, caplog, answer: bytes):
+    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def lie(records: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+        asked.put(next(records))
+        yield answer
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    service, method = METHOD.strip("/").split("/")
+    lies = {method: grpc.stream_stream_rpc_method_handler(lie)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, lies)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    _, guest = visit(port)
+    for _ in range(3):
+        asked.get(timeout=10)
+    assert guest.told.empty()
+    assert not [record for record in caplog.records if record.exc_info]
+    server.stop(grace=0).wait()
 
 
 def test_a_guest_waits_for_a_router_behind_a_port_that_never_answers(open_reception, visit):
