@@ -105,6 +105,7 @@ def standing(
     if len(cores) < 2:
         raise ValueError(f"two devices are two cores, this process may use {len(cores)}")
     secret = folder / "secret"
+    secret.touch(0o600)
     secret.write_text("the secret of a benchmark on one machine")
     with ExitStack() as ends:
         stacks = []

@@ -72,6 +72,7 @@ def start(stack: ExitStack, folder: Path, transport: str, slots: int) -> str:
         spawn(stack, [*shared, *front])
         return f"http://127.0.0.1:{port}"
     secret = folder / "secret"
+    secret.touch(0o600)
     secret.write_text("the secret of a benchmark on one machine")
     shared += [f"--secret_file={secret}", f"--transport={transport}"]
     spawn(stack, [*shared, *front, "--role=router", f"--control_port={control}"])

@@ -20,13 +20,14 @@ from jdisagg.kv.transport.wire import Wire
 
 PROTOCOL = 1
 NONCE_BYTES = 32
+HELLO_BYTES = 8 << 10  # the longest record of a handshake
 
 
 def answer(wire: Wire, terms: Terms, patience: Patience) -> None:
     """The source's part. Raises PeerMismatch after telling the peer."""
     nonce = secrets.token_hex(NONCE_BYTES)
     wire.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, patience)
-    theirs = wire.receive_record(patience)
+    theirs = wire.receive_record(patience, HELLO_BYTES)
     if not _proves(theirs, "pulls", nonce + _nonce(theirs), terms.secret):
         wire.send_record({"refused": "secret"}, patience)
         raise PeerMismatch(f"{wire.peer} does not share our secret")
@@ -36,13 +37,13 @@ def answer(wire: Wire, terms: Terms, patience: Patience) -> None:
 
 def greet(wire: Wire, terms: Terms, patience: Patience) -> None:
     """The destination's part. Raises PeerMismatch."""
-    theirs = wire.receive_record(patience)
+    theirs = wire.receive_record(patience, HELLO_BYTES)
     if theirs.get("jdisagg") != PROTOCOL:
-        raise PeerMismatch(f"{wire.peer} speaks protocol {str(theirs.get('jdisagg'))[:20]}, we speak {PROTOCOL}")
+        raise PeerMismatch(f"{wire.peer} speaks protocol {theirs.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
     nonce = secrets.token_hex(NONCE_BYTES)
     both = _nonce(theirs) + nonce
     wire.send_record({"nonce": nonce} | _proof("pulls", both, terms), patience)
-    reply = wire.receive_record(patience)
+    reply = wire.receive_record(patience, HELLO_BYTES)
     if not _proves(reply, "offers", both, terms.secret):
         raise PeerMismatch(f"{wire.peer} does not share our secret")
     compare(terms.identity, reply["identity"], wire.peer)
@@ -76,7 +77,7 @@ def _proof(role: str, nonces: str, terms: Terms) -> dict[str, Any]:
 def _proves(record: dict[str, Any], role: str, nonces: str, secret: bytes) -> bool:
     mac = record.get("mac")
     wanted = _mac(role, nonces, record.get("identity"), secret)
-    return isinstance(mac, str) and hmac.compare_digest(mac.encode(), wanted.encode())
+    return isinstance(mac, str) and hmac.compare_digest(mac.encode(errors="replace"), wanted.encode())
 
 
 def _mac(role: str, nonces: str, identity: Any, secret: bytes) -> str:

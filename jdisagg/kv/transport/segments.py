@@ -103,6 +103,7 @@ def make_segment(size: int) -> Segment:
     try:
         descriptor = os.memfd_create("jdisagg", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             return Segment(descriptor, mmap.mmap(descriptor, size), os.fstat(descriptor).st_ino)

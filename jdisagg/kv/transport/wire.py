@@ -64,13 +64,13 @@ class Wire:
             raise BadTicket(f"a record of {len(text)} bytes is over the limit of {MAX_RECORD_BYTES}")
         self.send(memoryview(len(text).to_bytes(4, "big") + text), patience)
 
-    def receive_record(self, patience: Patience | None) -> dict[str, Any]:
+    def receive_record(self, patience: Patience | None, limit_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
         """Raises BadTicket where it is no record, or too long a one."""
         head = bytearray(4)
         self.receive_into(memoryview(head), patience)
         length = int.from_bytes(head, "big")
-        if length > MAX_RECORD_BYTES:
-            raise BadTicket(f"{self.peer} announces a record of {length} bytes, the limit is {MAX_RECORD_BYTES}")
+        if length > limit_bytes:
+            raise BadTicket(f"{self.peer} announces a record of {length} bytes, the limit is {limit_bytes}")
         text = bytearray(length)
         self.receive_into(memoryview(text), patience)
         try:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,6 +46,7 @@ from jdisagg.serve.cluster.warm import arrival_jobs, departure_jobs
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.private_files import read_private
 from jdisagg.serve.records import Inside, Records
 from jdisagg.serve.tidings import EVERY_S
 from jdisagg.serve.wires import tell_wire_costs
@@ -75,10 +75,7 @@ def read_secret(settings: Settings) -> bytes:
     """The cluster's shared secret. Raises ConfigError."""
     if not settings.secret_file:
         raise ConfigError("processes of a cluster need --secret_file=FILE, the same 16 bytes or more in each of them")
-    try:
-        secret = Path(settings.secret_file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"--secret_file={settings.secret_file}: {error.strerror}") from error
+    secret = read_private("secret_file", settings.secret_file).strip()
     if len(secret) < SHORTEST_SECRET:
         raise ConfigError(f"--secret_file={settings.secret_file} has {len(secret)} bytes, needs {SHORTEST_SECRET}")
     return secret

@@ -13,6 +13,7 @@ import grpc
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.serve.private_files import read_private
 
 
 def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
@@ -20,14 +21,14 @@ def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
     if not wants_tls(settings):
         return None
     authority = _read("tls_ca", settings.tls_ca)
-    pair = [(_read("tls_key", settings.tls_key), _read("tls_cert", settings.tls_cert))]
+    pair = [(read_private("tls_key", settings.tls_key), _read("tls_cert", settings.tls_cert))]
     return grpc.ssl_server_credentials(pair, authority or None, require_client_auth=bool(authority))
 
 
 def channel_credentials(settings: Settings) -> grpc.ChannelCredentials | None:
     if not wants_tls(settings):
         return None
-    key, cert = _read("tls_key", settings.tls_key), _read("tls_cert", settings.tls_cert)
+    key, cert = read_private("tls_key", settings.tls_key), _read("tls_cert", settings.tls_cert)
     return grpc.ssl_channel_credentials(_read("tls_ca", settings.tls_ca) or None, key, cert)
 
 
@@ -35,6 +36,7 @@ def kv_contexts(settings: Settings) -> tuple[ssl.SSLContext | None, ssl.SSLConte
     """Where KV is offered, and where it is pulled. Raises ConfigError."""
     if not wants_tls(settings):
         return None, None
+    read_private("tls_key", settings.tls_key)  # ssl reads it for itself: only its mode is looked at
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         client = ssl.create_default_context(cafile=settings.tls_ca or None)

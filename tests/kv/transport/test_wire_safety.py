@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -23,6 +25,7 @@ from jdisagg.kv.transport import hello
 from jdisagg.kv.transport.courier import Courier
 from jdisagg.kv.transport.desk import split_address
 from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.segments import make_segment
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, read_ticket, tag_of, verify
@@ -151,6 +154,75 @@ def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout(source:
         wire.receive_record(soon())
     assert time.monotonic() - started_s < 3.0
     wire.close()
+
+
+def test_half_open_connections_do_not_keep_a_peer_out():
+    transport = tcp(replace(TERMS, control_timeout_s=20.0))
+    ticket = offered(transport)
+    strangers = [socket.create_connection(split_address(transport.address)) for _ in range(300)]
+    try:
+        pull_by(TERMS, ticket)
+        assert transport.held().connections < 200
+    finally:
+        for each in strangers:
+            each.close()
+        transport.close()
+
+
+def test_a_handshake_that_trickles_in_ends_in_its_time_by_tls_too(certificate: tuple[Path, Path]):
+    key, chain = certificate
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(chain, key)
+    client = ssl.create_default_context(cafile=str(chain))
+    for terms in (TERMS, replace(TERMS, tls_server=server, tls_client=client)):
+        transport = tcp(terms)
+        stranger = socket.create_connection(split_address(transport.address))
+        started_s = time.monotonic()
+        with pytest.raises(OSError):
+            for byte in b"\x16\x03\x01\x02\x00" + bytes(100):
+                stranger.sendall(bytes([byte]))
+                time.sleep(0.1)
+        assert time.monotonic() - started_s < 5.0
+        stranger.close()
+        transport.close()
+
+
+def test_a_stranger_may_not_announce_more_than_a_handshake_needs(source: Courier):
+    wire = dialled(source)
+    wire.receive_record(soon())
+    wire.socket.sendall((hello.HELLO_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(PeerDead):
+        wire.receive_record(soon())
+    wire.close()
+
+
+def test_a_desk_without_descriptors_waits_for_one_and_does_not_spin(source: Courier):
+    wire = Wire(socket.socket(), "the source")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wire.socket.fileno() + 50, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        wire.socket.connect(split_address(source.address))
+        began_s = time.process_time()
+        time.sleep(0.6)
+        assert time.process_time() - began_s < 0.1
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    hello.greet(wire, TERMS, soon())
+    wire.close()
+
+
+def test_segments_are_their_owners_alone_and_have_no_name():
+    before = set(os.listdir("/dev/shm"))
+    segment = make_segment(1 << 16)
+    assert os.fstat(segment.descriptor).st_mode & 0o077 == 0
+    assert set(os.listdir("/dev/shm")) == before
+    os.close(segment.descriptor)
 
 
 def test_a_guessed_id_without_its_tag_is_unknown(source: Courier):

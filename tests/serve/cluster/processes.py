@@ -40,6 +40,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def private(path: Path, text: str) -> Path:
+    """A new file that its owner alone may read."""
+    path.touch(0o600)
+    path.write_text(text)
+    return path
+
+
 def until(true: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
     """The first truth that `true()` tells."""
     end_s = time.monotonic() + within_s
@@ -93,7 +100,7 @@ class Cluster:
     def start(self, role: str, *more: str) -> Process:
         secret = self.folder / "secret"
         if not secret.exists():
-            secret.write_text("thirty two bytes of no real secret")
+            private(secret, "thirty two bytes of no real secret")
         flags = [
             f"--role={role}",
             f"--mesh={self.mesh}",

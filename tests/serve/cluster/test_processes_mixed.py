@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import conformance
-from tests.serve.cluster.processes import Cluster, until
+from tests.serve.cluster.processes import Cluster, private, until
 
 MISTAKES = {
     ("--role=prefill",): "needs --router=HOST:PORT",
@@ -19,9 +19,10 @@ MISTAKES = {
     ("--role=router", "--router=127.0.0.1:1"): "names another",
     ("--role=router",): "need --secret_file=FILE",
     ("--role=router", "--secret_file=/dev/null"): "has 0 bytes, needs 16",
+    ("--role=router", "--secret_file=pyproject.toml"): "pyproject.toml has mode 0",
     ("--role=router", "--peer_silence_s=0"): "must be at least 0.5",
-    ("--role=router", "--secret_file=pyproject.toml", "--prompt=x"): "give prompts to the whole stack",
-    ("--role=decode", "--router=127.0.0.1:1", "--secret_file=pyproject.toml", "--tls_ca=x"): "needs --tls_cert",
+    ("--role=router", "--secret_file=SECRET", "--prompt=x"): "give prompts to the whole stack",
+    ("--role=decode", "--router=127.0.0.1:1", "--secret_file=SECRET", "--tls_ca=x"): "needs --tls_cert",
 }
 
 
@@ -32,9 +33,11 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_one_line_and_exit_code_2():
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path):
+    secret = private(tmp_path / "secret", "sixteen bytes of secret, or more")
+    asked = [[flag.replace("SECRET", str(secret)) for flag in flags] for flags in MISTAKES]
     with ThreadPoolExecutor(2) as pool:
-        for done, says in zip(pool.map(lambda flags: run(*flags), MISTAKES), MISTAKES.values(), strict=True):
+        for done, says in zip(pool.map(lambda flags: run(*flags), asked), MISTAKES.values(), strict=True):
             assert done.returncode == 2 and says in done.stderr, done.stderr
             assert len(done.stderr.strip().splitlines()) == 1
 
@@ -55,8 +58,7 @@ def test_a_router_that_prefills_works_with_a_decode_process_and_refuses_another_
     refused = until(lambda: other.said(r"jdisagg: .*fingerprint (\w+) there, (\w+) here.*"), "a refusal")
     assert refused[1] != refused[2] and "embedded" in refused[0] and "llama3" in refused[0]
 
-    forger = tmp_path / "secret"
-    forger.write_text("another sixteen bytes or more")
+    forger = private(tmp_path / "secret", "another sixteen bytes or more")
     stranger = cluster.start("decode", f"--secret_file={forger}")
     assert stranger.popen.wait(timeout=240) == 1
     assert stranger.said("jdisagg: the router at .* does not share our secret")
