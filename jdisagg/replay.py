@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import ROUTER
-from jdisagg.core.journal import Header, Recorded, digest, encode, read_lines
+from jdisagg.core.journal import Header, Recorded, digest, read_lines
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.sim.rerun import rerun

@@ -19,6 +19,7 @@ JdisaggError
 │   ├── BadTicket            a ticket or message that is malformed or not signed by our secret
 │   ├── PeerMismatch         a peer of another secret, model, KV layout, dtype or version
 │   └── SenselessWord        a peer says what makes no sense here: its session ends, nobody else's
+├── DecodeError              JSON that is no value of the declared types
 ├── JournalError             a record that cannot be read or replayed
 └── IllegalTransition        a phase or handoff event that the table does not have
 """
@@ -102,6 +103,10 @@ class PeerMismatch(TransportError):
 
 class SenselessWord(TransportError):
     """A peer's message of the wrong kind, direction, type or range; the session with that peer ends by it."""
+
+
+class DecodeError(JdisaggError):
+    """JSON that is no noun, or whose fields are of other types than declared; the text names the field."""
 
 
 class JournalError(JdisaggError):

@@ -1,127 +1,27 @@
 """What happened, on record: every event with its time and its actor, and what it led to, as JSON lines.
 
-A record is exact: decoded, it is equal to what was encoded, floats to the last bit. Fields at their defaults are left
-out. The ring in memory keeps objects and is encoded only when somebody reads it, so that recording costs little.
+A record is exact (see `codec.py`). The ring in memory keeps objects and is encoded only when somebody reads it, so
+that recording costs little.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import types
-import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import cache
 from typing import Any
 
-from jdisagg.core import events, messages, plans
-from jdisagg.core.errors import JournalError
+from jdisagg.core.codec import decode, decode_as, encode, shown
+from jdisagg.core.errors import ConfigError, DecodeError, JournalError
 from jdisagg.core.events import Effect, Event
-from jdisagg.core.ledger import Ledger
-from jdisagg.core.request import Request, Sampled, SamplingParams, WorkerId
+from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 
-TAG = "is"
 VERSION = 1
-
-
-def _dataclasses_of(module: types.ModuleType) -> list[type]:
-    return [each for each in vars(module).values() if isinstance(each, type) and dataclasses.is_dataclass(each)]
-
-
-NOUNS: dict[str, type] = {
-    each.__name__: each
-    for each in (
-        *_dataclasses_of(plans),
-        *_dataclasses_of(messages),
-        *_dataclasses_of(events),
-        *(Request, SamplingParams, Sampled, Ledger, WorkerConfig, RouterConfig),
-    )
-}
-
-# ------------------------------------------------------------------ values to JSON and back
-
-
-def encode(value: Any) -> Any:
-    """A noun, or anything one is made of, as JSON values; dataclasses carry their names under "is"."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = {each.name: getattr(value, each.name) for each in _fields(type(value))}
-        defaults = _defaults(type(value))
-        kept = {name: encode(one) for name, one in given.items() if name not in defaults or one != defaults[name]}
-        return {TAG: type(value).__name__, **kept}
-    if isinstance(value, tuple | list):
-        return [encode(each) for each in value]
-    if isinstance(value, Enum):
-        return value.value
-    return value
-
-
-def decode(value: Any) -> Any:
-    """The noun that `encode` was given. Raises JournalError where it is none of this version's."""
-    try:
-        return _decode_noun(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise JournalError(f"cannot read {str(value)[:120]!r}: {type(error).__name__}: {error}") from error
-
-
-def _decode_noun(value: dict[str, Any]) -> Any:
-    noun = NOUNS[value[TAG]]
-    readers = _readers(noun)
-    return noun(**{name: readers[name](one) for name, one in value.items() if name != TAG})
-
-
-@cache
-def _fields(noun: type) -> tuple[dataclasses.Field[Any], ...]:
-    return tuple(each for each in dataclasses.fields(noun) if each.init)
-
-
-@cache
-def _defaults(noun: type) -> dict[str, Any]:
-    return {each.name: each.default for each in _fields(noun) if each.default is not dataclasses.MISSING}
-
-
-@cache
-def _readers(noun: type) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(noun)
-    return {each.name: _reader(hints[each.name]) for each in _fields(noun)}
-
-
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What turns the JSON of a value of type `hint` back into it."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, typing.NewType):
-        return _reader(hint.__supertype__)
-    if origin in (types.UnionType, typing.Union):
-        return _union_reader(inside)
-    if origin in (tuple, list):
-        return _row_reader(origin, inside)
-    if dataclasses.is_dataclass(hint):
-        return _decode_noun
-    return hint if issubclass(hint, Enum) else _as_is
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _union_reader(members: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """Unions here are of nouns, which name themselves, or of one plain type and None."""
-    some = [member for member in members if member is not types.NoneType]
-    read = _decode_noun if dataclasses.is_dataclass(some[0]) else _reader(some[0])
-    return lambda value: None if value is None else read(value)
-
-
-def _row_reader(origin: type, inside: tuple[Any, ...]) -> Callable[[Any], Any]:
-    if origin is list or inside[-1] is Ellipsis:
-        read = _reader(inside[0])
-        return lambda value: origin(read(each) for each in value)
-    reads = [_reader(each) for each in inside]
-    return lambda value: tuple(read(each) for read, each in zip(reads, value, strict=True))
+LATEST_S = 1e12  # a clock says no more
 
 
 def digest(effects: Iterable[Effect]) -> str:
@@ -168,13 +68,24 @@ class Recorded:
     actor: WorkerId
     event: Event
     decided: str
+    line: int = field(default=0, compare=False)  # of the file
 
 
 class Journal:
-    """The last `limit` entries in memory; all of them to `sink`, a line each, where one is given."""
+    """The last `limit` entries in memory; all of them to `sink`, a line each, where one is given.
 
-    def __init__(self, header: Header, limit: int = 10_000, sink: Callable[[str], Any] | None = None) -> None:
-        self.header, self.sink = header, sink
+    A sink that fails is dropped, for a full disk is to cost the record and nothing else; `dropped` is told why, once.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        limit: int = 10_000,
+        sink: Callable[[str], Any] | None = None,
+        dropped: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
+        """Raises OSError where the sink does not even take the header."""
+        self.header, self.sink, self._dropped = header, sink, dropped
         self.entries: deque[Entry] = deque(maxlen=limit)
         self.num_recorded = 0
         self._open: Entry | None = None  # its effects are still being observed
@@ -199,8 +110,15 @@ class Journal:
         """The last entry has all its effects: it may be written."""
         self._open = None
         if self.sink is not None and self._unwritten is not None:
-            self.sink(self._unwritten.to_line())
+            self._write(self.sink, self._unwritten.to_line())
         self._unwritten = None
+
+    def _write(self, sink: Callable[[str], Any], line: str) -> None:
+        try:
+            sink(line)
+        except OSError as error:
+            self.sink = None
+            self._dropped(error)
 
     def _add(self, entry: Entry) -> None:
         self.entries.append(entry)
@@ -217,26 +135,53 @@ def read_lines(lines: Iterable[str]) -> tuple[Header, Iterator[Recorded]]:
     """A journal's header and its entries, read as they are asked for. Raises JournalError, naming the line."""
     numbered = enumerate(lines, 1)
     _, first = next(numbered, (0, ""))
-    head = _parse(first, 1)
-    if head.get("version") != VERSION:
-        raise JournalError(f"line 1 says version {head.get('version')}, this program reads {VERSION}")
-    header = Header(decode(head["router"]), tuple(decode(each) for each in head["workers"]))
+    head = _parse(first, 1, ("version",))
+    if head["version"] != VERSION:
+        raise JournalError(f"line 1 says version {shown(head['version'])}, this program reads {VERSION}")
+    _check_there(head, 1, ("router", "workers"))
+    if not isinstance(head["workers"], list):
+        raise JournalError(f"line 1: workers is {shown(head['workers'])} and no list")
+    try:
+        header = Header(
+            decode_as(RouterConfig, head["router"]), tuple(decode_as(WorkerConfig, each) for each in head["workers"])
+        )
+        for worker in header.workers:
+            worker.check()
+    except (DecodeError, ConfigError) as error:
+        raise JournalError(f"line 1: {error}") from error
     return header, (_recorded(line, number) for number, line in numbered if line.strip())
 
 
-def _parse(line: str, number: int) -> dict[str, Any]:
+def _parse(line: str, number: int, names: Sequence[str]) -> dict[str, Any]:
+    """The record of a line that has these fields."""
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise JournalError(f"line {number} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        cut = "" if line.endswith("\n") else ", and has no end: the file may have been cut off there"
+        raise JournalError(f"line {number} is not JSON: {str(error)[:120]}{cut}") from error
     if not isinstance(record, dict):
-        raise JournalError(f"line {number} is no record: {line[:60]!r}")
+        raise JournalError(f"line {number} is no record: {shown(record)}")
+    _check_there(record, number, names)
     return record
 
 
-def _recorded(line: str, number: int) -> Recorded:
-    record = _parse(line, number)
-    missing = {"at_s", "actor", "event", "decided"} - record.keys()
+def _check_there(record: dict[str, Any], number: int, names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in record]
     if missing:
         raise JournalError(f"line {number} lacks {', '.join(sorted(missing))}")
-    return Recorded(record["at_s"], WorkerId(record["actor"]), decode(record["event"]), record["decided"])
+
+
+def _recorded(line: str, number: int) -> Recorded:
+    record = _parse(line, number, ("at_s", "actor", "event", "decided"))
+    at_s, actor, decided = record["at_s"], record["actor"], record["decided"]
+    if type(at_s) not in (int, float) or not abs(at_s) <= LATEST_S:
+        raise JournalError(f"line {number}: at_s is {shown(at_s)} and no time")
+    if not isinstance(actor, str) or not isinstance(decided, str):
+        raise JournalError(f"line {number}: actor is {shown(actor)} and decided {shown(decided)}, both are texts")
+    try:
+        event = decode(record["event"])
+    except DecodeError as error:
+        raise JournalError(f"line {number}: {error}") from error
+    if not isinstance(event, Event):
+        raise JournalError(f"line {number}: {type(event).__name__} is no event")
+    return Recorded(at_s, WorkerId(actor), event, decided, number)

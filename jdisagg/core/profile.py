@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jdisagg.core.errors import ConfigError, JournalError
-from jdisagg.core.journal import decode, encode
+from jdisagg.core.codec import decode, encode
+from jdisagg.core.errors import ConfigError, DecodeError
 from jdisagg.core.worker_config import WorkerConfig
 
 VERSION = 1
@@ -141,7 +141,7 @@ def read_profile(path: Path | str) -> Profile:
         raise ConfigError(f"profile {path} is of version {version}, this program reads {VERSION}")
     try:
         return _profile(record)
-    except (KeyError, TypeError, ValueError, JournalError) as error:
+    except (KeyError, TypeError, ValueError, DecodeError) as error:
         raise ConfigError(f"profile {path} cannot be read: {type(error).__name__}: {error}") from error
 
 

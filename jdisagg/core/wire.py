@@ -50,7 +50,10 @@ class Seal:
                 f"record {self._number} of session {self._session[:8]} is not sealed by its {self._direction}"
             )
         self._number += 1
-        body = json.loads(text)
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:  # sealed, and no JSON: a number of 5,000 digits, 100,000 brackets
+            raise BadTicket(f"record {self._number - 1} of session {self._session[:8]} is no JSON: {error}") from error
         if not isinstance(body, dict):
             raise BadTicket(f"record {self._number - 1} of session {self._session[:8]} is no object: {text[:40]!r}")
         return body

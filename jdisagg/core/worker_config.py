@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.request import WorkerId
 
 
@@ -40,6 +42,13 @@ class Digests(StrEnum):
     OFF = "off"
 
 
+MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
+MAY_BE_NONE = ("beds_ahead", "reserve_tokens", "decode_turns_per_prefill", "part_tries")
+WHOLE = (
+    *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
+    *("max_chunk_seqs", "turns_ahead", "prefills_ahead"),
+    *MAY_BE_NONE,
+)
 RAW = "raw"  # the wire of numbers as they are
 
 
@@ -82,6 +91,24 @@ class WorkerConfig:
     error_bound: float = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first size that no worker can have, with its value."""
+        for name in WHOLE:
+            value, low = getattr(self, name), 0 if name in MAY_BE_NONE else 1
+            if not low <= value <= MOST:
+                raise ConfigError(f"{self.worker}: {name} is {value}, must lie in [{low}, {MOST}]")
+        for name in ("prefill_buckets", "table_buckets"):
+            sizes: tuple[int, ...] = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or not 1 <= sizes[0] <= sizes[-1] <= MOST:
+                raise ConfigError(f"{self.worker}: {name} is {sizes[:9]}, must ascend from 1 up")
+        if self.num_slots % self.num_microbatches:
+            raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill {self.num_microbatches} microbatches")
+        if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
+            raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
+        for name in ("ack_timeout_s", "error_bound", "part_timeout_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
 
     @property
     def slots_per_microbatch(self) -> int:

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jdisagg.core.plans import Admission
+from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.plans import Admission, KVTransfer
 from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
 from jdisagg.policy.handoff import Handoff, Signal, State
 from jdisagg.policy.page_pool import Owner
@@ -82,6 +83,11 @@ class Bed:
 
     def renew(self, now_s: float) -> None:
         self.handoff.deadline_s = now_s + self.lease_s
+
+    def is_for(self, transfer: KVTransfer) -> bool:
+        """Whether it comes from this bed's source, for pages that are this bed's to fill."""
+        ours = {NULL_PAGE, *self.own_pages}
+        return transfer.source == self.source and ours.issuperset(transfer.destination_pages)
 
     def wants(self, part: int) -> bool:
         """Whether this part is still to come; one that COMMIT does not count is none of this bed's."""

@@ -121,7 +121,7 @@ class Beds:
     def commit(self, message: Commit, source: WorkerId, now_s: float) -> None:
         owner = Owner(message.handoff, message.epoch)
         bed = self.beds.get(owner)
-        if bed is None:
+        if bed is None or bed.source != source:
             self.out.send(source, Abort(*owner, "no such bed"))
         elif admitted(bed):
             self.out.send(source, Ack(*owner, bed.wire_s))  # it was said twice: the Ack may have been lost
@@ -133,6 +133,9 @@ class Beds:
         if ours and theirs and ours != theirs:
             self._give_up(bed, f"{bed.source} shipped pages of {theirs}, {self.config.worker} holds {ours}")
             return
+        if message.num_tokens != len(bed.request.prompt):
+            self._give_up(bed, f"{bed.source} commits {message.num_tokens} tokens of {len(bed.request.prompt)}")
+            return
         bed.commit(message.first, message.num_tokens, message.num_parts, message.layers)
         bed.renew(now_s)
         if not self._admit_if_complete(bed, now_s):
@@ -143,7 +146,7 @@ class Beds:
         """A part landed: inserted where its bed still waits for it, dropped where it is late or came before."""
         transfer = event.transfer
         bed = self.beds.get(Owner(transfer.handoff, transfer.epoch))
-        if bed is None or not bed.wants(transfer.part):
+        if bed is None or not bed.wants(transfer.part) or not bed.is_for(transfer):
             self.out.put(DropKV(transfer))
             return
         bed.renew(now_s)

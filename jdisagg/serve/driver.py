@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     ROUTER,
     DropKV,
@@ -110,6 +111,10 @@ class Far(Protocol):
 
     def give_up(self, worker: WorkerId) -> None:
         """The router is to know that a worker of this process is of no more use."""
+        ...
+
+    def end_session(self, peer: WorkerId, why: str) -> None:
+        """The peer said what makes no sense: everything with its process is over."""
         ...
 
 
@@ -234,7 +239,7 @@ class LiveDriver:
             self._observe(actor, event, now_s)
             if isinstance(event, EngineFailed) and event.plan_id is not None:
                 self._unheard.get(actor, set()).discard(event.plan_id)
-            for effect in self.actors[actor].handle(event, now_s):
+            for effect in self._decide(actor, event, now_s):
                 self._observe(actor, effect, now_s)
                 self._act(actor, effect)
             if self._strikes.heard(actor, event):
@@ -242,6 +247,18 @@ class LiveDriver:
         if self._told:
             self._deliver(self._told)
             self._told = []
+
+    def _decide(self, actor: WorkerId, event: Event, now_s: float) -> Sequence[Any]:
+        """What follows; a word of another process that cannot be followed ends the session with its speaker."""
+        try:
+            return self.actors[actor].handle(event, now_s)
+        except Exception as error:
+            if self._far is None or not isinstance(event, Received) or event.sender in self.actors:
+                raise
+            if not isinstance(error, SenselessWord):
+                log.exception("%s cannot follow what %s says", actor, event.sender)
+            self._far.end_session(event.sender, f"{type(error).__name__}: {error}")
+            return ()
 
     def _lose(self, worker: WorkerId) -> None:
         log.error("%s is lost: its plans fail again and again", worker)

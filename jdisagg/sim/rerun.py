@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import (
     ROUTER,
@@ -37,7 +38,7 @@ from jdisagg.core.events import (
     Submit,
     TimerFired,
 )
-from jdisagg.core.journal import Entry, Header, Recorded, digest, encode
+from jdisagg.core.journal import Entry, Header, Recorded, digest
 from jdisagg.core.messages import Message
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId

@@ -1,6 +1,7 @@
 """Who begins to decode before its KV is whole, what its turn waits for, and who goes first where places are few."""
 
 from jdisagg.core.events import DecodeDone, KVArrived, OpenGates, Received, RunDecode, Send
+from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Abort, Ack, Commit, Reserve
 from jdisagg.core.plans import DecodePlan, Gate, KVTransfer
 from jdisagg.core.request import Request, Sampled, WorkerId
@@ -35,7 +36,10 @@ class Bench:
 
     def arrive(self, each: Request, part: int) -> list:
         name = each.request_id
-        return self.take(KVArrived(KVTransfer(name, 1, name, SOURCE, self.worker.config.worker, (1,), (1,), 4, part)))
+        nowhere = (NULL_PAGE,)  # as of pages that the worker holds already
+        return self.take(
+            KVArrived(KVTransfer(name, 1, name, SOURCE, self.worker.config.worker, (1,), nowhere, 4, part))
+        )
 
     def read(self, plan: DecodePlan) -> list:
         return self.take(DecodeDone(plan.plan_id, tuple((slot, Sampled(4)) for slot in plan.active)))

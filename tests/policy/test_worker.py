@@ -35,7 +35,7 @@ from jdisagg.core.messages import (
     Reserved,
     View,
 )
-from jdisagg.core.request import BROKEN, FinishReason, Sampled
+from jdisagg.core.request import BROKEN, FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.policy.page_pool import Owner, PageState
 from tests.policy.bench import OTHER, Bench
@@ -325,6 +325,33 @@ def test_a_word_that_is_for_a_router_is_refused_by_name_and_changes_nothing():
         bench.take(Received(OTHER, View(1, 1, 0, 0)))
     bench.read_all()
     assert tokens_of(bench, "a") == definition(request("a"))[1:]
+
+
+def test_kv_for_pages_of_another_bed_or_from_another_source_is_dropped():
+    bench = decoding()
+    for each in (request("a", 6), request("b", 6)):
+        assert bench.reserve(each)
+    mine, others = (bench.transfer(request(name, 6), 0, 1) for name in ("a", "b"))
+    for lie in (
+        replace(mine, destination_pages=others.destination_pages),
+        replace(mine, destination_pages=(-1,)),
+        replace(mine, source=WorkerId("stranger")),
+    ):
+        assert [type(each) for each in bench.take(KVArrived(lie))] == [DropKV]
+    assert InsertKV in [type(each) for each in bench.take(KVArrived(mine))]
+
+
+def test_a_commit_of_another_source_or_of_another_length_does_not_admit():
+    bench = decoding()
+    for name in ("a", "b"):
+        assert bench.reserve(request(name, 6))
+        bench.arrive(request(name, 6))
+    bench.take(Received(WorkerId("stranger"), Commit("a", 1, Sampled(3), 6, 1)))
+    assert not bench.made(RunDecode) and [each.detail for each in bench.said(Abort)] == ["no such bed"]
+    bench.says(Commit("b", 2, Sampled(3), 10**6, 1), OTHER)
+    assert not bench.made(RunDecode) and "commits 1000000 tokens of 6" in bench.said(Abort)[-1].detail
+    bench.commit(request("a", 6))
+    assert len(bench.made(RunDecode)) > 0
 
 
 def test_kv_of_another_epoch_is_dropped():

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from jdisagg import devices, replay
+from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import DecodeDone, KVArrived, PrefillDone, RunDecode, RunPrefill, ShipKV, TimerFired
-from jdisagg.core.journal import Header, Journal, Recorded, encode, read_lines
+from jdisagg.core.journal import Header, Journal, Recorded, read_lines
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId

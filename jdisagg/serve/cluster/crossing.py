@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from jdisagg.core.errors import BadTicket, TransportError
+from jdisagg.core.codec import decode_as, encode
+from jdisagg.core.errors import ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
-from jdisagg.core.journal import decode, encode
+from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.plans import KVTransfer
+from jdisagg.core.protocol import MOST_LAYERS, check_transfer
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.kv.shipping import Departure, Move, devices_of, joined
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
@@ -55,17 +57,49 @@ class PeerRecord:
 
 
 def read_peer(record: dict[str, Any]) -> PeerRecord:
-    """Of a peer's JSON. Raises BadTicket where it is none."""
+    """Of a peer's JSON. Raises SenselessWord where it is none."""
     try:
-        stages = tuple(
-            StageShape(range(int(first), int(stop)), int(tp), int(page_size), str(dtype))
-            for first, stop, tp, page_size, dtype in record["stages"]
-        )
-        config = decode(record["config"])
-        assert isinstance(config, WorkerConfig), config
+        config = decode_as(WorkerConfig, record["config"])
+        config.check()
+        stages = tuple(_read_stage(each) for each in record["stages"])
         return PeerRecord(config, stages, read_capability(record["capability"]))
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise BadTicket(f"a peer describes no worker: {str(record)[:80]}") from error
+    except (KeyError, TypeError, ValueError, DecodeError, ConfigError, PeerMismatch) as error:
+        raise SenselessWord(f"a peer describes no worker: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _read_stage(record: Any) -> StageShape:
+    first, stop, tp, page_size, dtype = record
+    if not isinstance(dtype, str) or not all(type(each) is int for each in (first, stop, tp, page_size)):
+        raise ValueError(f"{str(record)[:80]} is no stage")
+    if not (0 <= first < stop <= MOST_LAYERS and 1 <= tp <= MOST and 1 <= page_size <= MOST):
+        raise ValueError(f"a stage of layers {first} to {stop}, tp {tp} and pages of {page_size}")
+    return StageShape(range(first, stop), tp, page_size, dtype)
+
+
+def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransfer:
+    """The transfer of a notice that `sender` gives `to`. Raises SenselessWord, BadTicket."""
+    try:
+        transfer = decode_as(KVTransfer, notice["transfer"])
+        ticket = read_ticket(notice["ticket"])
+        rows = [_read_move(each) for each in notice["moves"]]
+    except (KeyError, TypeError, ValueError, DecodeError) as error:
+        raise SenselessWord(f"a notice that cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+    check_transfer(transfer, sender, to)
+    if ticket.parcel != Parcel(transfer.handoff, transfer.epoch, transfer.part):
+        raise SenselessWord(f"a notice of part {transfer.part} of {transfer.handoff!r} offers another: {ticket.parcel}")
+    for pages in rows:
+        if not {NULL_PAGE, *transfer.destination_pages}.issuperset(pages):
+            raise SenselessWord(f"a notice of {transfer.handoff!r} is for pages that are not the transfer's")
+    return transfer
+
+
+def _read_move(record: Any) -> list[int]:
+    """The pages that one piece goes to."""
+    stage, first, stop, pages, atoms = record
+    numbers = (stage, first, stop, atoms, *pages)
+    if not all(type(each) is int and 0 <= each <= MOST for each in numbers) or not first < stop:
+        raise ValueError(f"{str(record)[:80]} is no move")
+    return pages
 
 
 @dataclass(frozen=True)
@@ -124,8 +158,7 @@ class Crossing:
 
     def fetch(self, machine: MeshMachine, notice: dict[str, Any]) -> tuple[FarParcel, KVArrived]:
         """Pulls what the notice offers; blocks. A failed pull is a part that is not intact."""
-        transfer = decode(notice["transfer"])
-        assert isinstance(transfer, KVTransfer), transfer
+        transfer = decode_as(KVTransfer, notice["transfer"])
         began_s = time.monotonic()
         try:
             parcel = FarParcel(transfer, self._pull(machine, notice, began_s + self._timeout_s))

@@ -16,21 +16,22 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from jdisagg.core.errors import BadTicket, TransferRefused
+from jdisagg.core.codec import encode, shown
+from jdisagg.core.errors import BadTicket, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
-from jdisagg.core.journal import decode, encode
 from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_machine import MeshMachine
 from jdisagg.kv.transport.choose import choose
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.cluster.bodies import read_shift_s, read_tidings, read_word
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, read_peer, records
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.driver import LiveDriver, Readers
-from jdisagg.serve.learnt import Learnt, learnt_by, read_learnt
-from jdisagg.serve.tidings import Everywhere, read_samples, samples_of
+from jdisagg.serve.learnt import Learnt, learnt_by
+from jdisagg.serve.tidings import Everywhere, samples_of
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -82,17 +83,33 @@ class Node:
     # ------------------------------------------------------------ in
 
     def take(self, body: dict[str, Any], shift_s: float = 0.0) -> None:
-        """A body for an actor of this process. Raises BadTicket, JournalError."""
+        """A body for an actor of this process. Raises SenselessWord, BadTicket."""
         sender, to = WorkerId(str(body.get("from"))), WorkerId(str(body.get("to")))
         if to not in self.driver.actors:
-            raise BadTicket(f"there is no {to!r} here to hear {sender!r}")
-        if "kv" in body:
+            raise SenselessWord(f"there is no {shown(to)} here to hear {shown(sender)}")
+        if not self.knows(sender):
+            return  # it was dropped: its last words are nobody's
+        message = self.checked(body, sender, to)
+        if message is None:
             self._readers.read(_lane(sender, to), lambda: self._fetch(to, body["kv"]))
-            return
-        message = decode(body.get("message"))
-        if not isinstance(message, Message):
-            raise BadTicket(f"{sender!r} says {type(message).__name__}, which is no message")
-        self.driver.post(to, Received(sender, _shifted(message, shift_s)))
+        else:
+            self.driver.post(to, Received(sender, _shifted(message, shift_s)))
+
+    def knows(self, name: WorkerId) -> bool:
+        return name == ROUTER or name in self.machines or name in self.peers
+
+    def checked(self, body: dict[str, Any], sender: WorkerId, to: WorkerId) -> Message | None:
+        """As `read_word`, by names. The router checks what it relays: who speaks is cut off, not who hears."""
+        try:
+            return read_word(body, self._config_of(sender), self._config_of(to))
+        except SenselessWord as error:
+            raise SenselessWord(f"{sender} to {to}: {error}") from error
+
+    def _config_of(self, name: WorkerId) -> WorkerConfig | None:
+        """None for the router."""
+        if name == ROUTER:
+            return None
+        return self.machines[name].config if name in self.machines else self.peers[name].config
 
     def _fetch(self, to: WorkerId, notice: dict[str, Any]) -> None:
         try:
@@ -155,6 +172,12 @@ class WorkerNode(Node):
         self.post(ROUTER, {"lost": worker})
         if len(self._broken) == len(self.machines):
             self._ended(f"plans fail again and again on {', '.join(sorted(self._broken))}")
+
+    def end_session(self, peer: WorkerId, why: str) -> None:
+        """Whoever it was, it came by way of the router."""
+        link = self._link
+        if link is not None:
+            link.hang_up(f"{peer}: {why}")
 
     def tell(self) -> None:
         """The tidings of this moment; nobody there, nothing sent."""
@@ -231,14 +254,19 @@ class RouterNode(Node):
     def give_up(self, worker: WorkerId) -> None:
         self._drop([worker], "its plans fail again and again")
 
+    def end_session(self, peer: WorkerId, why: str) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.hang_up(why)
+            self._drop(self._workers_of(link), why)
+
     # ------------------------------------------------------------ `reception.Host`
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
-        try:
-            shift_s = time.monotonic() - float(hello["now_s"])
-            joining = [read_peer(record) for record in hello["workers"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadTicket(f"a peer's hello cannot be read: {type(error).__name__}: {error}") from error
+        shift_s, described = read_shift_s(hello), hello.get("workers")
+        if not isinstance(described, list):
+            raise SenselessWord(f"a peer's workers are {shown(described)}")
+        joining = [read_peer(record) for record in described]
         with self._lock:
             self._check_names(joining)
             self._check_ways(joining)
@@ -294,8 +322,11 @@ class RouterNode(Node):
             self.driver.post(ROUTER, WorkerLeaving(speaker))
         elif to in self.driver.actors:
             self.take(body, self.shift_s(link))
-        else:
+        elif to in self.peers:
+            self.checked(body, speaker, to)
             self.post(to, body)
+        elif "message" not in body and "kv" not in body:
+            raise SenselessWord(f"{shown(speaker)} says nothing that is known: {shown(body)}")
 
     def shift_s(self, link: Link) -> float:
         """What the clock of that process lacks to be ours."""
@@ -306,10 +337,11 @@ class RouterNode(Node):
         with self._lock:
             if link not in self._shifts:
                 return  # on its way out
-            self._shifts[link].append(time.monotonic() - float(tidings["now_s"]))
-            self._recompiles[link] = int(tidings["recompiles"])
-            self.counted.hear(link, read_samples(tidings["samples"]))
-            self._learnt[link] = read_learnt(tidings.get("learnt", {}))
+            shift_s, recompiles, samples, learnt = read_tidings(tidings)
+            self._shifts[link].append(shift_s)
+            self._recompiles[link] = recompiles
+            self.counted.hear(link, samples)
+            self._learnt[link] = learnt
 
     def learnt(self) -> Learnt:
         """By the workers of all processes, those of others a second ago."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.errors import BadTicket, JournalError, TransferRefused
+from jdisagg.core.codec import encode
+from jdisagg.core.errors import BadTicket, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER
-from jdisagg.core.journal import encode
 from jdisagg.core.messages import Drawn, View
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
@@ -147,11 +148,18 @@ def test_nobody_speaks_for_a_worker_of_another_process(house: House):
         {"from": "decode-0", "to": ROUTER},
         {"from": "decode-0", "to": ROUTER, "message": encode(worker("x").config)},
         {"tidings": {"now_s": 1.0, "recompiles": 0, "samples": [["a", "b", {}, 1.0]]}},
+        {"tidings": {"now_s": math.nan, "recompiles": 0, "samples": []}},
+        {"tidings": {"now_s": 10**400, "recompiles": 0, "samples": []}},
+        {"tidings": {"now_s": 1.0, "recompiles": "many", "samples": []}},
+        {"tidings": []},
+        {"from": "decode-0", "to": ROUTER, "message": {"is": "View", "free_pages": "x"}},
+        {"from": "decode-0", "to": ROUTER, "kv": {}},
+        {"from": "decode-0"},
     ],
 )
 def test_words_that_cannot_be_read_are_refused(house: House, body: dict[str, Any]):
     link = house.join(worker("decode-0"))
-    with pytest.raises((BadTicket, JournalError)):
+    with pytest.raises((BadTicket, SenselessWord)):
         house.node.hear(link, body)
 
 

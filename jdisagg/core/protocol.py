@@ -1,0 +1,150 @@
+"""Which words go from whom to whom, and what their numbers can be: checked where a word comes from another process.
+
+Pure arithmetic over the message and the two workers' sizes. What a word is about (is there such a handoff still, is it
+that worker's) only its actor knows, and drops what it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jdisagg.core.errors import SenselessWord
+from jdisagg.core.messages import (
+    Abort,
+    AbortAck,
+    Ack,
+    Commit,
+    Drawn,
+    Ended,
+    Message,
+    Preempted,
+    Progress,
+    Refused,
+    Renew,
+    Resend,
+    Reserve,
+    Reserved,
+    StartPrefill,
+    View,
+)
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.worker_config import MOST, WorkerConfig
+
+TO_ROUTER = (Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View)
+FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck)
+FROM_PREFILL = (Commit, Renew)  # to the worker that decodes
+FROM_DECODE = (Ack, Resend)  # and back
+EITHER_WAY = (Abort, AbortAck)
+LARGEST_TOKEN = (1 << 31) - 1
+MOST_LAYERS = 1 << 10
+
+
+def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig | None) -> None:
+    """Raises SenselessWord unless `sender` may say this to `to`; None is the router."""
+    if not isinstance(message, _words_between(sender, to)):
+        raise _senseless(message, f"is not for {_name(sender)} to say to {_name(to)}")
+    for name, value in _numbers_of(message):
+        if not 0 <= value < math.inf:
+            raise _senseless(message, f"{name} is {value}")
+    match message:
+        case Reserved() if sender is not None:
+            _check_bed(message, sender)
+        case View() if sender is not None and message.free_pages > sender.num_pages:
+            raise _senseless(message, f"free_pages is {message.free_pages} of {sender.num_pages}")
+        case Drawn(draws):
+            for draw in draws:
+                _check_tokens(message, [each.token for each in (*draw.sampled, *draw.prompt)])
+                _check_most(message, "index", draw.index)
+        case Preempted(output=output):
+            _check_tokens(message, output)
+        case Commit():
+            _check_commit(message)
+        case Reserve(request=request) | StartPrefill(request=request) if to is not None:
+            if not request.prompt or len(request.prompt) > to.max_model_len:
+                raise _senseless(message, f"a prompt of {len(request.prompt)} tokens, the limit is {to.max_model_len}")
+            _check_tokens(message, request.prompt)
+        case _:
+            return
+
+
+def check_transfer(transfer: KVTransfer, sender: WorkerConfig, to: WorkerConfig) -> None:
+    """Raises SenselessWord unless this part may go from `sender` to `to`."""
+    if (transfer.source, transfer.destination) != (sender.worker, to.worker):
+        names = f"from {transfer.source!r} to {transfer.destination!r}"
+        raise _senseless(transfer, f"is {names}, and comes from {sender.worker!r} to {to.worker!r}")
+    if not (sender.role.prefills and to.role.decodes):
+        raise _senseless(transfer, f"is not for {_name(sender)} to send to {_name(to)}")
+    for name, value in _numbers_of(transfer):
+        if value < 0:
+            raise _senseless(transfer, f"{name} is {value}")
+    for name, pages, most in (
+        ("source_pages", transfer.source_pages, sender.num_pages),
+        ("destination_pages", transfer.destination_pages, to.num_pages),
+    ):
+        if pages and not 0 <= min(pages) <= max(pages) <= most:
+            raise _senseless(transfer, f"{name} are {min(pages)} to {max(pages)}, there are {most}")
+    if transfer.layers is not None and not 0 <= transfer.layers[0] < transfer.layers[1] <= MOST_LAYERS:
+        raise _senseless(transfer, f"layers are {transfer.layers}")
+    if transfer.wire not in sender.wires:
+        raise _senseless(transfer, f"wire is {transfer.wire[:40]!r}, known are {', '.join(sender.wires)}")
+
+
+def _words_between(sender: WorkerConfig | None, to: WorkerConfig | None) -> tuple[type, ...]:
+    if to is None:
+        return TO_ROUTER if sender is not None else ()
+    if sender is None:
+        return FROM_ROUTER
+    words: tuple[type, ...] = EITHER_WAY
+    if sender.role.prefills and to.role.decodes:
+        words += FROM_PREFILL
+    if sender.role.decodes and to.role.prefills:
+        words += FROM_DECODE
+    return words
+
+
+def _numbers_of(word: Any) -> Iterable[tuple[str, float]]:
+    """Its own numbers, in order; those of what it carries are not counted."""
+    for each in dataclasses.fields(word):
+        value = getattr(word, each.name)
+        if type(value) in (int, float):
+            yield each.name, value
+
+
+def _check_bed(message: Reserved, sender: WorkerConfig) -> None:
+    pages = message.pages
+    if not pages or len(set(pages)) != len(pages) or not 1 <= min(pages) <= max(pages) <= sender.num_pages:
+        raise _senseless(message, f"{len(pages)} pages that are not all apart and among 1 to {sender.num_pages}")
+    if message.cached_pages > len(pages) or message.page_size not in (0, sender.page_size):
+        found = f"cached_pages is {message.cached_pages} of {len(pages)}, page_size {message.page_size}"
+        raise _senseless(message, f"{found} where {sender.page_size} was said at the joining")
+
+
+def _check_commit(message: Commit) -> None:
+    _check_tokens(message, [message.first.token])
+    _check_most(message, "num_tokens", message.num_tokens)
+    if message.num_parts > message.num_tokens * max(1, len(message.layers)):
+        raise _senseless(message, f"{message.num_parts} parts of {message.num_tokens} tokens")
+    if len(message.layers) > MOST_LAYERS or not all(0 <= a < b <= MOST_LAYERS for a, b in message.layers):
+        raise _senseless(message, f"layers are {message.layers[:3]}, of {len(message.layers)}")
+
+
+def _check_tokens(message: Message, tokens: Iterable[int]) -> None:
+    wrong = next((token for token in tokens if not 0 <= token <= LARGEST_TOKEN), None)
+    if wrong is not None:
+        raise _senseless(message, f"{wrong} is no token")
+
+
+def _check_most(message: Message, name: str, value: int) -> None:
+    if not 0 <= value <= MOST:
+        raise _senseless(message, f"{name} is {value}, must lie in [0, {MOST}]")
+
+
+def _name(worker: WorkerConfig | None) -> str:
+    return "the router" if worker is None else f"{worker.worker} ({worker.role})"
+
+
+def _senseless(word: Any, why: str) -> SenselessWord:
+    return SenselessWord(f"{type(word).__name__}: {why}")

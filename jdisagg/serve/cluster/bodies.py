@@ -1,0 +1,57 @@
+"""What a body on a control link says, read and checked: whatever a peer wrote, what comes out is of the declared types.
+
+A body is a message from worker to worker or to or from the router, a notice of KV, or a process's tidings. What makes
+no sense raises SenselessWord, or BadTicket, by which the link with whoever said it ends.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from jdisagg.core.codec import decode, shown
+from jdisagg.core.errors import DecodeError, SenselessWord
+from jdisagg.core.messages import Message
+from jdisagg.core.protocol import check_word
+from jdisagg.core.worker_config import MOST, WorkerConfig
+from jdisagg.serve.cluster.crossing import read_notice
+from jdisagg.serve.learnt import Learnt, read_learnt
+from jdisagg.serve.tidings import Samples, read_samples
+
+
+def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> Message | None:
+    """The message of a body, None where it is a notice of KV. Either end is None where it is the router."""
+    if "kv" in body:
+        if sender is None or to is None:
+            raise SenselessWord("KV goes from worker to worker, and the router is none")
+        read_notice(body["kv"], sender, to)
+        return None
+    try:
+        message = decode(body.get("message"))
+    except DecodeError as error:
+        raise SenselessWord(str(error)) from error
+    if not isinstance(message, Message):
+        raise SenselessWord(f"{type(message).__name__} is no message")
+    check_word(message, sender, to)
+    return message
+
+
+def read_shift_s(record: Any) -> float:
+    """What the clock of the process that says its `now_s` lacks to be ours, and the way here."""
+    try:
+        shift_s = time.monotonic() - float(record["now_s"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SenselessWord(f"a clock that cannot be read: {type(error).__name__}: {shown(error)}") from error
+    if not math.isfinite(shift_s):
+        raise SenselessWord(f"a clock that says {shown(record['now_s'])}")
+    return shift_s
+
+
+def read_tidings(tidings: Any) -> tuple[float, int, Samples, Learnt]:
+    """Its clock's shift, its recompiles, its samples, and what its workers have learnt."""
+    shift_s = read_shift_s(tidings)
+    recompiles, samples, learnt = (tidings.get(name) for name in ("recompiles", "samples", "learnt"))
+    if type(recompiles) is not int or not 0 <= recompiles <= MOST:
+        raise SenselessWord(f"tidings of {shown(recompiles)} recompiles")
+    return shift_s, recompiles, read_samples(samples), read_learnt(learnt or {})
