@@ -214,7 +214,7 @@ class Fake:
         self.links.append(link)
 
     def hear(self, link: Link, body: dict[str, Any]) -> None:
-        pass
+        """It does not listen."""
 
     def lose(self, link: Link, why: str) -> None:
         self.lost.append(why)
