@@ -7,6 +7,8 @@ it is: `--load_format=orbax` restores each shard's slice straight onto its devic
 in host memory once; writing safetensors holds one file of it.
 """
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from jdisagg import flags
 from jdisagg.core.errors import CheckpointError, FlagError
 from jdisagg.model.checkpoint import stored_source
 from jdisagg.model.export import copy_companions, save_hf
+from jdisagg.model.files import first_line
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.orbax_source import OrbaxSource, save_orbax
 from jdisagg.model.params import check_tensors
@@ -38,17 +41,34 @@ def declare() -> flags.FlagValues:
 
 
 def convert(source_folder: Path, target: Path, fmt: str, dtype: str | None) -> None:
-    """Writes the model of `source_folder` to `target` as "orbax" or "hf". Raises `CheckpointError`."""
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"output {target} is not empty")
+    """Writes the model of `source_folder` to `target` as "orbax" or "hf", or nothing. Raises `CheckpointError`."""
+    target = target.resolve()
+    _refuse_occupied(target)
     source = stored_source(source_folder)
     check_tensors(source, read_config(source_folder))
-    target.mkdir(parents=True, exist_ok=True)
-    if fmt == "orbax":
-        save_orbax(target, dict(_tensors(source, dtype)))
-    else:
-        save_hf(target, _tensors(source, dtype))
-    copy_companions(source_folder, target, dtype)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        if fmt == "orbax":
+            save_orbax(partial, dict(_tensors(source, dtype)))
+        else:
+            save_hf(partial, _tensors(source, dtype))
+        copy_companions(source_folder, partial, dtype)
+        partial.replace(target)
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors and orbax have kinds of their own for a full disk
+        raise CheckpointError(f"cannot write {target}: {first_line(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refuse_occupied(target: Path) -> None:
+    try:
+        if target.exists() and any(target.iterdir()):
+            raise CheckpointError(f"output {target} is not empty")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
 
 def _tensors(source: HFSource | OrbaxSource, dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:

@@ -7,7 +7,8 @@ JdisaggError
 ├── CheckpointError          the folder, a file or a tensor is not what the model needs
 │   ├── UnsupportedModel     an architecture or an option this project does not run
 │   ├── MissingTensor        a tensor the model needs is in no file
-│   └── WrongShape           a tensor is there with another shape
+│   ├── WrongShape           a tensor is there with another shape
+│   └── WrongDtype           a tensor is there, but its numbers are no floating-point ones
 ├── RequestError             the client's request cannot be served as written (HTTP 400)
 │   └── TooLong              prompt + max_tokens over the model's limit
 ├── TransportError           KV did not cross between two processes
@@ -55,6 +56,10 @@ class MissingTensor(CheckpointError):
 
 class WrongShape(CheckpointError):
     """A tensor whose shape is not the one the configuration asks for."""
+
+
+class WrongDtype(CheckpointError):
+    """A tensor of integers, or of another format that weights cannot have."""
 
 
 class RequestError(JdisaggError):

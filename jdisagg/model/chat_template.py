@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import CheckpointError, RequestError
+from jdisagg.model.files import read_text, shown
 
 Message = Mapping[str, Any]
 
@@ -52,13 +53,21 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name: `chat_template.jinja` (and `additional_chat_templates/`), else the tokenizer's config."""
-    found = tokenizer_config.get("chat_template") or {}
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
-    templates = {"default": found} if isinstance(found, str) else dict(found)
+    templates = _listed(tokenizer_config.get("chat_template"), folder)
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
-    return templates | {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()}
+    return templates | {name: read_text(path) for name, path in files.items() if path.exists()}
+
+
+def _listed(found: Any, folder: Path) -> dict[str, str]:
+    """Every spelling of the tokenizer config's field: one template, several by name, or a list of both."""
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        found = {each.get("name"): each.get("template") for each in found}
+    templates = {"default": found} if isinstance(found, str) else {} if found is None else found
+    if not isinstance(templates, dict) or not all(isinstance(each, str) for each in (*templates, *templates.values())):
+        place = folder / "tokenizer_config.json"
+        raise CheckpointError(f"{place} has chat_template = {shown(found)}; needed: a text, or texts by name")
+    return templates
 
 
 class ChatTemplates:
@@ -69,7 +78,7 @@ class ChatTemplates:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in templates.items()}
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise CheckpointError(f"the chat template in {place} does not compile: {error}") from error
 
     @property

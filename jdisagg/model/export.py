@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jdisagg.core.model_config import ModelConfig, RopeScaling
+from jdisagg.model.files import regular
 from jdisagg.model.hf_config import FAMILIES
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import Stage
@@ -115,10 +116,11 @@ def _batches(tensors: Tensors, file_bytes: int) -> Iterator[dict[str, np.ndarray
 
 def copy_companions(source: Path, target: Path, dtype: str | None) -> None:
     """Config, tokenizer and template files; the config then names `dtype`, where one is given."""
-    for path in (path for pattern in COMPANIONS for path in source.glob(pattern) if path.name != INDEX_FILE):
+    found = (path for pattern in COMPANIONS for path in source.glob(pattern))
+    for path in (path for path in found if path.name != INDEX_FILE and not path.is_dir()):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+        shutil.copyfile(regular(path), copy)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         spelling = "dtype" if "dtype" in config else "torch_dtype"

@@ -5,16 +5,15 @@ Both spellings are read: the old one (`rope_theta` and `rope_scaling` at the top
 exactly is refused by name, never approximated.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from jdisagg.core.errors import CheckpointError, UnsupportedModel
+from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import ModelConfig, RopeScaling
+from jdisagg.core.request import MAX_STOP_TOKENS
+from jdisagg.model.files import Fields, Json, read_json, shown
 
-Json = Mapping[str, Any]
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -22,7 +21,19 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ROPE_KINDS = ("default", "linear", "llama3")
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING_RANGES = {  # [low, high] of what a generation config may say; (low, high] where low is 0 and in OPEN
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+}
+OPEN = ("top_p", "repetition_penalty")
+# The most that a config may ask for, far over any published model: what it says is looped over and allocated.
+MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 512, 4096, 4096
+MOST_CHANNELS, MOST_VOCAB, MOST_POSITIONS = 1 << 20, 1 << 24, 1 << 27
+MOST_FACTOR = 1e6  # of rotary frequencies
+MOST_THETA = 1e15
 # What transformers assumes where a family's file is silent (the rest is the same in all four).
 DEFAULT_KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
 DEFAULT_HEAD_DIM = {"llama": None, "mistral": None, "qwen2": None, "qwen3": 128}
@@ -35,162 +46,180 @@ class GenerationDefaults:
 
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)  # only the keys of SAMPLING_KEYS the file has
+    sampling: Mapping[str, float] = field(default_factory=dict)  # only the keys of SAMPLING_RANGES the file has
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Numbers of the model in `folder`, which needs nothing but its `config.json`. Raises `UnsupportedModel`."""
-    return parse_config(read_json(Path(folder) / "config.json"))
+    """Numbers of the model in `folder`, which needs nothing but its `config.json`. Raises `CheckpointError`."""
+    path = Path(folder) / "config.json"
+    return parse_config(read_json(path), str(path))
 
 
-def read_json(path: Path) -> Json:
-    """A JSON object from a file of a checkpoint; `CheckpointError` if it is missing or is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object")
-    return value
-
-
-def parse_config(raw: Json) -> ModelConfig:
-    """`config.json` as a mapping -> `ModelConfig`."""
-    family = _family(raw)
-    _refuse_options(raw)
-    heads, hidden, layers = _number(raw, "num_attention_heads"), _number(raw, "hidden_size"), _layers(raw)
-    theta, scaling = _rope(raw)
-    attention_bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
+def parse_config(raw: Json, place: str = "config.json") -> ModelConfig:
+    """`config.json` as a mapping -> `ModelConfig`; `place` names it in messages. Raises `UnsupportedModel`."""
+    read = Fields(raw, place)
+    family = _family(read)
+    _refuse_options(read)
+    heads, hidden = read.needed("num_attention_heads", MOST_HEADS), read.needed("hidden_size", MOST_CHANNELS)
+    layers = read.needed("num_hidden_layers", MOST_LAYERS)
+    kv_heads, head_dim = _attention(read, family, heads, hidden)
+    theta, scaling = _rope(read)
+    attention_bias = read.flag("attention_bias") and family in ("llama", "qwen3")
     return ModelConfig(
         family=family,
-        vocab_size=_number(raw, "vocab_size"),
+        vocab_size=read.needed("vocab_size", MOST_VOCAB),
         hidden_size=hidden,
-        intermediate_size=_number(raw, "intermediate_size"),
+        intermediate_size=read.needed("intermediate_size", MOST_CHANNELS),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads", DEFAULT_KV_HEADS[family]) or heads,
-        head_dim=raw.get("head_dim", DEFAULT_HEAD_DIM[family]) or hidden // heads,
-        max_position=raw.get("max_position_embeddings", DEFAULT_POSITIONS[family]),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=_positions(read) or DEFAULT_POSITIONS[family],
+        rms_norm_eps=_or(read.number("rms_norm_eps", 0.0, 1.0), 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=read.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
+        mlp_bias=read.flag("mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
-        layer_windows=_windows(raw, family, layers),
+        layer_windows=_windows(read, family, layers),
     )
 
 
-def _family(raw: Json) -> str:
-    names = raw.get("architectures") or []
+def _or(found: float | None, default: float) -> float:
+    return default if found is None else found
+
+
+def _positions(read: Fields) -> int | None:
+    return read.whole("max_position_embeddings", 1, MOST_POSITIONS)
+
+
+def _family(read: Fields) -> str:
+    names = read.words("architectures") or []
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    found = ", ".join(map(str, names)) or f"none named (model_type {raw.get('model_type')!r})"
-    raise UnsupportedModel(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
+    found = ", ".join(names)[:200] or f"none named (model_type {shown(read.raw.get('model_type'))})"
+    raise UnsupportedModel(f"{read.place}: architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def _refuse_options(raw: Json) -> None:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
+def _refuse_options(read: Fields) -> None:
+    act = read.word("hidden_act")
+    if act not in (None, "silu", "swish"):
+        raise UnsupportedModel(f"{read.place}: hidden_act {shown(act)} is not supported; supported: silu")
+    quantized = read.part("quantization_config")
+    if quantized is not None and quantized.raw:
+        method = quantized.raw.get("quant_method", "unnamed")
         raise UnsupportedModel(
-            f"quantization {method!r} is not supported; supported: bfloat16, float16, float32 weights"
+            f"{read.place}: quantization {shown(method)} is not supported;"
+            " supported: bfloat16, float16, float32 weights"
         )
 
 
-def _number(raw: Json, key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json has {key} = {value!r}; a positive integer is needed")
-    return value
+def _attention(read: Fields, family: str, heads: int, hidden: int) -> tuple[int, int]:
+    """(KV heads, numbers a head): heads share KV evenly, and rotation needs pairs."""
+    kv_heads = read.whole("num_key_value_heads", 1, MOST_HEADS) or DEFAULT_KV_HEADS[family] or heads
+    head_dim = read.whole("head_dim", 2, MOST_HEAD_DIM) or DEFAULT_HEAD_DIM[family] or hidden // heads
+    if heads % kv_heads:
+        raise read.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {heads} ({kv_heads} is none)")
+    if head_dim % 2 or not head_dim:
+        raise read.wrong("head_dim", f"an even number ({head_dim} is none)")
+    return kv_heads, head_dim
 
 
-def _layers(raw: Json) -> int:
-    return _number(raw, "num_hidden_layers")
-
-
-def _rope(raw: Json) -> tuple[float, RopeScaling | None]:
+def _rope(read: Fields) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    nested = [key for key, value in rope.items() if isinstance(value, dict)]
+    old, new = read.part("rope_scaling"), read.part("rope_parameters")
+    rope = next((each for each in (new, old) if each is not None and each.raw), Fields({}, read.place))
+    nested = [key for key, value in rope.raw.items() if isinstance(value, dict)]
     if nested:
-        raise UnsupportedModel(f"rope parameters that differ by layer type ({', '.join(nested)}) are not supported")
+        raise UnsupportedModel(
+            f"{read.place}: rope parameters that differ by layer type ({shown(nested)}) are not supported"
+        )
+    theta = _theta(rope) or _theta(read) or 10_000.0
+    kind = rope.word("rope_type") or rope.word("type") or "default"
     if kind not in ROPE_KINDS:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
-    return theta, None if kind == "default" else _scaling(raw, rope, kind)
+        raise UnsupportedModel(
+            f"{read.place}: rope type {shown(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}"
+        )
+    for partial in (rope.number("partial_rotary_factor", 0, 1), read.number("partial_rotary_factor", 0, 1)):
+        if partial not in (None, 1.0):
+            raise UnsupportedModel(f"{read.place}: partial_rotary_factor {partial} is not supported; supported: 1.0")
+    return theta, None if kind == "default" else _scaling(read, rope, kind)
 
 
-def _scaling(raw: Json, rope: Json, kind: str) -> RopeScaling:
+def _theta(read: Fields) -> float | None:
+    return read.number("rope_theta", 0.0, MOST_THETA, open_low=True)
+
+
+def _scaling(read: Fields, rope: Fields, kind: str) -> RopeScaling:
     needed = ["factor"] if kind == "linear" else ["factor", "low_freq_factor", "high_freq_factor"]
-    missing = [key for key in needed if rope.get(key) is None]
+    found = {key: rope.number(key, 0.0, MOST_FACTOR, open_low=True) for key in needed}
+    factors = {key: value for key, value in found.items() if value is not None}
+    missing = [key for key in needed if key not in factors]
     if missing:
-        raise UnsupportedModel(f"rope type {kind!r} needs {', '.join(missing)} in config.json; found {sorted(rope)}")
+        raise UnsupportedModel(
+            f"{rope.place} rope type {kind!r} needs {', '.join(missing)}; found {shown(sorted(rope.raw))}"
+        )
     if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    return RopeScaling(
-        "llama3",
-        float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position=int(original or raw.get("max_position_embeddings", 2048)),
-    )
+        return RopeScaling("linear", factors["factor"])
+    if factors["low_freq_factor"] >= factors["high_freq_factor"]:
+        raise rope.wrong("low_freq_factor", f"less than high_freq_factor = {factors['high_freq_factor']:g}")
+    key = "original_max_position_embeddings"
+    originals = (each.whole(key, 1, MOST_POSITIONS) for each in (read, rope))
+    original = next(filter(None, originals), None) or _positions(read) or DEFAULT_POSITIONS["llama"]
+    return RopeScaling("llama3", **factors, original_max_position=original)
 
 
-def _windows(raw: Json, family: str, layers: int) -> tuple[int | None, ...]:
+def _windows(read: Fields, family: str, layers: int) -> tuple[int | None, ...]:
     """Window of each layer, or () where all are full: by `layer_types`, else by the family's own rule."""
-    window = _window_size(raw, family)
+    window = _window_size(read, family)
     if window is None:
         return ()
-    kinds = raw.get("layer_types") or _implied_kinds(raw, family, layers)
+    kinds = read.words("layer_types") or _implied_kinds(read, family, layers)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != layers:
         raise UnsupportedModel(
-            f"layer_types names {len(kinds)} layers of kinds {sorted(set(kinds))} for {layers} layers; "
-            "supported: full_attention, sliding_attention"
+            f"{read.place}: layer_types names {len(kinds)} layers of kinds {shown(sorted(set(kinds)))} for {layers}"
+            " layers; supported: full_attention, sliding_attention"
         )
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
 
 
-def _window_size(raw: Json, family: str) -> int | None:
-    if family == "mistral":
-        return raw.get("sliding_window", 4096)
-    if family in ("qwen2", "qwen3") and raw.get("use_sliding_window", False):
-        return raw.get("sliding_window", 4096)
+def _window_size(read: Fields, family: str) -> int | None:
+    said = read.whole("sliding_window", 1, MOST_POSITIONS)
+    if "sliding_window" not in read.raw:
+        said = 4096
+    if family == "mistral" or (family in ("qwen2", "qwen3") and read.flag("use_sliding_window")):
+        return said
     return None
 
 
-def _implied_kinds(raw: Json, family: str, layers: int) -> list[str]:
+def _implied_kinds(read: Fields, family: str, layers: int) -> list[str]:
     """Mistral slides in every layer; Qwen from `max_window_layers` up."""
-    full = 0 if family == "mistral" else raw.get("max_window_layers", 28)
+    said = read.whole("max_window_layers", 0, MOST_POSITIONS)
+    full = 0 if family == "mistral" else 28 if said is None else said
     return ["full_attention" if layer < full else "sliding_attention" for layer in range(layers)]
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
     """End tokens and sampling defaults: `generation_config.json`, then `config.json` for what it leaves out."""
-    path = Path(folder) / "generation_config.json"
-    own = read_json(path) if path.exists() else {}
-    model = read_json(Path(folder) / "config.json")
-    eos, bos = (own.get(key, model.get(key)) for key in ("eos_token_id", "bos_token_id"))
-    sampling = {key: own[key] for key in SAMPLING_KEYS if own.get(key) is not None}
-    if own.get("do_sample") is False:
+    path, model_path = Path(folder) / "generation_config.json", Path(folder) / "config.json"
+    own = Fields(read_json(path) if path.exists() else {}, str(path))
+    model = Fields(read_json(model_path), str(model_path))
+    vocab_size = model.whole("vocab_size", 1, MOST_VOCAB) or MOST_VOCAB
+    eos, bos = (_ids(own if key in own.raw else model, key, vocab_size) for key in ("eos_token_id", "bos_token_id"))
+    sampling = {
+        key: value
+        for key, (low, high) in SAMPLING_RANGES.items()
+        if (value := own.number(key, low, high, open_low=key in OPEN)) is not None
+    }
+    if own.flag("do_sample") is False and "do_sample" in own.raw:
         sampling = {"temperature": 0.0}
-    return GenerationDefaults(_ids(eos), bos, sampling)
+    return GenerationDefaults(eos, bos[0] if bos else None, sampling)
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _ids(read: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
+    return read.ids(key, MAX_STOP_TOKENS, vocab_size) or ()

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jdisagg.core.errors import MeshError, MissingTensor, WrongShape
+from jdisagg.core.errors import MeshError, MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.names import Index, Leaf, stage_leaves
 from jdisagg.model.network import Stage
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import FLOATS, Source
 
 AXIS = "tp"  # the one axis of a stage's mesh
 STRIP_ROWS = 16  # f32: one cache line of the transposed matrix
@@ -84,8 +84,9 @@ def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, d
     """Reads the stage of `layers` onto `mesh` (one axis, "tp"), each shard's slice on its own.
 
     On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
-    leaf at a time. Raises `MissingTensor`, `WrongShape`, `MeshError`.
+    leaf at a time. Raises `MissingTensor`, `WrongShape`, `WrongDtype`, `MeshError`.
     """
+    _check_depth(source, layers)
     outline, rules = _outline(config, layers, mesh, dtype)
     _check(source, rules)
     leaves = [_load_leaf(source, rule, leaf, mesh.size) for rule, leaf in zip(rules, outline.leaves, strict=True)]
@@ -116,14 +117,22 @@ def _outline(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -
 
 
 def check_tensors(source: Source, config: ModelConfig) -> None:
-    """Every tensor of the whole model is in `source` with its shape. Raises `MissingTensor`, `WrongShape`."""
+    """Every tensor of the whole model is in `source`. Raises `MissingTensor`, `WrongShape`, `WrongDtype`."""
     layers = range(config.num_layers)
+    _check_depth(source, layers)
     table = stage_leaves(config, layers, 1)
     _check(source, [table[path] for path in abstract_stage(config, layers, 1, None, jnp.float32).paths])
 
 
+def _check_depth(source: Source, layers: range) -> None:
+    """Every layer is there, as its first norm tells: drawing a network of hundreds of them takes minutes."""
+    for name in (f"model.layers.{layer}.input_layernorm.weight" for layer in layers):
+        if source.shape(name) is None:
+            raise MissingTensor(f"tensor {name} is not in {source.place}")
+
+
 def _check(source: Source, rules: list[Leaf]) -> None:
-    """Every tensor is there with its shape, before the first byte is read."""
+    """Every tensor is there with its shape and holds real numbers, before the first byte is read."""
     for part in (part for rule in rules for part in rule.parts):
         found = source.shape(part.name)
         if found is None:
@@ -132,6 +141,9 @@ def _check(source: Source, rules: list[Leaf]) -> None:
             raise WrongShape(
                 f"tensor {part.name} in {source.place} has shape {found}; the config asks for {part.shape}"
             )
+        stored = source.dtype(part.name)
+        if stored not in FLOATS:
+            raise WrongDtype(f"tensor {part.name} in {source.place} has dtype {stored}; needed: {', '.join(FLOATS)}")
 
 
 def _spec(rule: Leaf, tp: int) -> PartitionSpec:

@@ -12,10 +12,12 @@ from safetensors import safe_open
 
 from jdisagg.core.errors import CheckpointError, MissingTensor
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.hf_config import read_json
+from jdisagg.model.files import Fields, plain_name, read_json, regular
 from jdisagg.model.names import Index, stage_leaves
 
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # what weights may be
+STORED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # as safetensors names them
 BLOCK_ROWS = 256  # rows that one generator of a `RandomSource` draws
 
 
@@ -29,6 +31,10 @@ class Source(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The tensor's whole shape, or None if there is no such tensor."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """How a tensor's numbers are stored: one of FLOATS, or another name. Raises `MissingTensor`."""
         ...
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -55,21 +61,34 @@ class HFSource:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._slice(name).get_shape()) if name in self._file_of else None
 
+    def dtype(self, name: str) -> str:
+        stored = str(self._slice(name).get_dtype())
+        return STORED.get(stored, stored)
+
     def read(self, name: str, index: Index) -> np.ndarray:
-        if name not in self._file_of:
-            raise MissingTensor(f"tensor {name} is in no file of {self.folder}")
-        return self._slice(name)[index]
+        found = self._slice(name)
+        try:
+            return found[index]
+        except Exception as error:  # the file is not what it was when it was opened
+            raise CheckpointError(f"cannot read tensor {name} of {self._file_of[name]}: {error}") from error
 
     def _slice(self, name: str) -> Any:
-        path = self._file_of[name]
+        path = self._file_of.get(name)
+        if path is None:
+            raise MissingTensor(f"tensor {name} is in no file of {self.folder}")
         if path not in self._open:
             self._open[path] = _opened(path)
-        return self._open[path].get_slice(name)
+        try:
+            return self._open[path].get_slice(name)
+        except Exception as error:  # as in `_opened`
+            raise MissingTensor(f"tensor {name} is not in {path}, where {INDEX_FILE} says it is") from error
 
 
 def _opened(path: Path) -> Any:
     try:
-        return safe_open(path, framework="numpy").__enter__()
+        return safe_open(regular(path), framework="numpy").__enter__()
+    except CheckpointError:
+        raise
     except Exception as error:  # safetensors raises its own bare Exception subclass; OSError comes out as itself
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
@@ -79,11 +98,20 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise CheckpointError(f"no folder {folder}")
     if (folder / INDEX_FILE).exists():
-        return {name: folder / file for name, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
+        return _indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"no *.safetensors in {folder}; for weights from a seed: --load_format=random")
     return {name: path for path in files for name in _opened(path).keys()}  # noqa: SIM118 (not a dict)
+
+
+def _indexed(folder: Path) -> dict[str, Path]:
+    """As the index says. It names files of its own folder only (a link among them may lead elsewhere)."""
+    index = folder / INDEX_FILE
+    places = Fields(read_json(index), str(index)).part("weight_map")
+    if places is None:
+        raise CheckpointError(f"{index} has no weight_map")
+    return {name: folder / plain_name(file, f"{index}, weight_map, {name}") for name, file in places.raw.items()}
 
 
 class RandomSource:
@@ -108,6 +136,9 @@ class RandomSource:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
+
+    def dtype(self, name: str) -> str:
+        return "float32"
 
     def read(self, name: str, index: Index) -> np.ndarray:
         shape, rows = self._shapes[name], index[0]

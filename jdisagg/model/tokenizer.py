@@ -9,7 +9,10 @@ import tokenizers
 from jdisagg.core.errors import CheckpointError, RequestError
 from jdisagg.model.chat_template import ChatTemplates, Message, find_templates
 from jdisagg.model.detokenizer import Vocabulary, pieces
-from jdisagg.model.hf_config import Json, read_generation_config, read_json
+from jdisagg.model.files import Fields, Json, first_line, read_json, shown
+from jdisagg.model.hf_config import read_generation_config
+
+TOKENIZER_BYTES = 512 << 20  # of a tokenizer.json; the largest public ones have some 35 MB
 
 
 class Tokenizer:
@@ -87,17 +90,34 @@ class Detokenizer:
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.exists():
         raise CheckpointError(f"no {path.name} in {path.parent}")
+    _refuse_broken_merges(path)
     try:
         raw = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises bare Exception
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    raw.no_truncation()
-    raw.no_padding()
+        raw.no_truncation()
+        raw.no_padding()
+        raw.encode_batch_fast(["a"])  # what only use finds out
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the Rust side raises bare Exception, and where it panics a BaseException
+        raise CheckpointError(f"cannot read {path}: {first_line(error)}") from error
     return raw
+
+
+def _refuse_broken_merges(path: Path) -> None:
+    """A prefix that merged tokens do not have makes `tokenizers` 0.23 read beyond a string and end the process."""
+    model = Fields(read_json(path, TOKENIZER_BYTES), str(path)).part("model")
+    prefix = model.word("continuing_subword_prefix") if model is not None else None
+    if model is None or not prefix:
+        return
+    merges = model.raw.get("merges")
+    for merge in merges if isinstance(merges, list) else []:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and str(parts[-1:][0] if parts else "").startswith(prefix)):
+            raise model.wrong("continuing_subword_prefix", f"what all second parts begin with; {shown(merge)} does not")
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
     """`bos_token`, `eos_token` and the like, each written as a string or as {"content": ...}."""
     named = {key: value for key, value in config.items() if key.endswith("_token") and value}
-    texts = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: value for key, value in texts.items() if isinstance(value, str)}

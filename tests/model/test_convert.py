@@ -1,6 +1,8 @@
 """Hugging Face -> Orbax -> Hugging Face: nothing is lost, and each kind loads into shards."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jdisagg.convert import main
-from jdisagg.core.errors import FlagError
+from jdisagg.core.errors import CheckpointError, FlagError
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.export import checkpoint_tensors, save_hf
 from jdisagg.model.hf_config import read_config
@@ -20,6 +22,8 @@ from jdisagg.model.params import load_stage
 from jdisagg.model.sources import HFSource
 from jdisagg.model.tokenizer import Tokenizer
 from tests.fixtures.conformance import ROOT, load
+from tests.hostile.disks import full_after
+from tests.hostile.model_folders import copy, pipe
 from tests.model.sharded import mesh_of
 
 
@@ -113,3 +117,51 @@ def test_an_unknown_load_format_is_named():
 
 def test_an_orbax_source_names_what_it_does_not_have(orbax_folder: Path):
     assert OrbaxSource(orbax_folder).shape("lm_head.weight") is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a thread that orbax left behind
+@pytest.mark.parametrize("fmt", ["orbax", "hf"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(fmt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with full_after(100_000):
+        assert run(ROOT / "qwen2", tmp_path / "out", fmt) == 2
+    error = capsys.readouterr().err
+    assert f"cannot write {tmp_path / 'out'}: " in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["a file", "/proc/model", "/dev/null/model"])
+def test_a_place_that_cannot_be_written_is_one_line(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a file").write_text("mine")
+    assert run(ROOT / "qwen2", tmp_path / target, "hf") == 2
+    error = capsys.readouterr().err
+    assert "cannot write" in error and error.count("\n") == 1
+    assert (tmp_path / "a file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_pipe_among_the_companions_is_refused_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = copy(tmp_path / "model")
+    pipe(source, "vocab.json")
+    assert run(source, tmp_path / "out", "hf") == 2
+    assert "vocab.json is a pipe" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_damaged_orbax_checkpoint_is_one_line(orbax_folder: Path, tmp_path: Path):
+    config = read_config(orbax_folder)
+    files = [path for path in (orbax_folder / "weights").rglob("*") if path.is_file()]
+    for number, path in enumerate(files):
+        folder = tmp_path / str(number)
+        shutil.copytree(orbax_folder, folder)
+        damaged = folder / path.relative_to(orbax_folder)
+        damaged.write_bytes(damaged.read_bytes()[: path.stat().st_size // 2])
+        try:
+            load_stage(OrbaxSource(folder), config, range(4), mesh_of(1), jnp.float32)
+        except CheckpointError as error:
+            assert "\n" not in str(error) and str(folder) in str(error)
+
+
+def test_a_pipe_in_an_orbax_checkpoint_is_refused(orbax_folder: Path, tmp_path: Path):
+    shutil.copytree(orbax_folder, tmp_path / "model")
+    os.mkfifo(tmp_path / "model" / "weights" / "more")
+    with pytest.raises(CheckpointError, match="more is a pipe"):
+        OrbaxSource(tmp_path / "model")

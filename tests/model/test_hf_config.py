@@ -95,7 +95,7 @@ def test_mistral_slides_in_every_layer(more: dict[str, Any], windows: tuple):
     ],
 )
 def test_qwen_slides_where_its_config_says(family: str, more: dict[str, Any], windows: tuple):
-    assert parse_config(raw(family, sliding_window=16, **more)).layer_windows == windows
+    assert parse_config(raw(family, sliding_window=16, num_key_value_heads=4, **more)).layer_windows == windows
 
 
 @pytest.mark.parametrize(

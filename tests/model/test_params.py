@@ -32,6 +32,9 @@ class Counted:
         self.inner, self.sizes = inner, list[int]()
         self.place = inner.place
 
+    def dtype(self, name: str) -> str:
+        return self.inner.dtype(name)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self.inner.shape(name)
 
