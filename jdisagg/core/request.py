@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
 BROKEN = -2  # in the place of a token: the logits were no numbers, nothing can be drawn (-1 is a masked slot's)
+MAX_PRIORITY = 10  # of a client's request, either way
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,13 @@ def _check_range(field: str, value: float, low: float, high: float, *, open_low:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `priority`: lower goes first. Times are seconds of the driver's clock."""
+    """One prompt and how to continue it. Times are seconds of the driver's clock."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float = 0.0
-    priority: int = 0
+    priority: int = 0  # each step down is a head start of some seconds
     queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
 
     def check(self, vocab_size: int, max_model_len: int) -> None:

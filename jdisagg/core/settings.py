@@ -165,6 +165,8 @@ class Settings:
         for name in ("http_port", "grpc_port", "control_port"):
             if not -1 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must lie in [-1, 65535]")
+        if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key == self.api_key.strip()):
+            raise ConfigError("--api_key must be printable ASCII without a space at its ends: headers hold no other")
         if bool(self.prompts) != bool(self.output):
             raise ConfigError(f"--prompts={self.prompts!r} and --output={self.output!r}: give both or neither")
 

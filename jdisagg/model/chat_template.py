@@ -85,15 +85,15 @@ class ChatTemplates:
     def exists(self) -> bool:
         return "default" in self._templates
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """The prompt. Raises `RequestError` where there is no template, or where it refuses the messages."""
         wanted = "tool_use" if variables.get("tools") and "tool_use" in self._templates else "default"
         if wanted not in self._templates:
             raise RequestError(f"{self._place} has no chat template; send a plain prompt to completions", "messages")
-        known = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        known = {"tools": None, "documents": None, **self._special_tokens, **variables, "messages": messages}
         try:
-            return self._templates[wanted].render(messages=messages, **known)
+            return self._templates[wanted].render(known)
         except SecurityError as error:
             raise CheckpointError(f"the chat template in {self._place} leaves its sandbox: {error}") from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is somebody's program, and what it was given a client's
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error

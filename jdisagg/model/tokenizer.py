@@ -6,8 +6,9 @@ from typing import Any
 
 import tokenizers
 
-from jdisagg.core.errors import CheckpointError, RequestError
+from jdisagg.core.errors import CheckpointError, RequestError, TooLong
 from jdisagg.model.chat_template import ChatTemplates, Message, find_templates
+from jdisagg.model.content import SpecialText, most_bytes_a_token, without_special
 from jdisagg.model.detokenizer import Vocabulary, pieces
 from jdisagg.model.files import Fields, Json, first_line, read_json, shown
 from jdisagg.model.hf_config import read_generation_config
@@ -27,6 +28,8 @@ class Tokenizer:
         self.bos_id = raw.token_to_id(named["bos_token"]) if "bos_token" in named else None
         self.eos_ids = self._end_tokens(named.get("eos_token"))
         self._chat = ChatTemplates(find_templates(self.folder, config), named, str(self.folder))
+        self.special_text, self._bytes_a_token = SpecialText(raw), most_bytes_a_token(raw)
+        self._plain = without_special(raw) if self._chat.exists else raw
 
     def _optional(self, name: str) -> Json:
         return read_json(self.folder / name) if (self.folder / name).exists() else {}
@@ -44,15 +47,46 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, between the special tokens the model expects around a prompt if asked."""
-        try:
-            return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"text that is not Unicode cannot be tokenized: {error}", "prompt") from error
+        return self.encode_all([text], add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each; other threads run meanwhile, which they could not during `tokenizers`' own `encode`."""
+        return _ids(self._raw, texts, add_special_tokens)
+
+    def encode_chat(self, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of what `chat` gave for messages that `special_text` had marked: clients' text stays text."""
+        parts = self.special_text.parts(text, mark)
+        around = _ids(self._raw, [""], add_special_tokens)[0]
+        ids = _ids(self._raw, [text], add_special_tokens)[0] if mark not in text else []
+        set_here = sum(part.token is not None for part in parts) + len(around)
+        if ids and sum(token in self.vocabulary.special for token in ids) <= set_here:
+            return ids
+        texts = _ids(self._plain, [part.text for part in parts], False)
+        inner = [
+            i for part, ids in zip(parts, texts, strict=True) for i in (ids if part.token is None else [part.token])
+        ]
+        ends = tuple(self.eos_ids)
+        before = [token for token in around if token not in ends]
+        return [*before, *inner, *around[len(before) :]]
+
+    def check_size(self, texts: Sequence[str], max_tokens: int) -> None:
+        """Raises TooLong where a text has so many bytes that `max_tokens` tokens cannot hold it: nothing is read."""
+        if self._bytes_a_token is None:
+            return
+        most = max_tokens * self._bytes_a_token
+        for text in texts:
+            size = len(text) if len(text) > most else len(text.encode(errors="replace"))
+            if size > most:
+                raise TooLong(
+                    f"the prompt has {size} bytes or more, over the {most} that {max_tokens} tokens can hold"
+                    f" ({self._bytes_a_token} bytes a token at the most)",
+                    param="prompt",
+                )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the vocabulary does not have give nothing, broken characters give U+FFFD."""
         try:
-            return self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self._raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
             raise RequestError(f"token ids are integers from 0 to 4294967295: {error}", "tokens") from error
 
@@ -64,10 +98,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat.exists
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    def chat(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """Messages as one prompt by the model's template, which gets `kwargs` too (`tools`, ...).
 
-        The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`, and that of
+        messages that are not your own with `encode_chat`.
         """
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
@@ -85,6 +120,14 @@ class Detokenizer:
     def flush(self) -> str:
         """What is still held when the answer ends (an unfinished character becomes U+FFFD)."""
         return self._pieces.flush()
+
+
+def _ids(raw: tokenizers.Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    try:
+        found = raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError(f"text that is not Unicode cannot be tokenized: {error}", "prompt") from error
+    return [each.ids for each in found]
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:

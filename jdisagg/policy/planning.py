@@ -9,17 +9,23 @@ from jdisagg.core.plans import History
 from jdisagg.core.request import Request
 from jdisagg.core.worker_config import WorkerConfig
 
+HEAD_START_S = 2.0  # that a step of priority is worth
+
 
 class Order(NamedTuple):
-    """The one order of requests everywhere: priority, then arrival. It outlives preemption, so that nobody starves."""
+    """The one order of requests everywhere: arrival, as priority moves it. It outlives preemption.
 
-    priority: int
+    Priority is a head start and no rank: however many come behind with a better one, who waits is overtaken by those
+    of the next seconds only, so that nobody starves.
+    """
+
+    due_s: float
     arrival_s: float
     request_id: str
 
 
 def order_of(request: Request) -> Order:
-    return Order(request.priority, request.arrival_s, request.request_id)
+    return Order(request.arrival_s + HEAD_START_S * request.priority, request.arrival_s, request.request_id)
 
 
 def full_tokens(request: Request) -> int:

@@ -17,7 +17,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver import Actor, Far, LiveDriver, Observer, Outcome
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.records import Inside
-from jdisagg.serve.service import Delta, Draining, Rejected
+from jdisagg.serve.service import Capacity, Delta, Draining, Rejected
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
 
@@ -92,6 +92,9 @@ class LocalService:
 
     def now_s(self) -> float:
         return self.driver.now_s()
+
+    def capacity(self) -> Capacity | None:
+        return self.metrics.capacity() if self.metrics is not None else None
 
     def start(self) -> None:
         self.driver.start()

@@ -36,8 +36,10 @@ from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.peers import empty_view
 from jdisagg.serve.metrics_compat import Aliases
+from jdisagg.serve.service import Capacity
 from jdisagg.serve.tidings import Everywhere
 
+TIMED_TOKENS = 16  # of an answer, from which its pace counts
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -71,6 +73,7 @@ class Metrics:
         self._workers: dict[str, WorkerConfig] = {config.worker: config for config in workers}
         self._lives: dict[RequestId, _Life] = {}
         self._waiting = 0
+        self._fastest_s = 0.0  # a token, over the best of all answers
         self._num_layers = max((config.layer_groups[-1][1] for config in workers if config.layer_groups), default=1)
         self._make_request_metrics()
         self._make_worker_metrics(recompiles)
@@ -212,6 +215,8 @@ class Metrics:
         if life.first_s is not None and life.num_output > 1:
             mean_s = (life.last_s - life.first_s) / (life.num_output - 1)
             self._tpot.labels(self._model).observe(mean_s)
+            if life.num_output >= TIMED_TOKENS:
+                self._fastest_s = min(self._fastest_s or mean_s, mean_s)
         for part, nanoseconds in item.ledger.parts_ns().items():
             self._parts.labels(self._model, part).observe(nanoseconds / 1e9)
         if item.ledger.wire_ns:
@@ -221,6 +226,11 @@ class Metrics:
     def _reject(self, actor: str, item: Reject, now_s: float) -> None:
         self._start(self._lives.pop(item.request_id, None))
         self._rejects.labels(self._model).inc()
+
+    def capacity(self) -> Capacity | None:
+        """Of the workers that are there now."""
+        slots = sum(config.num_slots for config in [*self._workers.values()] if config.role.decodes)
+        return Capacity(slots, self._fastest_s) if slots else None
 
     # ------------------------------------------------------------ workers
 

@@ -34,6 +34,18 @@ class Delta:
     finish: Finish | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a stack can do at the most: sequences decoded at once, and the shortest mean time of a token so far."""
+
+    slots: int
+    token_s: float = 0.0  # 0: nothing was measured yet
+
+    def least_s(self, answers: int, tokens: int) -> float:
+        """Before the last of `answers` can begin, when each has `tokens` tokens or more and nobody else asks."""
+        return (answers - 1) // self.slots * tokens * self.token_s
+
+
 class Service(Protocol):
     """A running stack. All methods are called on the event loop."""
 
@@ -57,6 +69,10 @@ class Service(Protocol):
 
         Raises RequestError (bad request), Rejected or Draining before the first delta.
         """
+        ...
+
+    def capacity(self) -> Capacity | None:
+        """None where it is not known."""
         ...
 
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:

@@ -2,8 +2,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.plans import History
+from jdisagg.core.request import MAX_PRIORITY
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.planning import PromptView, history_of, pick_chunks, predicted_pages, predicted_tokens
+from jdisagg.policy.planning import (
+    HEAD_START_S,
+    PromptView,
+    history_of,
+    order_of,
+    pick_chunks,
+    predicted_pages,
+    predicted_tokens,
+)
 from tests.sim.cases import request, worker
 
 CONFIG = worker("w", Role.PREFILL, prefill_buckets=(8, 16), max_chunk_seqs=3)
@@ -51,3 +60,10 @@ def test_the_history_of_a_resumed_request_tells_prompt_from_output():
     each = request("a", 6, presence_penalty=1.0)
     assert history_of(each, 2, (9,)) == History(each.prompt[:4], (*each.prompt[4:], 9))
     assert history_of(request("a", 6), 2, (9,)) == History()
+
+
+def test_priority_is_a_head_start_by_which_nobody_is_shut_out():
+    honest = request("honest", arrival_s=100.0)
+    pushy = [request(f"pushy{i}", arrival_s=100.0 + i, priority=-MAX_PRIORITY) for i in range(60)]
+    before = [each.arrival_s for each in pushy if order_of(each) < order_of(honest)]
+    assert max(before) <= 100.0 + HEAD_START_S * MAX_PRIORITY

@@ -189,7 +189,7 @@ def test_the_table_is_as_wide_as_the_longest_active_sequence_needs():
 
 def test_when_pages_run_out_the_youngest_of_the_lowest_priority_gives_way():
     old = request("old", 4, max_tokens=30, arrival_s=0.0)
-    urgent = request("urgent", 4, max_tokens=30, arrival_s=9.0, priority=-1)
+    urgent = request("urgent", 4, max_tokens=30, arrival_s=1.5, priority=-1)
     young = request("young", 4, max_tokens=30, arrival_s=1.0)
     bench = seated(decoding(num_pages=12, reserve_tokens=1), young, old, urgent)
     bench.read_all()

@@ -12,7 +12,7 @@ from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.service import Delta, Draining
+from jdisagg.serve.service import Capacity, Delta, Draining
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "conformance" / "llama3"
 Step = Delta | Exception | float  # a float is a pause in seconds
@@ -82,12 +82,16 @@ class ScriptedService:
         vocab = self.tokenizer.vocab_size
         self.model_config = ModelConfig("llama", vocab, 8, 16, 1, 1, 1, 8, max_model_len)
         self.ready, self.draining, self.script = True, False, script
+        self.most: Capacity | None = None
         self.seen: list[Request] = []
         self.running: set[RequestId] = set()
         self.cancelled: set[RequestId] = set()
 
     def now_s(self) -> float:
         return time.monotonic()
+
+    def capacity(self) -> Capacity | None:
+        return self.most
 
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         self.cancelled.add(request_id)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +13,12 @@ import httpx
 import openai
 import pytest
 
+from jdisagg.core.errors import RequestError
 from jdisagg.core.request import FinishReason
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
-from jdisagg.serve.http.schema import REFUSED
-from jdisagg.serve.service import Rejected
+from jdisagg.serve.http.schema import REFUSED, CompletionBody, parse
+from jdisagg.serve.service import Capacity, Rejected
 from tests.serve.live_http import Front, eventually, serving
 from tests.serve.scripted import ScriptedService, echo, end
 
@@ -117,7 +120,7 @@ def test_harmless_values_and_unknown_fields_are_let_by(front: Front) -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -185,13 +188,28 @@ def test_a_full_house_says_when_to_come_again(front: Front, stream: bool) -> Non
     assert caught.value.response.headers["retry-after"] == "3"
 
 
-def test_one_choice_turned_away_takes_the_others_with_it(front: Front) -> None:
+def test_where_the_first_choice_is_turned_away_the_others_go_with_it(front: Front) -> None:
     def script(request: Any) -> Iterator[Any]:
-        return iter([Rejected("full", 1.0)]) if request.request_id.endswith("-2") else iter([5.0])
+        return iter([Rejected("full", 1.0)]) if request.request_id.endswith("-0") else iter([5.0])
 
     front.service.script = script
     with pytest.raises(openai.RateLimitError):
         front.client.completions.create(model="tiny", prompt="x", n=3)
+
+
+def test_a_later_choice_turned_away_tries_again_when_others_have_ended(front: Front) -> None:
+    turned_away: list[str] = []
+
+    def script(request: Any) -> Iterator[Any]:
+        if request.request_id.endswith("-2") and len(turned_away) < 2:
+            turned_away.append(request.request_id)
+            return iter([Rejected("full", 0.01)])
+        return echo(request)
+
+    front.service.script = script
+    answer = front.client.completions.create(model="tiny", prompt="x", n=3, max_tokens=2)
+    assert len(turned_away) == 2
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -238,3 +256,131 @@ def test_with_a_key_only_those_who_have_it_come_in() -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="open sesame")
         assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
     assert len(service.seen) == 1
+
+
+def test_an_error_names_the_first_few_problems_and_how_many_there_are(front: Front) -> None:
+    body = {"prompt": "x", "n": 0, "seed": "s", "top_k": "k", "echo": 7, "stop": [3, 4, 5]}
+    message = refusal(front, COMPLETIONS, body)["message"]
+    assert "n: " in message and "these are 3 of " in message
+    assert len(message) < 1000
+
+
+def test_a_list_is_read_up_to_its_first_wrong_item(front: Front) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": ["x", {}, {}, {}]}),
+        (COMPLETIONS, {"prompt": "x", "stop": [0, 0, 0]}),
+        (CHAT, {"messages": [0, 0, 0]}),
+        ("/detokenize", {"tokens": [-1, -1, -1]}),
+    ):
+        message = refusal(front, path, body)["message"]
+        assert ".2" not in message and ".3" not in message, message
+
+
+def test_a_body_of_too_many_values_is_refused_before_they_are_made(front: Front) -> None:
+    with pytest.raises(RequestError, match=r"1000001 values, at most 131072"):
+        parse(CompletionBody, b'{"prompt":[' + b"0," * 1_000_000 + b"0]}")
+    with pytest.raises(RequestError, match=r"lists, objects and fields, at most 16384"):
+        parse(CompletionBody, b'{"prompt":[' + b"{}," * 100_000 + b"0]}")
+    assert parse(CompletionBody, b'{"prompt":"' + b"{[,:" * 500_000 + rb"\"\\" + b'"}').prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/tokenize", {"messages": []}, 400),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}}, 200),
+        (CHAT, {**USER, "chat_template_kwargs": {"self": 1}, "max_tokens": 1}, 200),
+        (CHAT, {**USER, "chat_template_kwargs": {"raise_exception": 1, "range": "x", "namespace": []}}, None),
+        (COMPLETIONS, {"prompt": "x", "temperature": 10**5000}, 400),
+        (COMPLETIONS, {"prompt": "x", "tools": 10**5000}, 400),
+        (COMPLETIONS, {"prompt": "x", "priority": -11}, 400),
+    ],
+)
+def test_nothing_that_a_body_says_is_a_500(front: Front, path: str, fields: dict[str, Any], status: int | None) -> None:
+    sys.set_int_max_str_digits(0)
+    try:
+        content = json.dumps(fields)
+    finally:
+        sys.set_int_max_str_digits(4300)
+    response = httpx.post(front.url + path, content=content)
+    assert response.status_code == status if status else response.status_code < 500, response.text
+
+
+@pytest.mark.parametrize(
+    ("message", "names"),
+    [
+        ({"role": "tool", "content": "x"}, "tool calls are not supported"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"),
+        ({"role": "user"}, "messages[0] has no content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
+        ({"role": "user", "content": [{"type": {}}]}, "an object of 0"),
+        ({"role": "wizard", "content": "x"}, "must be one of system, developer, user, assistant"),
+    ],
+)
+def test_a_message_that_cannot_be_is_refused_by_what_is_missing(
+    front: Front, message: dict[str, Any], names: str
+) -> None:
+    assert names in refusal(front, CHAT, {"messages": [message]})["message"]
+
+
+def test_what_a_message_says_never_runs_as_a_template(front: Front) -> None:
+    content = "{{ 7 * 7 }}{% for x in range(3) %}x{% endfor %}{# gone #}"
+    body = {"messages": [{"role": "user", "content": content}], "return_token_ids": True, "max_tokens": 1}
+    answer = httpx.post(front.url + CHAT, json=body).json()
+    shown = front.service.tokenizer.decode(answer["choices"][0]["prompt_token_ids"])
+    assert content in shown
+
+
+def test_the_bodys_request_id_is_the_answers_header(front: Front) -> None:
+    response = httpx.post(front.url + COMPLETIONS, json={"prompt": "x", "max_tokens": 1, "request_id": "mine-7"})
+    assert response.headers["x-request-id"] == "mine-7" and response.json()["id"] == "cmpl-mine-7"
+    both = {"x-request-id": "header"}
+    response = httpx.post(front.url + COMPLETIONS, json={"prompt": "x", "request_id": "mine-7"}, headers=both)
+    assert response.headers["x-request-id"] == "header" and response.json()["id"] == "cmpl-header"
+
+
+def test_a_slash_at_the_end_is_not_a_redirect_to_whatever_host_was_named(front: Front) -> None:
+    response = httpx.get(f"{front.url}/health/", headers={"host": "evil.example"}, follow_redirects=False)
+    assert response.status_code == 404 and "location" not in response.headers
+
+
+def test_a_prompt_of_more_bytes_than_the_model_can_hold_is_refused_before_it_is_tokenized() -> None:
+    service = ScriptedService(max_model_len=16)
+    most = 16 * max(len(token.encode()) for token in service.tokenizer.vocabulary.raw.get_vocab())
+    with serving(create_app(service)) as url:
+        for path, body in (
+            (COMPLETIONS, {"prompt": "x" * (most + 1)}),
+            (COMPLETIONS, {"prompt": ["x", "x" * (most + 1)]}),
+            (CHAT, {"messages": [{"role": "user", "content": "é" * (most // 2 + 1)}]}),
+            ("/tokenize", {"prompt": "x" * (most + 1)}),
+        ):
+            response = httpx.post(url + path, json=body)
+            assert response.status_code == 400
+            message = response.json()["error"]["message"]
+            assert str(most) in message and "bytes" in message
+
+
+def test_choices_that_could_never_begin_in_time_are_refused_with_the_numbers() -> None:
+    service = ScriptedService()
+    service.most = Capacity(slots=8, token_s=0.01)
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    with serving(create_app(service, FrontSettings(queue_timeout_s=4.0))) as url:
+        response = httpx.post(url + COMPLETIONS, json={**body, "n": 128})
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert all(number in message for number in ("128", "100 tokens", "8 at a time", "15.0 s", "4 s"))
+        assert httpx.post(url + COMPLETIONS, json={**body, "n": 32}).status_code == 200
+        assert httpx.post(url + COMPLETIONS, json={**body, "n": 128, "ignore_eos": False}).status_code == 200
+
+
+def test_choices_wait_for_each_other_and_not_for_others_longer_than_the_queues_timeout() -> None:
+    service = ScriptedService(lambda request: iter([0.2, *echo(request)]))
+    service.most = Capacity(slots=2)
+    with serving(create_app(service, FrontSettings(queue_timeout_s=0.5))) as url:
+        begun_s = time.monotonic()
+        assert httpx.post(url + COMPLETIONS, json={"prompt": "x", "n": 8, "max_tokens": 2}).status_code == 200
+        assert time.monotonic() - begun_s > 0.5
+        service.script = lambda request: iter([30.0])
+        response = httpx.post(url + COMPLETIONS, json={"prompt": "x", "n": 8, "max_tokens": 2})
+        assert response.status_code == 408 and "0.5 s" in response.json()["error"]["message"]

@@ -18,8 +18,9 @@ from grpc_reflection.v1alpha import reflection
 
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
+from jdisagg.serve import offload
 from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.generation import AnswerFailed, failure_of, merged, pieces
+from jdisagg.serve.generation import AnswerFailed, answers, check_work, failure_of
 from jdisagg.serve.grpc.health import HealthOfService
 from jdisagg.serve.grpc.jetstream_pb2 import (
     DESCRIPTOR,
@@ -86,9 +87,10 @@ class Orchestrator(OrchestratorServicer):
         """One answer is greedy; several are drawn at temperature 1, each with its own seed."""
         await self._check_key(context)
         try:
-            requests = self._requests(request)
-            answers = [pieces(self._service, each, self._options(each.sampling)) for each in requests]
-            async with aclosing(merged(answers, self._settings.choices_at_once)) as batches:
+            requests = await self._requests(request)
+            options, settings = self._options(requests[0].sampling), self._settings
+            drawn = answers(self._service, requests, options, settings.choices_at_once, settings.queue_timeout_s)
+            async with aclosing(drawn) as batches:
                 async for batch in batches:
                     for index, piece in batch:
                         failure = failure_of(piece)
@@ -115,14 +117,14 @@ class Orchestrator(OrchestratorServicer):
         if not hmac.compare_digest(str(given).encode(), f"Bearer {self._settings.api_key}".encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
 
-    def _requests(self, asked: DecodeRequest) -> list[Request]:
+    async def _requests(self, asked: DecodeRequest) -> list[Request]:
         """The samples' requests, all checked. Raises RequestError."""
         if asked.lora_adapter_id:
             raise RequestError(f"lora_adapter_id is not supported yet; it was {asked.lora_adapter_id[:100]!r}")
         if not 0 <= asked.num_samples <= MAX_SAMPLES:
             raise RequestError(f"num_samples is {asked.num_samples}, must lie in [0, {MAX_SAMPLES}]")
         service, settings, now_s = self._service, self._settings, self._service.now_s()
-        prompt = self._prompt(asked)
+        prompt = await self._prompt(asked)
         sampling = self._sampling(asked, len(prompt))
         deadline_s = None if settings.queue_timeout_s is None else now_s + settings.queue_timeout_s
         name, requests = f"grpc-{next(self._numbers)}", []
@@ -130,15 +132,18 @@ class Orchestrator(OrchestratorServicer):
             drawn = replace(sampling, seed=choice_seed(sampling.seed, i))
             requests.append(Request(RequestId(f"{name}-{i}"), prompt, drawn, now_s, queue_deadline_s=deadline_s))
         requests[0].check(service.model_config.vocab_size, service.max_model_len)
+        check_work(service, requests, settings.queue_timeout_s, runs_on=not sampling.stop_token_ids)
         return requests
 
-    def _prompt(self, asked: DecodeRequest) -> tuple[int, ...]:
+    async def _prompt(self, asked: DecodeRequest) -> tuple[int, ...]:
         kind = asked.WhichOneof("content")
         if kind is None:
             raise RequestError("content is missing: give text_content or token_content")
         if kind == "token_content":
             return tuple(asked.token_content.token_ids)
-        return tuple(self._service.tokenizer.encode(asked.text_content.text, add_special_tokens=not asked.has_bos))
+        text, tokenizer = asked.text_content.text, self._service.tokenizer
+        tokenizer.check_size([text], self._service.max_model_len)
+        return tuple(await offload.tokenizing(len(text), lambda: tokenizer.encode(text, not asked.has_bos)))
 
     def _sampling(self, asked: DecodeRequest, prompt_tokens: int) -> SamplingParams:
         service, settings = self._service, self._settings

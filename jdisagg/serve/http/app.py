@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,13 +14,15 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from jdisagg.core.errors import RequestError
+from jdisagg.serve import offload
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
-from jdisagg.serve.http.chat import chat_prompt
+from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.gate import Gate, plain_id, read_body
 from jdisagg.serve.http.generation import Generation
-from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, encode
+from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, decode, encode
+from jdisagg.serve.http.json_bounds import LIMITS
 from jdisagg.serve.http.rendering import Renderer
 from jdisagg.serve.http.schema import (
     BODIES,
@@ -44,11 +48,20 @@ class Front:
 
     def __init__(self, service: Service, settings: FrontSettings, metrics: Metrics) -> None:
         self.service, self.settings, self.metrics = service, settings, metrics
-        self.created = int(time.time())
+        self.created, self._limits = int(time.time()), LIMITS.with_room_for(service.max_model_len)
         self._names = {as_ids: TokenNames(service.tokenizer, as_ids) for as_ids in (False, True)}
 
     async def body(self, request: Request, kind: type[Body]) -> Body:
-        return parse(kind, await read_body(request, self.settings.max_body_bytes))
+        raw = await read_body(request, self.settings.max_body_bytes)
+        return await offload.reading(len(raw), lambda: parse(kind, raw, self._limits))
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token's own text, special ones by name."""
+        texts = []
+        for start in range(0, len(ids), offload.SLICE):
+            texts += [self.service.tokenizer.token_text(each) for each in ids[start : start + offload.SLICE]]
+            await asyncio.sleep(0)
+        return texts
 
     def respond(self, job: Job) -> Response:
         renderer = Renderer(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
@@ -74,7 +87,7 @@ def create_app(
 ) -> FastAPI:
     """The HTTP front of a running stack; `metrics` is what `GET /metrics` shows, `inside` what `GET /debug/...` do."""
     settings = settings or FrontSettings()
-    app = FastAPI(title="jdisagg", version=settings.version)
+    app = FastAPI(title="jdisagg", version=settings.version, redirect_slashes=False)  # it would trust the Host header
     front = Front(service, settings, metrics or Metrics(service.model_name))
     errors.install(app)
     _add_generation(app, front)
@@ -88,9 +101,9 @@ def create_app(
 
 
 def _request_name(request: Request, body: GenerationFields) -> str:
-    """The client's id for this request (header before body), or the one the gate drew."""
+    """The client's id for this request (header before body), or the one the gate drew; the answer's header has it."""
     if "x-request-id" not in request.headers and plain_id(body.request_id):
-        return str(body.request_id)
+        request.state.request_id = str(body.request_id)
     return request.state.request_id
 
 
@@ -116,27 +129,28 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
     @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await front.body(request, TokenizeBody)
         check_model(body.model, service, settings)
         ids = await _tokens_of(body, service)
-        strings = [service.tokenizer.token_text(each) for each in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": strings}
+        strings = await front.token_texts(ids) if body.return_token_strs else None
+        shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": [*ids], "token_strs": strings}
+        return Response(await offload.dump_slowly(shown), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await front.body(request, DetokenizeBody)
         check_model(body.model, service, settings)
-        return {"prompt": service.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+        return {"prompt": await decode(service, body.tokens, body.skip_special_tokens)}
 
 
 async def _tokens_of(body: TokenizeBody, service: Service) -> tuple[int, ...]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        return await encode(service.tokenizer, body.prompt, body.add_special_tokens is not False)
-    chat = ChatFields.model_validate(body.model_dump(exclude_unset=True, exclude={"prompt"}))
-    return await encode(service.tokenizer, chat_prompt(chat, service.tokenizer), bool(body.add_special_tokens))
+        return (await encode(service, [body.prompt], body.add_special_tokens is not False))[0]
+    fields = {name: getattr(body, name) for name in body.model_fields_set & ChatFields.model_fields.keys()}
+    return await chat_ids(ChatFields(**fields), service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
 
 
 def _add_state(app: FastAPI, front: Front) -> None:

@@ -1,25 +1,71 @@
-"""Messages become one prompt text, by the model's own chat template."""
+"""Messages become one prompt, by the model's own chat template; what they say never becomes a special token."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.core.errors import RequestError
+from jdisagg.model.content import new_mark
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve import offload
+from jdisagg.serve.http.json_bounds import brief
 from jdisagg.serve.http.schema import ChatFields, ChatMessage
 
 OURS = frozenset({"messages", "add_generation_prompt", "tools"})  # not for chat_template_kwargs
+ROLES = ("system", "developer", "user", "assistant")
+UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "audio")
 
 
-def chat_prompt(body: ChatFields, tokenizer: Tokenizer) -> str:
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A template's text, with `mark` before each special token that a client wrote."""
+
+    text: str
+    mark: str
+
+
+async def chat_ids(
+    body: ChatFields, tokenizer: Tokenizer, max_model_len: int, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """Token ids of the prompt. Raises RequestError, or TooLong for what no `max_model_len` tokens can hold."""
+    size = _size([[each.content, each.model_extra, 100 * " "] for each in body.messages]) + _size(
+        body.chat_template_kwargs
+    )
+    rendered = await offload.reading(size, lambda: render(body, tokenizer))
+    tokenizer.check_size([rendered.text], max_model_len)
+    text, mark = rendered.text, rendered.mark
+    ids = await offload.tokenizing(len(text), lambda: tokenizer.encode_chat(text, mark, add_special_tokens))
+    return tuple(ids)
+
+
+def _size(value: Any) -> int:
+    """Characters of all texts in it."""
+    match value:
+        case str():
+            return len(value)
+        case list():
+            return sum(map(_size, value))
+        case dict():
+            return sum(map(_size, value.values()))
+    return 1
+
+
+def render(body: ChatFields, tokenizer: Tokenizer) -> Rendered:
     """The prompt, special tokens written out. Raises RequestError where template, parts or options do not go."""
-    messages = [_message(each, index) for index, each in enumerate(body.messages)]
-    variables = dict(body.chat_template_kwargs or {})
+    mark = new_mark()
+    plain = [_message(each, index) for index, each in enumerate(body.messages)]
+    messages = [{**tokenizer.special_text.marked(each, mark), "role": each["role"]} for each in plain]
+    variables = tokenizer.special_text.marked(body.chat_template_kwargs or {}, mark)
+    return Rendered(_text_of(body, tokenizer, messages, variables), mark)
+
+
+def _text_of(body: ChatFields, tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     clash = sorted(OURS & variables.keys())
     if clash:
         raise RequestError(f"chat_template_kwargs must not hold {clash[0]!r}", param="chat_template_kwargs")
     if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"] = body.reasoning_effort[:64]
     if not body.continue_final_message:
         return tokenizer.chat(messages, body.add_generation_prompt, **variables)
     if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
@@ -40,21 +86,38 @@ def _left_open(prompt: str, last: str) -> str:
 
 def _message(message: ChatMessage, index: int) -> dict[str, Any]:
     """A message for the template: parts of text joined, what is not text refused by name."""
-    fields = message.model_dump(exclude_none=True)
-    for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
+    fields, place = message.model_dump(exclude_none=True), f"messages.{index}"
+    for name in UNSUPPORTED:
         if fields.get(name):
-            raise RequestError(f"messages[{index}].{name} is not supported yet", param=f"messages.{index}.{name}")
+            raise RequestError(f"messages[{index}].{name} is not supported yet", param=f"{place}.{name}")
+    if message.role in ("tool", "function"):
+        raise RequestError(
+            f"messages[{index}] has the role {message.role!r}: tool calls are not supported yet", f"{place}.role"
+        )
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise RequestError(
+            f"messages[{index}] has the role {message.role[:40]!r}, must be one of {known}", f"{place}.role"
+        )
+    if message.content is None:
+        raise RequestError(f"messages[{index}] has no content", param=f"{place}.content")
     return {**fields, "content": _text(message.content, index)}
 
 
-def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type", "text") not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            kind = str(part.get("type"))[:40]
-            place = f"messages.{index}.content"
-            raise RequestError(f"messages[{index}] has a part of type {kind!r}, only text is supported", param=place)
+def _text(content: str | list[dict[str, Any]], index: int) -> str:
+    """The text; of parts, all of them joined. Raises RequestError naming the first part that is none."""
+    if isinstance(content, str):
+        return content
+    place, texts = f"messages.{index}.content", []
+    for number, part in enumerate(content):
+        kind = part.get("type", "text")
+        if kind not in ("text", "input_text"):
+            raise RequestError(
+                f"messages[{index}] has a part of type {brief(kind)}, only text is supported", param=place
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"messages[{index}].content[{number}] is a part of type {kind!r} without text", param=place
+            )
         texts.append(part["text"])
     return "".join(texts)

@@ -19,7 +19,7 @@ def add_debug(app: FastAPI, inside: Inside) -> None:
     @app.get("/debug/decisions")
     async def decisions(n: str = "100") -> dict[str, Any]:
         """The last `n` decisions, latest first: who was weighed, at what cost, who was taken, and why."""
-        if not (n.isdecimal() and 1 <= int(n[:6]) <= MOST):
+        if not (n.isdecimal() and len(n) <= 6 and 1 <= int(n) <= MOST):
             raise RequestError(f"n is {n[:20]!r}, must be a number from 1 to {MOST}", param="n")
         return {"decisions": records.decisions(int(n))}
 

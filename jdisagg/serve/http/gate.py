@@ -30,11 +30,11 @@ class Gate:
         headers = Headers(scope=scope)
         request_id = plain_id(headers.get("x-request-id")) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        mark = (b"x-request-id", request_id.encode())
+        state = scope["state"]  # a body may name another
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), mark]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             await send(message)
 
         if self._may_pass(scope["path"], headers):

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
 from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.generation import AnswerFailed, Batch, failure_of, merged, pieces
+from jdisagg.serve.generation import AnswerFailed, Batch, answers, failure_of
 from jdisagg.serve.http.errors import describe
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.http.rendering import DONE, Renderer, dump, event
@@ -54,9 +54,9 @@ class Generation(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
     def _batches(self) -> AsyncGenerator[Batch]:
-        job = self._job
-        answers = [pieces(self._service, each.request, job.options) for each in job.choices]
-        return merged(answers, self._settings.choices_at_once)
+        job, settings = self._job, self._settings
+        requests = [each.request for each in job.choices]
+        return answers(self._service, requests, job.options, settings.choices_at_once, settings.queue_timeout_s)
 
     async def _whole(self, send: Send) -> None:
         renderer = self._renderer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,16 +10,15 @@ from typing import Any
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.request import Request, RequestId, SamplingParams
-from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve import offload
 from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.chat import chat_prompt
+from jdisagg.serve.generation import check_work
+from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.errors import ModelNotFound
 from jdisagg.serve.http.schema import ChatBody, CompletionBody, GenerationFields
 from jdisagg.serve.sampling import choice_seed, fold_seed, logit_bias_of, sampling_params, stop_strings
 from jdisagg.serve.service import Service
 from jdisagg.serve.text import TextOptions
-
-INLINE_CHARS = 20_000  # longer texts are tokenized on a thread, so that running streams go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +66,25 @@ def check_model(name: str | None, service: Service, settings: FrontSettings) -> 
         raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {service.model_name!r}", "model")
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    """Token ids; off the event loop where it would take long."""
-    if len(text) <= INLINE_CHARS:
-        return tuple(tokenizer.encode(text, add_special_tokens))
-    return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+async def encode(service: Service, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
+    """Token ids of each; off the event loop where it would take long. Raises TooLong before what can never fit."""
+    tokenizer = service.tokenizer
+    tokenizer.check_size(texts, service.max_model_len)
+    found = await offload.tokenizing(sum(map(len, texts)), lambda: tokenizer.encode_all(texts, add_special_tokens))
+    return [tuple(ids) for ids in found]
+
+
+async def decode(service: Service, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text of `ids`; off the event loop where it would take long."""
+    return await offload.tokenizing(len(ids), lambda: service.tokenizer.decode(ids, skip_special_tokens))
 
 
 async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
     """`name` is the client's request id, or a fresh one."""
     check_model(body.model, service, settings)
     given = _listed(body.prompt)
-    if sum(len(each) for each in given if isinstance(each, str)) > INLINE_CHARS:
-        prompts = await asyncio.to_thread(_prompts, given, body, service.tokenizer)
-    else:
-        prompts = _prompts(given, body, service.tokenizer)
+    _check_shape(body, len(given), settings)
+    prompts = await _prompts(given, body, service)
     prompt_only = bool(body.echo) and body.max_tokens == 0
     asked = {
         "max_tokens": 1 if prompt_only else body.max_tokens,
@@ -99,8 +101,8 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
         raise RequestError(f"top_logprobs is {body.top_logprobs} while logprobs is not true", param="top_logprobs")
     if body.echo:
         raise RequestError("echo is not supported in chat", param="echo")
-    text = chat_prompt(body, service.tokenizer)
-    ids = await encode(service.tokenizer, text, bool(body.add_special_tokens))
+    _check_shape(body, 1, settings)
+    ids = await chat_ids(body, service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     asked = {
         "max_tokens": max(1, service.max_model_len - len(ids)) if limit is None else limit,
@@ -110,19 +112,17 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
     return _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
 
 
-def _prompts(given: Sequence[str | list[int]], body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
-    special = body.add_special_tokens is not False
-    prompts = []
-    for each in given:
-        if isinstance(each, str):
-            prompts.append(Prompt(tuple(tokenizer.encode(each, special)), each))
-        else:
-            text = tokenizer.decode(each, body.skip_special_tokens) if body.echo else ""
-            prompts.append(Prompt(tuple(each), text))
-    return prompts
+async def _prompts(given: Sequence[str] | Sequence[list[int]], body: CompletionBody, service: Service) -> list[Prompt]:
+    texts = [each for each in given if isinstance(each, str)]
+    if texts:
+        found = await encode(service, texts, body.add_special_tokens is not False)
+        return [Prompt(ids, text) for ids, text in zip(found, texts, strict=True)]
+    listed = [each for each in given if not isinstance(each, str)]
+    shown = [await decode(service, ids, body.skip_special_tokens) if body.echo else "" for ids in listed]
+    return [Prompt(tuple(ids), text) for ids, text in zip(listed, shown, strict=True)]
 
 
-def _listed(prompt: Any) -> list[str | list[int]]:
+def _listed(prompt: Any) -> list[str] | list[list[int]]:
     """Every spelling of `prompt`: a text, texts, token ids, lists of token ids."""
     alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     return [prompt] if alone else list(prompt)
@@ -137,7 +137,6 @@ def _job(
     settings: FrontSettings,
     prompt_only: bool,
 ) -> Job:
-    _check_shape(body, len(prompts), settings)
     eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
     sampling = _sampling(body, asked, eos_ids, settings)
     options = TextOptions(
@@ -149,6 +148,8 @@ def _job(
         skip_special_tokens=body.skip_special_tokens,
     )
     choices = _choices(public_id, prompts, body.n or 1, sampling, body.priority, service, settings)
+    runs_on = not (sampling.stop_token_ids or options.stop)
+    check_work(service, [each.request for each in choices], settings.queue_timeout_s, runs_on)
     stream_options = body.stream_options
     return Job(
         chat=isinstance(body, ChatBody),

@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jdisagg.core.errors import RequestError
+from jdisagg.core.request import MAX_LOGIT_BIAS, MAX_PRIORITY
+from jdisagg.serve.http.json_bounds import LIMITS, Limits, brief, read_object
 
 INT32 = 2**31 - 1
+MAX_MESSAGES = 4096
+SHOWN_PROBLEMS = 3  # of all that a body has
+
+
+def _few(value: Any) -> Any:
+    """A large object is refused before its entries are looked at: each wrong one would be an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"it has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+    return value
+
+
+# Every list stops at its first wrong item: a million errors cost seconds.
 Count = Annotated[int, Field(ge=-1, le=INT32)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 
 # Known fields that this server cannot honour, with the values that ask for nothing (null and empty always do).
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -79,10 +94,10 @@ class GenerationFields(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -93,7 +108,7 @@ class GenerationFields(BaseModel):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-INT32, le=INT32)] = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     request_id: str | None = None
     ledger: bool = False
     user: str | None = None
@@ -102,7 +117,7 @@ class GenerationFields(BaseModel):
 class CompletionBody(GenerationFields):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: Count | None = None
 
 
@@ -112,13 +127,16 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatFields(BaseModel):
     """How messages become a prompt."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -138,7 +156,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -150,7 +168,7 @@ class DetokenizeBody(BaseModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 
@@ -158,19 +176,22 @@ BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, D
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse(kind: type[Body], raw: bytes) -> Body:
-    """The body as `kind`. Raises RequestError naming the first field at fault; unknown fields are ignored."""
-    try:
-        fields = pydantic_core.from_json(raw)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RequestError(f"the body is a JSON {type(fields).__name__}, not an object")
+def parse(kind: type[Body], raw: bytes, limits: Limits = LIMITS) -> Body:
+    """The body as `kind`; unknown fields are ignored.
+
+    Raises RequestError: over the limits before anything is read, else naming the first few fields at fault.
+    """
+    fields = read_object(raw, limits)
     refuse(fields)
+    return valid(kind, fields)
+
+
+def valid(kind: type[Body], fields: Mapping[str, Any]) -> Body:
+    """`fields` as `kind`. Raises RequestError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _first_mistake(error) from error
+        raise _mistakes(error) from error
 
 
 def refuse(fields: Mapping[str, Any]) -> None:
@@ -179,12 +200,20 @@ def refuse(fields: Mapping[str, Any]) -> None:
         value = fields[name]
         if value is None or value in ("", [], {}) or value in REFUSED[name]:
             continue
-        raise RequestError(f"{name} is not supported yet; it was {str(value)[:100]!r}", param=name)
+        raise RequestError(f"{name} is not supported yet; it was {brief(value)}", param=name)
 
 
-def _first_mistake(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    param = str(first["loc"][0]) if first["loc"] else None
-    given = "" if first["type"] == "missing" else f" (it was {str(first['input'])[:100]!r})"
-    return RequestError(f"{place or 'body'}: {first['msg']}{given}", param=param)
+def _mistakes(error: ValidationError) -> RequestError:
+    """The first few problems, and how many there are; `param` is the first one's field."""
+    problems = error.errors(include_url=False)
+    told = [_told(each) for each in problems[:SHOWN_PROBLEMS]]
+    if len(problems) > SHOWN_PROBLEMS:
+        told.append(f"these are {SHOWN_PROBLEMS} of {len(problems)} problems")
+    place = problems[0]["loc"]
+    return RequestError("; ".join(told), param=str(place[0]) if place else None)
+
+
+def _told(problem: Any) -> str:
+    place = ".".join(str(part)[:40] for part in problem["loc"])
+    given = "" if problem["type"] == "missing" else f" (it was {brief(problem['input'])})"
+    return f"{place or 'body'}: {problem['msg'][:200]}{given}"
