@@ -44,10 +44,11 @@ LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
 BAD_USE = 2
 INTERRUPTED = 130
+LAST_WORDS_S = 2.0  # for answers to be told that the driver has died
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a clean end, 1 where prompts failed, 2 with one line on stderr for a caller's mistake."""
+    """Exit code: 0 after a clean end, 1 where prompts failed or the driver died, 2 with one line for a mistake."""
     try:
         settings, values = config.resolve(sys.argv if argv is None else argv)
         if values["help"].value:
@@ -189,21 +190,29 @@ async def run_batch(service: LocalService, settings: Settings, jobs: Sequence[of
 async def serve(
     service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console, model_folder: Path
 ) -> int:
-    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once."""
+    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once.
+
+    A driver that dies ends it as well, with a code that is not 0: whoever supervises the process can start another.
+    """
     running = await servers.start(service, settings, sockets, model_folder)
     for line in running.urls:
         console.print(f"[bold]ready[/]    {line}", highlight=False)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop_or_die, stop)
-    stopped, died = asyncio.create_task(stop.wait()), asyncio.create_task(running.wait())
-    await asyncio.wait({stopped, died}, return_when=asyncio.FIRST_COMPLETED)
-    console.print(f"draining: {service.running} running, at most {settings.drain_s:g} s (again to stop at once)")
-    await service.drain(settings.drain_s)
+    stopped, ended = asyncio.create_task(stop.wait()), asyncio.create_task(running.wait())
+    died = asyncio.create_task(service.died())
+    await asyncio.wait({stopped, ended, died}, return_when=asyncio.FIRST_COMPLETED)
+    if service.alive:
+        console.print(f"draining: {service.running} running, at most {settings.drain_s:g} s (again to stop at once)")
+    await service.drain(settings.drain_s if service.alive else LAST_WORDS_S)
     await running.stop()
     stopped.cancel()
-    await died
-    return 0
+    died.cancel()
+    await asyncio.wait({ended}, timeout=None if service.alive else LAST_WORDS_S)
+    if not service.alive:
+        print(f"jdisagg: {service.why_dead}", file=sys.stderr)
+    return 0 if service.alive else FAILED
 
 
 def _stop_or_die(stop: asyncio.Event) -> None:

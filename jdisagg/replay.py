@@ -15,26 +15,20 @@ from pathlib import Path
 
 from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
-from jdisagg.core.events import ROUTER
 from jdisagg.core.journal import Header, Recorded, digest, read_lines
-from jdisagg.policy.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.sim.follow import actors_of, decide
 from jdisagg.sim.rerun import rerun
 
 
 def replay(header: Header, entries: Iterable[Recorded]) -> int:
     """The number of events whose decisions were the same. Raises JournalError at the first that differs."""
-    router = Router(header.router, header.workers)
-    actors = {config.worker: Worker(config) for config in header.workers}
+    actors = actors_of(header)
     number = 0
     for number, entry in enumerate(entries, 1):
-        if entry.actor not in actors and entry.actor != ROUTER:
-            raise JournalError(f"event {number} is for {entry.actor}, which the header does not have")
-        actor = router if entry.actor == ROUTER else actors[entry.actor]
-        effects = actor.handle(entry.event, entry.at_s)
+        effects = decide(actors, entry, number)
         if digest(effects) != entry.decided:
             raise JournalError(
-                f"event {number}, at {entry.at_s} s, {entry.actor}: {encode(entry.event)}\n"
+                f"line {entry.line}: event {number}, at {entry.at_s} s, {entry.actor}: {encode(entry.event)}\n"
                 f"led to effects with the digest {entry.decided}; now it leads to {digest(effects)}:\n"
                 + "\n".join(f"  {encode(effect)}" for effect in effects)
             )
@@ -58,8 +52,9 @@ def main(arguments: list[str]) -> int:
                 print(f"{len(rerun(*read_lines(lines)).entries)} events, same decisions in virtual time")
             else:
                 print(f"{replay(*read_lines(lines))} events, same decisions")
-        except JournalError as error:
-            print(error, file=sys.stderr)
+        except (JournalError, OSError, UnicodeDecodeError) as error:
+            what = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
+            print(f"{path}: {what}", file=sys.stderr)
             return 1
     return 0
 

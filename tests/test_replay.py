@@ -1,6 +1,7 @@
 """A recorded world replays to the same decisions, and a changed record is found out."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,88 @@ def test_the_first_decision_that_differs_is_named(tmp_path, capsys):
     path.write_text("\n".join(lines))
     assert main([str(path)]) == 1
     assert f"event {number}, at {changed['at_s']} s, decode-0" in capsys.readouterr().err
+
+
+def changed(lines: list[str], number: int, **fields: object) -> list[str]:
+    """The lines, with these fields of one record exchanged."""
+    record = json.loads(lines[number]) | fields
+    return [*lines[:number], json.dumps(record), *lines[number + 1 :]]
+
+
+def event_changed(lines: list[str], kind: str, **fields: object) -> list[str]:
+    """The lines, with these fields of the first event of a kind exchanged."""
+    number = next(i for i, line in enumerate(lines) if f'"event":{{"is":"{kind}"' in line)
+    return changed(lines, number, event=json.loads(lines[number])["event"] | fields)
+
+
+def worker_changed(lines: list[str], **fields: object) -> list[str]:
+    workers = json.loads(lines[0])["workers"]
+    return changed(lines, 0, workers=[workers[0] | fields, *workers[1:]])
+
+
+EFFECT, TEXT = {"is": "SetTimer", "at_s": 1, "key": "x"}, {"is": "Request", "prompt": "abc"}
+DAMAGE = {
+    "empty": (lambda x: [], "line 1 is not JSON"),
+    "only its header, cut": (lambda x: [x[0][:100]], "line 1 is not JSON"),
+    "cut in a line": (lambda x: [*x[:5], x[5][:40]], "line 6 is not JSON"),
+    "a header in the middle": (lambda x: [*x[:3], x[0]], "line 4 lacks actor, at_s, decided, event"),
+    "no header": (lambda x: x[1:], "line 1 lacks version"),
+    "another version": (lambda x: changed(x, 0, version=[2]), r"line 1 says version \[2\]"),
+    "workers that are no list": (lambda x: changed(x, 0, workers=7), "line 1: workers is 7 and no list"),
+    "a worker that is an event": (lambda x: changed(x, 0, workers=[{"is": "TimerFired", "key": "x"}]), "line 1: "),
+    "a router that is a text": (lambda x: changed(x, 0, router="x"), "line 1: .*'x' names no noun"),
+    "a page size of text": (lambda x: worker_changed(x, page_size="x"), "line 1: .*WorkerConfig.page_size: 'x'"),
+    "a page size of nothing": (lambda x: worker_changed(x, page_size=0), "line 1: .*page_size is 0"),
+    "pages without number": (lambda x: worker_changed(x, num_pages=10**18), "line 1: .*num_pages is 10000"),
+    "slots that fill nothing": (lambda x: worker_changed(x, num_slots=7, num_microbatches=2), "line 1: .*7 slots"),
+    "a time of text": (lambda x: changed(x, 2, at_s="now"), "line 3: at_s is 'now' and no time"),
+    "a time without end": (lambda x: changed(x, 2, at_s=float("inf")), "line 3: at_s is inf and no time"),
+    "a huge time": (lambda x: changed(x, 2, at_s=10**4000), "line 3: at_s is a huge number and no time"),
+    "a number of 5,000 digits": (lambda x: [*x[:2], '{"at_s":' + "9" * 5000 + "}"], "line 3 is not JSON"),
+    "brackets without end": (lambda x: [*x[:2], "[" * 100_000], "line 3 is not JSON"),
+    "an actor that is a list": (lambda x: changed(x, 2, actor=["router"]), "line 3: actor is"),
+    "an actor nobody knows": (lambda x: changed(x, 2, actor="nobody"), "line 3: event 2 is for 'nobody'"),
+    "an event that is none": (lambda x: changed(x, 2, event={"is": "Party"}), "line 3: .*names no noun"),
+    "an effect for an event": (lambda x: changed(x, 2, event=EFFECT), "SetTimer is no event"),
+    "a plan nobody made": (lambda x: event_changed(x, "DecodeDone", plan_id=10**9), "cannot follow on"),
+    "a prompt of text": (lambda x: event_changed(x, "Submit", request=TEXT), "Request.prompt: 'abc' is no list"),
+    "a timer of no form": (lambda x: event_changed(x, "TimerFired", key=7), "TimerFired.key: 7 is no text"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[str]:
+    path = tmp_path_factory.mktemp("replay") / "run.jsonl"
+    record(path, pair(), Faults(1, 1e-3, 0.02, 0.05, 0.1, 0.1, 0.05))
+    return path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("mode", [[], ["--virtual"]], ids=["", "virtual"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_journal_is_one_line_that_names_file_line_and_what_was_found(tmp_path, capsys, whole, damage, mode):
+    change, says = DAMAGE[damage]
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("\n".join(change(whole)))
+    assert main([str(path), *mode]) == 1
+    said = capsys.readouterr().err
+    assert re.search(says, said) and said.startswith(f"{path}: line ") and len(said) < 900
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", [[], ["--virtual"]], ids=["", "virtual"])
+@pytest.mark.parametrize("change", [lambda x: x[:1] + x[9:], lambda x: x + x[1:]], ids=["lines are missing", "twice"])
+def test_a_journal_with_lines_missing_or_said_twice_is_found_out_by_its_line(tmp_path, capsys, whole, change, mode):
+    (tmp_path / "other.jsonl").write_text("\n".join(change(whole)))
+    assert main([str(tmp_path / "other.jsonl"), *mode]) == 1
+    assert "other.jsonl: line " in capsys.readouterr().err
+
+
+def test_a_journal_that_is_no_text_is_one_line(tmp_path, capsys, whole):
+    (tmp_path / "binary.jsonl").write_bytes(whole[0].encode() + b"\n\xff\xfe\x00\x80")
+    assert main([str(tmp_path / "binary.jsonl")]) == 1
+    assert "no text in UTF-8" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_or_no_journal_is_one_line(tmp_path, capsys):

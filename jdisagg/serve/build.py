@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from jdisagg.core.errors import ConfigError
-from jdisagg.core.journal import Header, Journal
+from jdisagg.core.journal import Header
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
@@ -28,6 +24,7 @@ from jdisagg.serve.driver import Observer
 from jdisagg.serve.learnt import learnt_by
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import Inside, Records
 from jdisagg.serve.wires import tell_wire_costs
 
@@ -50,7 +47,8 @@ def build(
 
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(plan.model_name, plan.workers, plan.kv.bytes_per_page, recompiles, compat)
-    journal = Journal(Header(router_config(settings), plan.workers), sink=journal_sink(settings.record_dir))
+    header = Header(router_config(settings), plan.workers)
+    journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
     records = Records(settings.debug_keep)
     workers = {config.worker: Worker(config) for config in plan.workers}
     machines.update(load_machines(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
@@ -76,19 +74,6 @@ def build(
 def watching(records: Records, settings: Settings) -> tuple[Observer, ...]:
     """What is kept for /debug, where it is wanted."""
     return (records.observe,) if settings.debug_keep else ()
-
-
-def journal_sink(record_dir: str) -> Callable[[str], object] | None:
-    """Appends lines to a new file of the folder; None where nothing is kept. Raises ConfigError."""
-    if not record_dir:
-        return None
-    path = Path(record_dir) / f"journal-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", buffering=1, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--record_dir={record_dir}: {error.strerror}") from error
-    return lambda line: file.write(line + "\n")
 
 
 def load_machines(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.events import ROUTER, Cancel, EmitTokens, Finish, Reject, Submit
@@ -70,7 +72,8 @@ class LocalService:
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal, self.inside = recompiles, metrics, journal, inside
         self.draining = False
-        self._dead = False
+        self.why_dead = ""  # why the driver has died
+        self._dead, self._told_of_death = False, list[Callable[[], object]]()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
             router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, far=far
@@ -89,6 +92,19 @@ class LocalService:
     def running(self) -> int:
         """Requests that have not ended."""
         return len(self._mailboxes)
+
+    @property
+    def alive(self) -> bool:
+        """The driver has not died: requests can be served, now or when workers are there."""
+        return not self._dead
+
+    async def died(self) -> str:
+        """Waits until the driver dies, and returns why. Nothing brings it back: the process is to end."""
+        told = asyncio.Event()
+        self._told_of_death.append(partial(asyncio.get_running_loop().call_soon_threadsafe, told.set))
+        if not self._dead:
+            await told.wait()
+        return self.why_dead
 
     def now_s(self) -> float:
         return self.driver.now_s()
@@ -145,11 +161,14 @@ class LocalService:
 
     def _died(self, error: BaseException) -> None:
         """The driver thread is gone: every running request ends as an error instead of waiting for ever."""
+        self.why_dead = f"the driver stopped: {type(error).__name__}: {error}"
         self._dead = True
-        detail = f"the driver stopped: {type(error).__name__}: {error}"
         self._deliver(
-            [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=detail)) for each in [*self._mailboxes]]
+            [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=self.why_dead)) for each in [*self._mailboxes]]
         )
+        for tell in self._told_of_death:
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                tell()
 
     def _deliver(self, told: list[tuple[RequestId, Outcome]]) -> None:
         """On the driver thread: one wake-up of each event loop an event, however many tokens there are."""

@@ -107,6 +107,7 @@ class Metrics:
     def _make_request_metrics(self) -> None:
         model = self._model
         self._requests = self._counter("requests", "Requests that ended, by reason", "reason")
+        self._journal_drops = self._counter("journal_drops", "Journal files given up: they could not be written")
         self._rejects = self._counter("rejects", "Requests turned away because the house was full")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were answered")
         self._output_tokens = self._counter("generation_tokens", "Output tokens given to clients").labels(model)
@@ -151,6 +152,10 @@ class Metrics:
         if recompiles is not None:
             gauge = self._gauge("recompiles", "Programs compiled since the server was ready")
             gauge.labels(self._model).set_function(recompiles)
+
+    def journal_dropped(self) -> None:
+        """The file of --record_dir takes no more."""
+        self._journal_drops.labels(self._model).inc()
 
     def watch_held(self, worker: str, held_bytes: Callable[[], tuple[int, int]]) -> None:
         """`held_bytes`: of KV offered to other processes, and of KV pulled from them; `worker` names ours."""

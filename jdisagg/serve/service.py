@@ -60,6 +60,11 @@ class Service(Protocol):
         """New requests are taken."""
         ...
 
+    @property
+    def alive(self) -> bool:
+        """False for good once the driver has died: the process is about to end."""
+        ...
+
     def now_s(self) -> float:
         """The driver's clock, for Request.arrival_s."""
         ...

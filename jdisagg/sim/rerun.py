@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,9 +42,8 @@ from jdisagg.core.journal import Entry, Header, Recorded, digest
 from jdisagg.core.messages import Message
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
-from jdisagg.policy.router import Router
-from jdisagg.policy.worker import Worker
 from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.follow import actors_of, decide
 from jdisagg.sim.outcome import Record
 from jdisagg.sim.traces import Trace
 
@@ -94,15 +93,12 @@ def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
 
     Raises JournalError where its events do not lead to the effects on record.
     """
-    router = Router(header.router, header.workers)
-    actors: dict[WorkerId, Any] = {ROUTER: router, **{each.worker: Worker(each) for each in header.workers}}
-    stopwatch = Stopwatch()
+    actors, stopwatch = actors_of(header), Stopwatch()
     for number, recorded in enumerate(entries, 1):
-        if recorded.actor not in actors:
-            raise JournalError(f"event {number} is for {recorded.actor}, which the header does not have")
-        effects = actors[recorded.actor].handle(recorded.event, recorded.at_s)
+        effects = decide(actors, recorded, number)
         if digest(effects) != recorded.decided:
-            raise JournalError(f"event {number}, {recorded.actor}: its effects are not those on record; see the replay")
+            what = f"event {number}, {recorded.actor}: its effects are not those on record; see the replay"
+            raise JournalError(f"line {recorded.line}: {what}")
         stopwatch.see(Entry(recorded.at_s, recorded.actor, recorded.event, effects))
     return stopwatch.stop()
 

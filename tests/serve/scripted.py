@@ -81,7 +81,7 @@ class ScriptedService:
         self.model_name, self.max_model_len = "tiny", max_model_len
         vocab = self.tokenizer.vocab_size
         self.model_config = ModelConfig("llama", vocab, 8, 16, 1, 1, 1, 8, max_model_len)
-        self.ready, self.draining, self.script = True, False, script
+        self.ready, self.draining, self.alive, self.script = True, False, True, script
         self.most: Capacity | None = None
         self.seen: list[Request] = []
         self.running: set[RequestId] = set()

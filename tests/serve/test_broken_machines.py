@@ -229,7 +229,9 @@ def test_a_dead_driver_ends_requests_at_once_and_health_says_so() -> None:
         body = {"prompt": [5, 6, 7], "max_tokens": 9}
         first = httpx.post(f"{url}/v1/completions", json=body, timeout=10)
         assert (first.status_code, "broken" in first.text) == (500, True)
-        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ready").status_code == 503
+        states = [httpx.get(f"{url}/{name}").status_code for name in ("live", "health", "ready")]
+        assert states == [503] * 3
+        assert "a router that is broken" in asyncio.run(asyncio.wait_for(stack.service.died(), 5))
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=10).status_code == 503
 
 

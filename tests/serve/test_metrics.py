@@ -64,6 +64,7 @@ def ran() -> Iterator[ToyStack]:
         observe("decode-0", Send(WorkerId("router"), Preempted(RequestId("a"), 1, (), "no pages")), now_s)
         observe("decode-0", Send(WorkerId("prefill-0"), Resend("a", 1, 0)), now_s)
         observe("decode-0", EngineFailed(1, None, "fault"), now_s)
+        stack.metrics.journal_dropped()
         observe("decode-0", Send(ROUTER, Ended(RequestId("a"), 1, FinishReason.ERROR, now_s, 0, "no numbers")), now_s)
         yield stack
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.journal import Header, Journal
+from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
@@ -35,7 +35,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
-from jdisagg.serve.build import Progress, journal_sink, load_machines, router_config, warm, watching
+from jdisagg.serve.build import Progress, load_machines, router_config, warm, watching
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
 from jdisagg.serve.cluster.link import Pulse
@@ -47,6 +47,7 @@ from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.private_files import read_private
+from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import Inside, Records
 from jdisagg.serve.tidings import EVERY_S
 from jdisagg.serve.wires import tell_wire_costs
@@ -271,7 +272,7 @@ def _service(
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = _metrics(plan, settings, node)
-    journal = Journal(Header(router.config, configs), sink=journal_sink(settings.record_dir))
+    journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
     return LocalService(
         router,
         {name: Worker(machine.config) for name, machine in node.machines.items()},

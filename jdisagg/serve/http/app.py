@@ -181,8 +181,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/ping")
     @app.post("/ping", include_in_schema=False)
     async def live() -> Response:
-        """200 while the process answers."""
-        return _state("ok", bad=())
+        """200 while the process answers and its driver lives; without one it ends by itself."""
+        return _state("ok" if service.alive else "dead", bad=("dead",))
 
     @app.get("/version")
     async def version() -> dict[str, str]:
