@@ -38,11 +38,11 @@ from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.profile import machine_name
 from jdisagg.serve import blueprint
-from jdisagg.serve.build import load_machines, router_config, warm
+from jdisagg.serve.build import load_executors, router_config, warm
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.survey import Survey
 from jdisagg.sim.fused import simulated
-from jdisagg.sim.measured import fleet_of
+from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.traces import Trace
 
@@ -88,7 +88,7 @@ def trace_of(jobs: Sequence[Job], at_s: Sequence[float]) -> Trace:
 
 
 def simulate(profile: Profile, mesh: MeshSpec, trace: Trace) -> Outcome:
-    cluster = simulated(fleet_of(profile, mesh))
+    cluster = simulated(cluster_spec_of(profile, mesh))
     outcome = cluster.run(trace)
     cluster.check_all_ended()
     return outcome
@@ -127,7 +127,7 @@ class Stack:
         self.plan = blueprint.draw(settings, "cpu", None)
         self.bar, self.told = banner.compile_bar(console)
         with self.bar:
-            self.machines = load_machines(self.plan, settings, found)
+            self.machines = load_executors(self.plan, settings, found)
             warm(self.machines, self.told)
         self.survey = Survey(self.plan, settings, self.machines)
         self.tokenizer = Tokenizer(self.plan.model_folder)

@@ -30,12 +30,12 @@ from jdisagg.core.plans import KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import RAW
-from jdisagg.engine.mesh_machine import MeshMachine, MeshParcel
+from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
 from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve import blueprint
-from jdisagg.serve.build import load_machines
+from jdisagg.serve.build import load_executors
 from pallas_kernels.wire_format import WIRES
 
 MODULES = ("argparse", "calendar", "csv", "difflib", "heapq", "shlex", "textwrap", "zipfile")
@@ -67,14 +67,14 @@ class Stage:
     def __init__(self, settings: Settings, texts: Sequence[Sequence[int]], prompt_tokens: int) -> None:
         found = devices.prepare(settings.platform, MeshSpec.parse(settings.mesh).num_devices)
         plan = blueprint.draw(settings, found[0].platform, None)
-        machines = load_machines(plan, settings, found)
+        machines = load_executors(plan, settings, found)
         self.source = next(each for each in machines.values() if each.config.role.prefills)
         self.destination = next(each for each in machines.values() if each.config.role.decodes)
         self.texts, self.prompt_tokens = texts, prompt_tokens
         for index in range(len(texts)):
             self._prefill(index)
 
-    def _pages(self, machine: MeshMachine, index: int, tokens: int) -> tuple[int, ...]:
+    def _pages(self, machine: MeshExecutor, index: int, tokens: int) -> tuple[int, ...]:
         each = machine.config.pages_for(machine.config.max_model_len)
         return tuple(range(1 + index * each, 1 + index * each + machine.config.pages_for(tokens)))
 

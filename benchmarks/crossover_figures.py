@@ -217,7 +217,7 @@ def _against(ours: Middle, theirs: Middle) -> str:
 
 CAUSES = {
     "queue": ("waits longer for a prefill to begin", "waits less for a prefill to begin"),
-    "reserve_wait": ("waits longer for its bed", "waits less for its bed"),
+    "reserve_wait": ("waits longer for its reservation", "waits less for its reservation"),
     "prefill": ("is prefilled more slowly", "is prefilled faster"),
     "transfer": ("waits for its KV after the first token (exposed transfer)", "waits less for its KV"),
     "first_step": ("waits longer for its first decode turn", "waits less for its first decode turn"),

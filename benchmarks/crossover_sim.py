@@ -1,7 +1,7 @@
 """The same comparison foreseen: the jobs of a live run on simulated devices, into cells like those of the live one.
 
-Where the seconds come from is the caller's: a fleet for each architecture, of whatever cost model. The client's and
-the servers' own work is not simulated.
+Where the seconds come from is the caller's: a cluster_spec for each architecture, of whatever cost model. The
+client's and the servers' own work is not simulated.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from jdisagg.core.profile import Profile
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.fleet import Fleet
-from jdisagg.sim.measured import fleet_of
+from jdisagg.sim.cluster_spec import ClusterSpec
+from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.traces import Trace
 
-FleetOf = Callable[[Plan], Fleet]
+FleetOf = Callable[[Plan], ClusterSpec]
 
 
 class Watched(Cluster):
     """Notes when each token came: gaps between tokens are what a record of first and last does not tell."""
 
-    def __init__(self, given: Fleet, routing: str) -> None:
+    def __init__(self, given: ClusterSpec, routing: str) -> None:
         router = replace(PATIENT, routing=Routing(routing))
         super().__init__(
             given.workers, given.costs, given.links, router, given.message_s, given.latency_s, foresee=False
@@ -97,13 +97,14 @@ def foreseen(
 def by_profiles(profiles: Sequence[Profile], streams: int) -> FleetOf:
     """Fleets of the profile whose decode slots are nearest to the architecture's: a turn costs by its slots.
 
-    Workers have a core each, so that what sharing one would cost is left out. Raises ConfigError, as `fleet_of` does.
+    Workers have a core each, so that what sharing one would cost is left out. Raises ConfigError, as
+    `cluster_spec_of` does.
     """
 
-    def fleet_of_plan(plan: Plan) -> Fleet:
+    def fleet_of_plan(plan: Plan) -> ClusterSpec:
         wanted = plan.slots(streams)
         nearest = min(profiles, key=lambda profile: abs(_slots(profile) - wanted))
-        return fleet_of(replace(nearest, slowdown={}), MeshSpec.parse(plan.simulated))
+        return cluster_spec_of(replace(nearest, slowdown={}), MeshSpec.parse(plan.simulated))
 
     return fleet_of_plan
 

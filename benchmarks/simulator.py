@@ -26,8 +26,8 @@ from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.fleet import Sizes, by_roofline, fleet, longest
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.traces import Trace, read_azure
 
@@ -50,7 +50,7 @@ class Speed:
     foreseen: bool
     seconds: float
     events: int
-    quiet_turns: int
+    repeatable_steps: int
     virtual_s: float
     peak_gib: float  # of the process, so far
 
@@ -62,7 +62,9 @@ class Speed:
 def measured(trace: Trace, workers: int, *, foresee: bool = True) -> Speed:
     chip, shape = hardware("h100"), Model(model("llama3-70b"))
     mesh = MeshSpec.parse(f"prefill:{workers // 2}xtp8,decode:{workers // 2}xtp8")
-    given = fleet(mesh, Sizes(longest(trace)), by_roofline(lambda tp: Roofline(shape, chip, tp)), PORT_BYTES_PER_S)
+    given = cluster_spec(
+        mesh, Sizes(longest(trace)), by_roofline(lambda tp: Roofline(shape, chip, tp)), PORT_BYTES_PER_S
+    )
     began = time.perf_counter()
     cluster = Cluster(given.workers, given.costs, given.links, foresee=foresee)
     outcome = cluster.run(trace)
@@ -70,7 +72,7 @@ def measured(trace: Trace, workers: int, *, foresee: bool = True) -> Speed:
     cluster.check_all_ended()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     span_s = outcome.span_s - float(trace.arrival_s[0])
-    return Speed(workers, len(trace), foresee, seconds, outcome.events, cluster.quiet_turns, span_s, peak_gib)
+    return Speed(workers, len(trace), foresee, seconds, outcome.events, cluster.repeatable_steps, span_s, peak_gib)
 
 
 def first(trace: Trace, requests: int) -> Trace:

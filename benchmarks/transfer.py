@@ -33,13 +33,13 @@ from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.engine.mesh_machine import MeshMachine, MeshParcel
+from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
 from jdisagg.kv.transport.link import Link
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve import blueprint
-from jdisagg.serve.build import load_machines, router_config, warm
+from jdisagg.serve.build import load_executors, router_config, warm
 from jdisagg.serve.local import LocalService
 
 TARGET = 0.10  # of the transfer exposed, for prompts of `LONG_CHUNKS` chunks and more on links that keep up
@@ -77,7 +77,7 @@ class SlowParcel:
 class LinkedMachine:
     """A machine behind a link: everything else is the machine's own."""
 
-    def __init__(self, inner: MeshMachine, link: Link) -> None:
+    def __init__(self, inner: MeshExecutor, link: Link) -> None:
         self.inner, self.link = inner, link
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class Stack:
         found = devices.prepare(settings.platform, mesh.num_devices)
         self.settings, self.plan = settings, blueprint.draw(settings, found[0].platform, None)
         self.tokenizer = Tokenizer(self.plan.model_folder)
-        self.machines = load_machines(self.plan, settings, found)
+        self.machines = load_executors(self.plan, settings, found)
         warm(self.machines, lambda name, done, total: None)
 
     @property

@@ -31,9 +31,9 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.shaped import Unshapable, shaped_link
 from jdisagg.kv.transport.choose import available, open_transport
+from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.link import Link
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import Parcel, Ticket, read_ticket
 
 SECRET, IDENTITY = b"a secret of this benchmark alone", Identity("benchmark", "benchmark", "float32")
@@ -78,7 +78,7 @@ class Source:
     """Offers the same arrays again and again, in this process or behind `Remote`."""
 
     def __init__(self, names: Sequence[str], host: str = "127.0.0.1") -> None:
-        terms = Terms(SECRET, IDENTITY, listen=f"{host}:0")
+        terms = TransportConfig(SECRET, IDENTITY, listen=f"{host}:0")
         self.transports = {name: open_transport(name, terms) for name in names}
         rng, device = np.random.default_rng(0), jax.devices()[-1]
         block = rng.integers(0, 255, max(nbytes for _, nbytes in LOAD.values()), np.uint8)
@@ -203,7 +203,7 @@ def measure_links(
     rows = []
     for name in names:
         for speed in LINKS_GBIT_PER_S:
-            transport = open_transport(name, Terms(SECRET, IDENTITY, link=Link(speed)))
+            transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(speed)))
             rows.append(link_row(transport, source, BUCKET, speed, own_ms[name, load_of(speed)], rounds))
             transport.close()
     return rows
@@ -216,7 +216,7 @@ def measure_shaped(own_ms: OwnMs, rounds: int) -> tuple[list[LinkRow], str]:
         try:
             with shaped_link(speed) as link:
                 source = Remote(["tcp"], link.inside, link.there)
-                transport = open_transport("tcp", Terms(SECRET, IDENTITY))
+                transport = open_transport("tcp", TransportConfig(SECRET, IDENTITY))
                 rows.append(link_row(transport, source, NAMESPACE, speed, own_ms["tcp", load_of(speed)], rounds))
                 transport.close()
                 source.close()
@@ -230,7 +230,7 @@ def measure(rounds: int, tell: Callable[[str], None]) -> tuple[list[Row], list[L
     between = [name for name in available() if name != "inproc"]
     remote, local = Remote(between), Source(["inproc"])
     contestants: dict[str, tuple[Transport, Any]] = {"inproc": (local.transports["inproc"], local)}
-    contestants |= {name: (open_transport(name, Terms(SECRET, IDENTITY)), remote) for name in between}
+    contestants |= {name: (open_transport(name, TransportConfig(SECRET, IDENTITY)), remote) for name in between}
     rows = []
     for size in LOAD:
         tell(size)

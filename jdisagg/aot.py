@@ -29,8 +29,8 @@ from jdisagg import aot_report, config, flags
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
-from jdisagg.engine.audit import check, memory_of
-from jdisagg.engine.outline import Outline, Task, shipments
+from jdisagg.engine.abstract_programs import AbstractPrograms, Task, shipments
+from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve import blueprint
 
@@ -106,12 +106,12 @@ def usable_bytes(target: Target) -> int:
         raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
 
 
-def outlines_of(plan: blueprint.Blueprint, target: Target) -> list[Outline]:
+def outlines_of(plan: blueprint.Blueprint, target: Target) -> list[AbstractPrograms]:
     """One for each pool of equal workers: the first of each speaks for the others."""
     devices = devices_of(target)
     first = {config.role: config for config in reversed(plan.workers)}
     return [
-        Outline(
+        AbstractPrograms(
             config,
             plan.model,
             plan.layout(config.role),
@@ -124,7 +124,7 @@ def outlines_of(plan: blueprint.Blueprint, target: Target) -> list[Outline]:
     ]
 
 
-def compile_all(outlines: Sequence[Outline], every: bool) -> list:
+def compile_all(outlines: Sequence[AbstractPrograms], every: bool) -> list:
     tasks = [(outline.config.worker, task) for outline in outlines for task in outline.tasks()]
     if len(outlines) == 2:
         prefill, decode = sorted(outlines, key=lambda outline: outline.config.role.decodes)

@@ -16,9 +16,9 @@ from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.roofline import Shard, Work
 from jdisagg.core.targets import GIB, Target
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.audit import Checked, StageMemory
+from jdisagg.engine.abstract_programs import Task
+from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
-from jdisagg.engine.outline import Task
 from jdisagg.serve.blueprint import Blueprint
 
 # Rows of a table that stand together.

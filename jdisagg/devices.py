@@ -18,12 +18,12 @@ _DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd")  # TPU (two k
 MOST_VIRTUAL = 256  # CPU devices; each has threads of its own
 
 
-def prepare(platform: str, num_devices: int, compile_cache_dir: str) -> list[Any]:
+def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> list[Any]:
     """The first `num_devices` devices of `platform` ("auto": the best there is); call before any other use of jax.
 
     On the CPU it makes the virtual devices that are missing, and widens the client's thread pool to twice the devices:
     with fewer threads, collectives of several meshes wait for each other's threads until the client aborts (with more,
-    idle threads look for work that is not there: 9 % of a decode turn's samples with 32 threads on 2 cores).
+    idle threads look for work that is not there: 9 % of a decode step's samples with 32 threads on 2 cores).
     `compile_cache_dir` is as in --compile_cache_dir. Raises MeshError naming both numbers where there are too few.
     """
     virtual = min(num_devices, MOST_VIRTUAL)

@@ -29,11 +29,11 @@ from jdisagg.core.profile import read_profile
 from jdisagg.core.settings import int_list
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
+from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, published
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.fleet import CostOf, Sizes, by_roofline, longest, published
 from jdisagg.sim.hardware import HARDWARE, hardware
 from jdisagg.sim.planner import tables
-from jdisagg.sim.planner.advice import Advice, advise, headroom, total
+from jdisagg.sim.planner.advice import Recommendation, headroom, recommend, total
 from jdisagg.sim.planner.formulas import estimates
 from jdisagg.sim.planner.policy_file import as_policy, settings_of
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
@@ -95,9 +95,11 @@ def _define_search(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
     absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
     absl_flags.DEFINE_integer("page_size", 32, "tokens a page", 1, flag_values=values)
-    absl_flags.DEFINE_integer("reserve_tokens", 512, "of output that a bed holds pages for", 1, flag_values=values)
+    absl_flags.DEFINE_integer(
+        "reserve_tokens", 512, "of output that a reservation holds pages for", 1, flag_values=values
+    )
     absl_flags.DEFINE_integer("most", 24, "configurations of an architecture to simulate", 1, flag_values=values)
-    absl_flags.DEFINE_integer("seeds", 3, "of the finalists' runs", 1, flag_values=values)
+    absl_flags.DEFINE_integer("seeds", 3, "of the shortlist' runs", 1, flag_values=values)
     absl_flags.DEFINE_integer("seed", 0, "the first of them", flag_values=values)
     absl_flags.DEFINE_bool("quick", False, "arithmetic only: bounds, and replicas for --rate", flag_values=values)
     absl_flags.DEFINE_bool("sensitivity", True, "ask again with other objectives and half the link", flag_values=values)
@@ -190,11 +192,11 @@ def body(values: flags.FlagValues) -> int:
     with progress() as bar:
         search = Search(problem, seeds=values.seeds, most=values.most, told=teller(bar))
         found = search.over(among)
-        advice = advise(problem, found, search.tolerance)
+        advice = recommend(problem, found, search.tolerance)
         others = others_of(problem, site, advice) if values.sensitivity else {}
         rows, extra = vary(found, advice.winner, among, others, search)
     usd = values.usd_per_hour or (hardware(values.hardware).price_per_hour if isinstance(site, Site) else 0.0)
-    console.print(tables.finalists(problem, found, usd, values.rate), highlight=False)
+    console.print(tables.shortlist(problem, found, usd, values.rate), highlight=False)
     lines = [*advice.lines, *asked(values, problem, advice)]
     for line in [*lines, *tables.counted(found.counts)]:
         console.print(line, highlight=False, soft_wrap=True)
@@ -220,7 +222,7 @@ def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Con
     return 0
 
 
-def others_of(problem: Problem, site: Site | ProfiledSite, advice: Advice) -> dict[str, Problem]:
+def others_of(problem: Problem, site: Site | ProfiledSite, advice: Recommendation) -> dict[str, Problem]:
     """The questions of the sensitivity. Half the link cannot help a pair of pools that lost with all of it."""
     found = {
         f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
@@ -231,7 +233,7 @@ def others_of(problem: Problem, site: Site | ProfiledSite, advice: Advice) -> di
     return found
 
 
-def asked(values: flags.FlagValues, problem: Problem, advice: Advice) -> list[str]:
+def asked(values: flags.FlagValues, problem: Problem, advice: Recommendation) -> list[str]:
     """Of --rate, and of a fifth more and less: a plan carries what is below its goodput."""
     if not values.rate:
         return []

@@ -2,7 +2,7 @@
 
 Builds and warms the stack that jdisagg.launch would (same settings, --config included), times its programs one by one
 and beside each other, and writes the table that `jdisagg.sim --cost=profile:FILE` is priced by: prefill by tokens and
-context, turns by batch and context and by stage, draws, KV transfers by bytes and mode, what the host adds, and how
+context, steps by batch and context and by stage, draws, KV transfers by bytes and mode, what the host adds, and how
 much meshes that share a machine hold each other up. Give the machine nothing else to do meanwhile.
 """
 
@@ -24,7 +24,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile
 from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint
-from jdisagg.serve.build import load_machines, warm
+from jdisagg.serve.build import load_executors, warm
 from jdisagg.serve.survey import Survey
 
 
@@ -75,7 +75,7 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
     bar, told = banner.compile_bar(console)
     with bar:
-        machines = load_machines(plan, settings, found)
+        machines = load_executors(plan, settings, found)
         warm(machines, told)
         survey = Survey(plan, settings, machines)
         survey.run(rounds, told)
@@ -98,7 +98,7 @@ def show(console: Console, profile: Profile, path: str) -> None:
         for kind in (pool.prefill, pool.decode):
             if kind:
                 found = [each.seconds for each in kind]
-                name = "a chunk" if kind is pool.prefill else "a turn"
+                name = "a chunk" if kind is pool.prefill else "a step"
                 table.add_row(
                     f"{pool.config.role}: {name}", *(f"{1e3 * each:.2f}" for each in (min(found), max(found)))
                 )
@@ -106,7 +106,7 @@ def show(console: Console, profile: Profile, path: str) -> None:
         found = [each.seconds for each in profile.transfers]
         table.add_row("a part of KV", *(f"{1e3 * each:.2f}" for each in (min(found), max(found))))
     table.add_row(
-        "the host: a turn, a chunk", f"{1e3 * profile.host.decode_s:.2f}", f"{1e3 * profile.host.prefill_s:.2f}"
+        "the host: a step, a chunk", f"{1e3 * profile.host.decode_s:.2f}", f"{1e3 * profile.host.prefill_s:.2f}"
     )
     console.print(table)
     for phase, row in profile.slowdown.items():

@@ -9,7 +9,7 @@ from jdisagg import profile
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile, read_profile
 from jdisagg.sim.fused import simulated
-from jdisagg.sim.measured import fleet_of
+from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.traces import Trace, poisson
 from tests.fixtures import conformance
 
@@ -57,7 +57,7 @@ def test_part_sizes_are_bytes_as_they_travel(table):
 @pytest.mark.slow
 def test_a_simulation_of_more_workers_is_priced_by_it(table):
     work = poisson(Trace(np.zeros(20), np.full(20, 40), np.full(20, 10)), 50.0)
-    hosted = simulated(fleet_of(table, MeshSpec.parse("prefill:2xtp1,decode:pp2")))
+    hosted = simulated(cluster_spec_of(table, MeshSpec.parse("prefill:2xtp1,decode:pp2")))
     outcome = hosted.run(work)
     hosted.check_all_ended()
     assert len(outcome.served) == 20 and outcome.values("TPOT").min() > 0

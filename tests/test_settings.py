@@ -15,7 +15,12 @@ def test_flags_win_over_environment_which_wins_over_the_file_which_wins_over_def
     file = tmp_path / "c.toml"
     file.write_text("[sizes]\npage_size = 32\nmax_num_seqs = 3\nmax_chunk_seqs = 5\n")
     got = resolved(f"--config={file}", "--page_size=64", page_size="16", max_num_seqs="4")
-    assert (got.page_size, got.max_num_seqs, got.max_chunk_seqs, got.turns_ahead) == (64, 4, 5, Settings().turns_ahead)
+    assert (got.page_size, got.max_num_seqs, got.max_chunk_seqs, got.steps_in_flight) == (
+        64,
+        4,
+        5,
+        Settings().steps_in_flight,
+    )
 
 
 def test_printed_settings_read_back_are_the_same(tmp_path):

@@ -140,7 +140,7 @@ def _readers(noun: type) -> dict[str, Reader]:
 
 
 def _reader(hint: Any) -> Reader:
-    """What turns the JSON of a value of type `hint` back into it, or raises DecodeError."""
+    """What steps the JSON of a value of type `hint` back into it, or raises DecodeError."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, typing.NewType):
         return _reader(hint.__supertype__)

@@ -82,7 +82,7 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class DecodeDone:
-    """A decode plan's tokens were read: (slot, token), None for a slot that had masked itself before this turn."""
+    """A decode plan's tokens were read: (slot, token), None for a slot that had masked itself before this step."""
 
     plan_id: int
     sampled: tuple[tuple[int, Sampled | None], ...]
@@ -174,7 +174,7 @@ class ShipKV:
 
 @dataclass(frozen=True, slots=True)
 class InsertKV:
-    """Write what arrived into the destination pages, in program order: their bed still waits for it."""
+    """Write what arrived into the destination pages, in program order: their reservation still waits for it."""
 
     transfer: KVTransfer
 
@@ -188,7 +188,7 @@ class DropKV:
 
 @dataclass(frozen=True, slots=True)
 class OpenGates:
-    """No turn waits for parts of this handoff any longer: what waited runs now, before its pages may be another's."""
+    """No step waits for parts of this handoff any longer: what waited runs now, before its pages may be another's."""
 
     handoff: str
     epoch: int

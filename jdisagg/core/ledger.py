@@ -58,9 +58,9 @@ class Ledger:
     def transfer_ns(self) -> tuple[int, int]:
         """(hidden, exposed) nanoseconds of the transfer.
 
-        Exposed is the ledger's part of that name: from the first token to the complete bed. It is never too little:
-        where the first stages of a turn ran before the last part was in, that time is exposed all the same, and what
-        was gained by it shows as a shorter `first_step`.
+        Exposed is the ledger's part of that name: from the first token to the complete reservation. It is never too
+        little: where the first stages of a step ran before the last part was in, that time is exposed all the same,
+        and what was gained by it shows as a shorter `first_step`.
         Hidden is the time on the wire beyond that, while the prompt was still being computed.
         """
         exposed = self.parts_ns()["transfer"]

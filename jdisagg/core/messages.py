@@ -22,7 +22,7 @@ class Reserve:
     request: Request  # as it is to be prefilled: earlier output joined to the prompt
     num_output: int  # output tokens already given to the client (a resumed request has some)
     prefill_worker: WorkerId
-    lease_s: float  # the bed is given up when nothing was heard of its source for this long
+    lease_s: float  # the reservation is given up when nothing was heard of its source for this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Decode worker to router: no bed now."""
+    """Decode worker to router: no reservation now."""
 
     handoff: str
     epoch: int
@@ -56,7 +56,7 @@ class StartPrefill:
     decode_worker: WorkerId
     decode_pages: tuple[int, ...]
     timeout_s: float  # to the first token
-    lease_s: float  # of the bed: Renew it well within
+    lease_s: float  # of the reservation: Renew it well within
     cached_pages: int = 0  # leading decode pages that hold their KV already: those are not shipped
     decode_page_size: int = 0  # tokens a decode page; 0: as this worker's
 
@@ -94,7 +94,9 @@ class Resend:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Prefill to decode worker: still at it; the bed's lease begins anew. Where there is no bed, an Abort answers."""
+    """Prefill to decode worker: still at it; the reservation's lease begins anew. Where there is no reservation, an
+    Abort answers.
+    """
 
     handoff: str
     epoch: int

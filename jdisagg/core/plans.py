@@ -73,7 +73,7 @@ class PageGrant:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Parts of a handoff that must be in their pages before this stage of a turn may run.
+    """Parts of a handoff that must be in their pages before this stage of a step may run.
 
     OpenGates opens it for good: its sequence goes on no further then, and what the stage makes of it counts nothing.
     """
@@ -86,10 +86,10 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """One turn of one microbatch through all stages: retire, admit, grant, then one token for every active slot.
+    """One step of one microbatch through all stages: retire, admit, grant, then one token for every active slot.
 
     Slots are numbered over the whole worker; microbatch m holds the slots from m * n to (m + 1) * n. A slot whose
-    stop token was drawn masks itself on the device, so a turn may list it as active before the host has read that.
+    stop token was drawn masks itself on the device, so a step may list it as active before the host has read that.
     """
 
     plan_id: int
@@ -99,7 +99,7 @@ class DecodePlan:
     admit: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     retire: tuple[int, ...] = ()
-    gates: tuple[Gate, ...] = ()  # other microbatches overtake a turn that waits at one, and its own takes no other
+    gates: tuple[Gate, ...] = ()  # other microbatches overtake a step that waits at one, and its own takes no other
 
 
 @dataclass(frozen=True, slots=True)

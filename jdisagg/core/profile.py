@@ -30,12 +30,12 @@ class PrefillTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """A turn of one microbatch with `batch` active slots that hold `context` tokens each."""
+    """A step of one microbatch with `batch` active slots that hold `context` tokens each."""
 
     table_pages: int
     batch: int
     context: int
-    seconds: float  # from one turn to the next, turns dispatched ahead as in the run
+    seconds: float  # from one step to the next, steps dispatched ahead as in the run
     stages: tuple[float, ...]  # of each stage alone; what the draw takes is in `Pool`
 
 
@@ -65,8 +65,8 @@ class Pool:
     prefill: tuple[PrefillTime, ...] = ()
     decode: tuple[DecodeTime, ...] = ()
     first_draw_s: float = 0.0  # of a chunk's logits
-    draw_s: float = 0.0  # of a turn's logits
-    admit_s: float = 0.0  # that a turn takes longer when sequences join it
+    draw_s: float = 0.0  # of a step's logits
+    admit_s: float = 0.0  # that a step takes longer when sequences join it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Host:
     """What the actors, the driver and its threads add to the machines' own times, a lone request's."""
 
     prefill_s: float = 0.0  # a plan
-    decode_s: float = 0.0  # a turn
+    decode_s: float = 0.0  # a step
     message_s: float = 0.0  # a word between actors
 
 

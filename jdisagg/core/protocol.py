@@ -51,7 +51,7 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             raise _senseless(message, f"{name} is {value}")
     match message:
         case Reserved() if sender is not None:
-            _check_bed(message, sender)
+            _check_reservation(message, sender)
         case View() if sender is not None and message.free_pages > sender.num_pages:
             raise _senseless(message, f"free_pages is {message.free_pages} of {sender.num_pages}")
         case Drawn(draws):
@@ -113,7 +113,7 @@ def _numbers_of(word: Any) -> Iterable[tuple[str, float]]:
             yield each.name, value
 
 
-def _check_bed(message: Reserved, sender: WorkerConfig) -> None:
+def _check_reservation(message: Reserved, sender: WorkerConfig) -> None:
     pages = message.pages
     if not pages or len(set(pages)) != len(pages) or not 1 <= min(pages) <= max(pages) <= sender.num_pages:
         raise _senseless(message, f"{len(pages)} pages that are not all apart and among 1 to {sender.num_pages}")

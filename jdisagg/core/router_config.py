@@ -21,10 +21,10 @@ class RouterConfig:
     """Every wait of a request has one of these deadlines, and the router owns them all."""
 
     queue_limit: int = 256  # waiting requests over which new ones are rejected
-    queue_timeout_s: float = 60.0  # longest wait for a bed, where the request does not say; 0: none
-    handoff_timeout_s: float = 30.0  # for a bed's answer; for KV to reach its bed; for an abort to be acknowledged
-    lease_s: float = 15.0  # of a bed, from the last that was heard of its source
-    prefill_timeout_s: float = 300.0  # from the bed to the first token
+    queue_timeout_s: float = 60.0  # longest wait for a reservation, where the request does not say; 0: none
+    handoff_timeout_s: float = 30.0  # for a reservation's answer, KV to reach it, or an abort to be acknowledged
+    lease_s: float = 15.0  # of a reservation, from the last that was heard of its source
+    prefill_timeout_s: float = 300.0  # from the reservation to the first token
     stall_timeout_s: float = 120.0  # between two tokens of one request
     max_retries: int = 3  # times a request is prefilled again after a failure (preemptions are not counted)
     abort_tries: int = 3  # times an abort is sent before the lease is left to end it

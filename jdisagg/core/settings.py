@@ -18,7 +18,7 @@ AT_LEAST_ONE = (
     "max_num_batched_tokens",
     "max_chunk_seqs",
     "page_size",
-    "turns_ahead",
+    "steps_in_flight",
     "queue_limit",
     "max_body_bytes",
     "max_connections",
@@ -83,9 +83,9 @@ class Settings:
     reserve_tokens: int = _setting(
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )
-    turns_ahead: int = _setting(2, "scheduling", "decode turns dispatched before the first one's tokens are read")
+    steps_in_flight: int = _setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
     handoff_timeout_s: float = _setting(30.0, "scheduling", "deadline of a handoff's waits, prefill apart")
-    prefill_timeout_s: float = _setting(300.0, "scheduling", "from a free bed to the first token")
+    prefill_timeout_s: float = _setting(300.0, "scheduling", "from a free reservation to the first token")
     stall_timeout_s: float = _setting(120.0, "scheduling", "longest gap between two tokens of a request")
     max_retries: int = _setting(3, "scheduling", "times a request is prefilled again after a failure")
     # transfer
@@ -100,7 +100,9 @@ class Settings:
     transfer_error_bound: float = _setting(
         0.05, "transfer", "relative error of a layer's KV over which it travels uncompressed (int4 loses about 0.1)"
     )
-    lease_s: float = _setting(15.0, "transfer", "how long a bed is kept when nothing is heard of its prefill worker")
+    lease_s: float = _setting(
+        15.0, "transfer", "how long a reservation is kept when nothing is heard of its prefill worker"
+    )
     # cluster
     role: str = _setting(
         "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas, or all"

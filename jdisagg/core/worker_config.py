@@ -43,10 +43,10 @@ class Digests(StrEnum):
 
 
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
-MAY_BE_NONE = ("beds_ahead", "reserve_tokens", "decode_turns_per_prefill", "part_tries")
+MAY_BE_NONE = ("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "part_tries")
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
-    *("max_chunk_seqs", "turns_ahead", "prefills_ahead"),
+    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight"),
     *MAY_BE_NONE,
 )
 RAW = "raw"  # the wire of numbers as they are
@@ -76,11 +76,11 @@ class WorkerConfig:
     prefill_buckets: tuple[int, ...] = (128, 512)  # tokens of one packed chunk; the last is the chunk size
     table_buckets: tuple[int, ...] = (8, 32, 128)  # page-table widths, pages
     max_chunk_seqs: int = 8  # sequences packed into one chunk
-    turns_ahead: int = 2  # decode turns of one microbatch dispatched before the first one's tokens are read
-    prefills_ahead: int = 2
-    beds_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
+    steps_in_flight: int = 2  # decode steps of one microbatch dispatched before the first one's tokens are read
+    chunks_in_flight: int = 2
+    reservations_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
     reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
-    decode_turns_per_prefill: int = 1  # colocated: turns of each busy microbatch between two prefill chunks
+    decode_steps_per_chunk: int = 1  # colocated: steps of each busy microbatch between two prefill chunks
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.errors import JaxRuntimeError
 
-from jdisagg.engine.outline import Task
+from jdisagg.engine.abstract_programs import Task
 
 MIB = 1 << 20
 TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied

@@ -1,10 +1,10 @@
-"""Decode turns: one microbatch through all stages, its tokens drawn and fed back on the device.
+"""Decode steps: one microbatch through all stages, its tokens drawn and fed back on the device.
 
 The last stage owns each microbatch's *feed*, i32[4, B]: the token fed next, its position, whether the slot has drawn a
-stop token, and whether the host has it enabled. Drawing makes the next feed, so turns follow each other without the
-host; turns of different microbatches share nothing but the KV pools, and pipeline over the stages by program order.
-The host owns page tables and knobs and sends them when they change; admissions, pauses and retirements go as one small
-delta to the feed. In steady state a turn is its stage programs and one draw, and nothing is sent.
+stop token, and whether the host has it enabled. Drawing makes the next feed, so steps follow each other without the
+host; steps of different microbatches share nothing but the KV pools, and pipeline over the stages by program order.
+The host owns page tables and metadata and sends them when they change; admissions, pauses and retirements go as one
+small delta to the feed. In steady state a step is its stage programs and one draw, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,10 +21,19 @@ from jdisagg.core.events import DecodeDone
 from jdisagg.core.plans import Admission, DecodePlan
 from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine import machine
+from jdisagg.engine import executor
 from jdisagg.engine.gates import Gates, Stages
-from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
-from jdisagg.engine.sampling import Counts, Knobs, counted, is_stop, pick, pick_greedy, token_logprobs, with_row
+from jdisagg.engine.sampling import (
+    Counts,
+    SamplingMetadata,
+    counted,
+    is_stop,
+    pick,
+    pick_greedy,
+    token_logprobs,
+    with_row,
+)
+from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.engine.section import Section
 from jdisagg.parallel.place import Device, Place, Program
 
@@ -40,24 +49,24 @@ def steered(feed: Array, delta: Array) -> Array:
     return jnp.stack([token, position, jnp.where(admitted, 0, feed[STOPPED]), delta[ENABLED]])
 
 
-def advanced(feed: Array, tokens: Array, knobs: Knobs) -> tuple[Array, Array]:
+def advanced(feed: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
     """The feed after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot.
 
     A slot whose logits were no numbers reports BROKEN once and is masked from then on.
     """
     alive = (feed[ENABLED] == 1) & (feed[STOPPED] == 0)
     position = feed[POSITION] + alive
-    stopped = feed[STOPPED] | (alive & (is_stop(tokens, knobs, position) | (tokens == BROKEN)))
+    stopped = feed[STOPPED] | (alive & (is_stop(tokens, metadata, position) | (tokens == BROKEN)))
     fed = jnp.where(alive & (tokens != BROKEN), tokens, feed[TOKEN])
     return jnp.stack([fed, position, stopped.astype(jnp.int32), feed[ENABLED]]), jnp.where(alive, tokens, MASKED)
 
 
-def draw_greedy(logits: Array, feed: Array, knobs: Knobs) -> tuple[Array, Array]:
-    return advanced(feed, pick_greedy(logits), knobs)
+def draw_greedy(logits: Array, feed: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+    return advanced(feed, pick_greedy(logits), metadata)
 
 
-def draw(logits: Array, feed: Array, knobs: Knobs, counts: Counts) -> tuple[Array, Array]:
-    return advanced(feed, pick(logits, knobs, counts, feed[POSITION] + 1), knobs)
+def draw(logits: Array, feed: Array, metadata: SamplingMetadata, counts: Counts) -> tuple[Array, Array]:
+    return advanced(feed, pick(logits, metadata, counts, feed[POSITION] + 1), metadata)
 
 
 class Microbatch:
@@ -68,8 +77,8 @@ class Microbatch:
         self.table = np.zeros((size, max_pages), np.int32)
         self.enabled = np.zeros(size, np.int32)
         self.sampling: list[SamplingParams | None] = [None] * size
-        self.rows = KnobRows(size)
-        self.knobs = self.rows.on(device)
+        self.rows = SamplingRows(size)
+        self.metadata = self.rows.on(device)
         self.feed = jax.device_put(np.zeros((4, size), np.int32), device)
         empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
         self.counts = Counts(*jax.device_put(empty, device))
@@ -115,7 +124,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class PendingDecode:
-    """A turn on its way; see `machine.PendingDecode`."""
+    """A turn on its way; see `executor.PendingDecode`."""
 
     plan: DecodePlan
     first_slot: int
@@ -133,7 +142,7 @@ class PendingDecode:
 
 
 class DrawPrograms:
-    """The programs of a turn after its last stage: from logits to tokens and the next feed."""
+    """The programs of a step after its last stage: from logits to tokens and the next feed."""
 
     def __init__(self) -> None:
         self.steer, self.draw_greedy, self.draw = Program(steered), Program(draw_greedy), Program(draw)
@@ -162,10 +171,10 @@ class Decoder(DrawPrograms):
         ]
         self.gates = Gates()
 
-    def run(self, plan: DecodePlan) -> machine.PendingDecode:
-        return self.gates.run(plan.gates, self.turn(plan))
+    def run(self, plan: DecodePlan) -> executor.PendingDecode:
+        return self.gates.run(plan.gates, self.step(plan))
 
-    def turn(self, plan: DecodePlan) -> Stages[PendingDecode]:
+    def step(self, plan: DecodePlan) -> Stages[PendingDecode]:
         """The plan, stage by stage (see `gates.py`)."""
         batch, x = self.microbatches[plan.microbatch], None
         self._send_changes(batch, plan)
@@ -176,7 +185,7 @@ class Decoder(DrawPrograms):
         return self._drawn(batch, plan, x.addressable_data(0))
 
     def _drawn(self, batch: Microbatch, plan: DecodePlan, logits: Array) -> PendingDecode:
-        """Logits f32[B, V] of one turn, on the device that draws -> tokens, and the next feed."""
+        """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next feed."""
         asked = batch.asked(plan.active)
         tokens = self._draw(batch, logits, asked)
         wanted = [sampling.logprobs for sampling in asked]
@@ -193,7 +202,7 @@ class Decoder(DrawPrograms):
         return section.decode(table, feed, x if x is None else section.place.hop(x))
 
     def stages(self, batch: Microbatch, width: int) -> Array:
-        """Logits f32[B, V] of one turn, on the device that draws."""
+        """Logits f32[B, V] of one step, on the device that draws."""
         x = None
         for section in self.sections:
             x = self._stage(section, batch, width, x)
@@ -205,7 +214,7 @@ class Decoder(DrawPrograms):
         if delta is not None:
             batch.feed = self.steer(batch.feed, jax.device_put(delta, self.device))
         if plan.admit:
-            batch.knobs = batch.rows.on(self.device)
+            batch.metadata = batch.rows.on(self.device)
         for admission in plan.admit:
             if admission.sampling.penalised:
                 row = (
@@ -216,9 +225,9 @@ class Decoder(DrawPrograms):
 
     def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
         if all(is_plain(sampling) for sampling in asked):
-            batch.feed, tokens = self.draw_greedy(logits, batch.feed, batch.knobs)
+            batch.feed, tokens = self.draw_greedy(logits, batch.feed, batch.metadata)
             return tokens
-        batch.feed, tokens = self.draw(logits, batch.feed, batch.knobs, batch.counts)
+        batch.feed, tokens = self.draw(logits, batch.feed, batch.metadata, batch.counts)
         if any(sampling.penalised for sampling in asked):
             batch.counts = self.count(batch.counts, tokens)
         return tokens

@@ -1,7 +1,7 @@
-"""Turns that wait between two stages for KV that is still on its way.
+"""Steps that wait between two stages for KV that is still on its way.
 
-A turn is dispatched stage by stage. One with gates goes as far as its KV is in, and the rest follows from the call that
-brings the last part it waits for, or that opens its gates for good. Turns of other microbatches overtake it: they share
+A step is dispatched stage by stage. One with gates goes as far as its KV is in, and the rest follows from the call that
+brings the last part it waits for, or that opens its gates for good. Steps of other microbatches overtake it: they share
 nothing with it but the KV pools, and there no page.
 """
 
@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from jdisagg.core.events import DecodeDone
 from jdisagg.core.plans import Gate, KVTransfer
-from jdisagg.engine.machine import PendingDecode
+from jdisagg.engine.executor import PendingDecode
 
 T = TypeVar("T")
-Stages = Generator[int, None, T]  # yields each stage's number before it dispatches it; returns what comes of the turn
+Stages = Generator[int, None, T]  # yields each stage's number before it dispatches it; returns what comes of the step
 
 
 def dispatched(stages: Stages[T]) -> T:
-    """All stages of a turn that waits for nothing."""
+    """All stages of a step that waits for nothing."""
     while True:
         try:
             next(stages)
@@ -28,8 +28,8 @@ def dispatched(stages: Stages[T]) -> T:
             return end.value
 
 
-class HeldTurn:
-    """A turn with gates; see `machine.PendingDecode`."""
+class HeldStep:
+    """A step with gates; see `executor.PendingDecode`."""
 
     def __init__(self, gates: Sequence[Gate], stages: Stages[PendingDecode]) -> None:
         self._gates = {gate.stage: (gate.handoff, gate.epoch, set(gate.parts)) for gate in gates}
@@ -69,16 +69,16 @@ class HeldTurn:
 
 
 class Gates:
-    """All turns of one machine that wait."""
+    """All steps of one machine that wait."""
 
     def __init__(self) -> None:
-        self._held: list[HeldTurn] = []
+        self._held: list[HeldStep] = []
 
     def run(self, gates: Sequence[Gate], stages: Stages[PendingDecode]) -> PendingDecode:
         """Dispatches what may run. What a stage raises is raised here, or by `read` where it ran later."""
         if not gates:
             return dispatched(stages)
-        held = HeldTurn(gates, stages)
+        held = HeldStep(gates, stages)
         if not held.advance():
             self._held.append(held)
         return held
@@ -94,10 +94,10 @@ class Gates:
             held.open()
             self._pump(held)
 
-    def _of(self, handoff: str, epoch: int) -> list[HeldTurn]:
+    def _of(self, handoff: str, epoch: int) -> list[HeldStep]:
         return [held for held in self._held if held.waits_for(handoff, epoch)]
 
-    def _pump(self, held: HeldTurn) -> None:
+    def _pump(self, held: HeldStep) -> None:
         try:
             over = held.advance()
         except Exception as error:

@@ -18,13 +18,13 @@ from jdisagg.core.events import PrefillDone
 from jdisagg.core.plans import PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.knobs import KnobRows, history_rows, is_plain, sampled_rows
-from jdisagg.engine.machine import GroupDone
+from jdisagg.engine.executor import GroupDone
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
+from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.engine.section import Chunks, Section
 from jdisagg.parallel.place import Program
 
-MAX_BORDERS = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
+MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def pack(plan: PrefillPlan, config: WorkerConfig) -> Packed:
 
 
 @dataclass(frozen=True)
-class Border:
+class BoundaryLogits:
     """The logits that predict a request's next chunk's first token: one row of a head's result."""
 
     logits: Array  # f32[S, V]
@@ -82,14 +82,14 @@ class Border:
 
 @dataclass(frozen=True)
 class PendingPrefill:
-    """A plan on its way; see `machine.PendingPrefill`."""
+    """A plan on its way; see `executor.PendingPrefill`."""
 
     plan: PrefillPlan
     first_rows: np.ndarray
     tokens: Array | None  # i32[S], row i drawn for chunk i
     logprobs: tuple[Array, Array, Array] | None
     scores: tuple[Array, Array, Array] | None  # of every row
-    borders: dict[RequestId, Border] = field(default_factory=dict)  # from the chunks before
+    boundaries: dict[RequestId, BoundaryLogits] = field(default_factory=dict)  # from the chunks before
 
     def read(self) -> PrefillDone:
         drawn: list[tuple[RequestId, Sampled]] = []
@@ -117,7 +117,7 @@ class PendingPrefill:
         within = [part[row : row + len(chunk.tokens) - 1] for part in scores]
         known = sampled_rows(chunk.tokens[1:], [wanted] * (len(chunk.tokens) - 1), within)
         if chunk.start > 0:
-            first, border = chunk.tokens[0], self.borders.get(chunk.request_id)
+            first, border = chunk.tokens[0], self.boundaries.get(chunk.request_id)
             known[:0] = [Sampled(first)] if border is None else sampled_rows([first], [wanted], border.logprobs(first))
         return tuple(known)
 
@@ -141,10 +141,10 @@ class Prefiller(FirstDrawPrograms):
         self.sections, self.config, self.vocab_size = sections, config, vocab_size
         self.device = sections[-1].place.devices[0]
         self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
-        self._borders: OrderedDict[RequestId, Border] = OrderedDict()
+        self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
 
     def run(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
-        """See `machine.Machine.run_prefill`."""
+        """See `machine.Executor.run_prefill`."""
         packed = pack(plan, self.config)
         x = self.groups(packed, group_done)
         scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
@@ -156,14 +156,14 @@ class Prefiller(FirstDrawPrograms):
             logprobs = self.logprobs(logits, tokens)
         if scored:
             scores = self.sections[-1].score(x, packed.targets)
-        borders = {
+        boundaries = {
             chunk.request_id: self._borders[chunk.request_id] for chunk in scored if chunk.request_id in self._borders
         }
-        self._keep_borders(plan, logits)
+        self._keep_boundaries(plan, logits)
         for array in (tokens, *(logprobs or ()), *(scores or ())):
             if array is not None:
                 array.copy_to_host_async()
-        return PendingPrefill(plan, packed.first_rows, tokens, logprobs, scores, borders)
+        return PendingPrefill(plan, packed.first_rows, tokens, logprobs, scores, boundaries)
 
     def groups(self, packed: Packed, group_done: GroupDone | None = None) -> Array:
         """Activations [T, hidden] after all layers; `group_done` is called between the groups' programs."""
@@ -186,7 +186,7 @@ class Prefiller(FirstDrawPrograms):
         last = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.last]
         if all(is_plain(chunk.sampling) for _, chunk in last):
             return self.greedy(logits)
-        rows, positions = KnobRows(self.config.max_chunk_seqs), np.zeros(self.config.max_chunk_seqs, np.int32)
+        rows, positions = SamplingRows(self.config.max_chunk_seqs), np.zeros(self.config.max_chunk_seqs, np.int32)
         for row, chunk in last:
             positions[row] = chunk.start + len(chunk.tokens)
             rows.set(row, chunk.sampling, int(positions[row]) - chunk.num_output)
@@ -205,11 +205,11 @@ class Prefiller(FirstDrawPrograms):
             prompt[row], output[row] = history_rows(chunk.history, self.vocab_size)
         return Counts(*jax.device_put((prompt, output), self.device))
 
-    def _keep_borders(self, plan: PrefillPlan, logits: Array | None) -> None:
+    def _keep_boundaries(self, plan: PrefillPlan, logits: Array | None) -> None:
         for row, chunk in enumerate(plan.chunks):
             self._borders.pop(chunk.request_id, None)
             if not chunk.last and chunk.sampling.prompt_logprobs is not None:
                 assert logits is not None
-                self._borders[chunk.request_id] = Border(logits, row)
-        while len(self._borders) > MAX_BORDERS:
+                self._borders[chunk.request_id] = BoundaryLogits(logits, row)
+        while len(self._borders) > MAX_BOUNDARIES:
             self._borders.popitem(last=False)

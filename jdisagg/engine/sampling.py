@@ -1,4 +1,4 @@
-"""Drawing tokens on the device: pure functions over logits f32[B, V] and each slot's knobs.
+"""Drawing tokens on the device: pure functions over logits f32[B, V] and each slot's metadata.
 
 Two ways to a token. `pick_greedy` is the argmax alone. `pick` does everything, in vLLM's order: penalties, logit bias,
 stop tokens held back until `min_tokens`, temperature, min-p, top-k, top-p, then a draw by the inverse of the cumulated
@@ -34,18 +34,18 @@ ONE = 0x3F800000  # the bits of 1.0, the largest weight
 COLDEST = 1e-6  # temperatures between 0 and this are this: logits divided by less leave f32
 
 
-class Knobs(NamedTuple):
+class SamplingMetadata(NamedTuple):
     """What B slots asked for, packed in two host-made arrays so that an admission costs two small transfers."""
 
     ints: Array  # i32[B, INT_COLUMNS]
     floats: Array  # f32[B, FLOAT_COLUMNS]
 
 
-# Columns of Knobs.ints, then MAX_STOP_TOKENS stop tokens and MAX_LOGIT_BIAS biased tokens (-1 where unused).
+# Columns of SamplingMetadata.ints, then MAX_STOP_TOKENS stop tokens and MAX_LOGIT_BIAS biased tokens (-1 where unused).
 TOP_K, SEED_LOW, SEED_HIGH, FIRST_STOP_POSITION, STOPS = 0, 1, 2, 3, 4
 BIASED = STOPS + MAX_STOP_TOKENS
 INT_COLUMNS = BIASED + MAX_LOGIT_BIAS
-# Columns of Knobs.floats, then the biases.
+# Columns of SamplingMetadata.floats, then the biases.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, BIASES = range(7)
 FLOAT_COLUMNS = BIASES + MAX_LOGIT_BIAS
 
@@ -67,16 +67,16 @@ def pick_greedy(logits: Array) -> Array:
     return jnp.where(jnp.isfinite(largest[:, 0]), first, BROKEN).astype(jnp.int32)
 
 
-def pick(logits: Array, knobs: Knobs, counts: Counts, positions: Array) -> Array:
+def pick(logits: Array, metadata: SamplingMetadata, counts: Counts, positions: Array) -> Array:
     """One token a slot, i32[B]; `positions` i32[B] are the drawn tokens' own places in their sequences.
 
     BROKEN as in `pick_greedy`.
     """
-    logits = biased(penalised(logits, knobs, counts), knobs)
-    logits = without_stops(logits, knobs, positions)
-    temperature = knobs.floats[:, TEMPERATURE]
-    weights = truncated(weights_of(logits, temperature), knobs)
-    drawn = inverse(weights, uniform(knobs, positions))
+    logits = biased(penalised(logits, metadata, counts), metadata)
+    logits = without_stops(logits, metadata, positions)
+    temperature = metadata.floats[:, TEMPERATURE]
+    weights = truncated(weights_of(logits, temperature), metadata)
+    drawn = inverse(weights, uniform(metadata, positions))
     likeliest = pick_greedy(logits)
     return jnp.where((temperature == 0.0) | (likeliest == BROKEN), likeliest, drawn)
 
@@ -102,41 +102,41 @@ def column_sums(values: Array) -> Array:
     return reduce(add, (values[:, row] for row in range(ROWS)))
 
 
-def penalised(logits: Array, knobs: Knobs, counts: Counts) -> Array:
+def penalised(logits: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
     """Repetition (Keskar et al. 2019, section 4.1) over prompt and output; presence and frequency over output."""
-    repetition, presence, frequency = (knobs.floats[:, c, None] for c in (REPETITION, PRESENCE, FREQUENCY))
+    repetition, presence, frequency = (metadata.floats[:, c, None] for c in (REPETITION, PRESENCE, FREQUENCY))
     drawn = counts.output > 0
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(drawn | counts.prompt, repeated, logits)
     return logits - frequency * counts.output - presence * drawn
 
 
-def biased(logits: Array, knobs: Knobs) -> Array:
+def biased(logits: Array, metadata: SamplingMetadata) -> Array:
     """Adds each slot's logit biases; unused entries point past the vocabulary and are dropped."""
-    tokens = knobs.ints[:, BIASED:]
+    tokens = metadata.ints[:, BIASED:]
     tokens = jnp.where(tokens < 0, logits.shape[1], tokens)
     slots = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[slots, tokens].add(knobs.floats[:, BIASES:], mode="drop")
+    return logits.at[slots, tokens].add(metadata.floats[:, BIASES:], mode="drop")
 
 
-def without_stops(logits: Array, knobs: Knobs, positions: Array) -> Array:
+def without_stops(logits: Array, metadata: SamplingMetadata, positions: Array) -> Array:
     """Stop tokens are out of reach before the position from which `min_tokens` allows them."""
-    early = positions < knobs.ints[:, FIRST_STOP_POSITION]
-    stops = knobs.ints[:, STOPS:BIASED]
+    early = positions < metadata.ints[:, FIRST_STOP_POSITION]
+    stops = metadata.ints[:, STOPS:BIASED]
     stops = jnp.where((stops < 0) | ~early[:, None], logits.shape[1], stops)
     return logits.at[jnp.arange(logits.shape[0])[:, None], stops].set(NEVER, mode="drop")
 
 
-def is_stop(tokens: Array, knobs: Knobs, positions: Array) -> Array:
+def is_stop(tokens: Array, metadata: SamplingMetadata, positions: Array) -> Array:
     """bool[B]: the token drawn for that position ends its sequence."""
-    allowed = positions >= knobs.ints[:, FIRST_STOP_POSITION]
-    return allowed & jnp.any(tokens[:, None] == knobs.ints[:, STOPS:BIASED], axis=1)
+    allowed = positions >= metadata.ints[:, FIRST_STOP_POSITION]
+    return allowed & jnp.any(tokens[:, None] == metadata.ints[:, STOPS:BIASED], axis=1)
 
 
-def truncated(weights: Array, knobs: Knobs) -> Array:
+def truncated(weights: Array, metadata: SamplingMetadata) -> Array:
     """The weights that min-p, top-k and top-p leave, zeros elsewhere. What no slot asks for costs nothing."""
-    weights = jnp.where(weights >= knobs.floats[:, MIN_P, None, None], weights, 0.0)
-    top_k, top_p = knobs.ints[:, TOP_K], knobs.floats[:, TOP_P]
+    weights = jnp.where(weights >= metadata.floats[:, MIN_P, None, None], weights, 0.0)
+    top_k, top_p = metadata.ints[:, TOP_K], metadata.floats[:, TOP_P]
     weights = jax.lax.cond(jnp.any(top_k > 0), keep_largest, lambda weights, _: weights, weights, top_k)
     return jax.lax.cond(jnp.any(top_p < 1.0), keep_mass, lambda weights, _: weights, weights, top_p)
 
@@ -193,9 +193,9 @@ def first_over(cumulated: Array, target: Array) -> tuple[Array, Array]:
     return place, before
 
 
-def uniform(knobs: Knobs, positions: Array) -> Array:
+def uniform(metadata: SamplingMetadata, positions: Array) -> Array:
     """f32[B] in [0, 1), a function of (seed, position) alone."""
-    words = jax.lax.bitcast_convert_type(knobs.ints[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32)[:, ::-1]
+    words = jax.lax.bitcast_convert_type(metadata.ints[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32)[:, ::-1]
 
     def of_slot(key: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position))

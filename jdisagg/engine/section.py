@@ -118,7 +118,7 @@ class Section(SectionPrograms):
         self.kv = StagePages(layout, layers, num_pages, place)
 
     def decode(self, table: Array, feed: Array, x: Array | None) -> Array:
-        """One turn: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
+        """One step: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
         self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
         return result
 

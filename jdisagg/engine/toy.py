@@ -17,8 +17,8 @@ from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Sampled, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.executor import GroupDone, PendingDecode
 from jdisagg.engine.gates import Gates, Stages
-from jdisagg.engine.machine import GroupDone, PendingDecode
 
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote
@@ -104,8 +104,8 @@ class ToyParcel:
         return replace(self, contents=(*self.contents[:-1], changed))
 
 
-class ToyMachine:
-    """Implements `Machine`. Plans whose ids are in `fail_plans` raise before they change anything."""
+class ToyExecutor:
+    """Implements `Executor`. Plans whose ids are in `fail_plans` raise before they change anything."""
 
     def __init__(self, config: WorkerConfig, fail_plans: Collection[int] = ()) -> None:
         self.config, self.fail_plans = config, fail_plans
@@ -153,12 +153,12 @@ class ToyMachine:
 
     def run_decode(self, plan: DecodePlan) -> PendingDecode:
         self._maybe_fail(plan.plan_id)
-        return self.gates.run(plan.gates, self._turn(plan))
+        return self.gates.run(plan.gates, self._step(plan))
 
     def open_gates(self, handoff: str, epoch: int) -> None:
         self.gates.open(handoff, epoch)
 
-    def _turn(self, plan: DecodePlan) -> Stages[ToyDecode]:
+    def _step(self, plan: DecodePlan) -> Stages[ToyDecode]:
         """A stage writes and reads the pages of its layer group."""
         self._take(plan)
         rows = {slot: row for slot in plan.active if not (row := self.slots[slot]).stopped}
@@ -193,7 +193,7 @@ class ToyMachine:
 
     # ------------------------------------------------------------ pages
 
-    def ship(self, transfer: KVTransfer, destination: ToyMachine) -> ToyParcel:
+    def ship(self, transfer: KVTransfer, destination: ToyExecutor) -> ToyParcel:
         groups = self._groups_of(transfer)
         contents = tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups)
         return ToyParcel(transfer, contents, digest_of(contents))

@@ -11,8 +11,8 @@ import numpy as np
 from jdisagg.core.plans import DecodePlan, PrefillPlan
 from jdisagg.engine.decode import Decoder
 from jdisagg.engine.gates import dispatched
-from jdisagg.engine.knobs import KnobRows
 from jdisagg.engine.prefill import Prefiller, pack
+from jdisagg.engine.sampling_metadata import SamplingRows
 
 Progress = Callable[[str, int, int], None]
 Job = tuple[str, Callable[[], Any]]  # what people read, and the call; its result says when it is done
@@ -38,9 +38,12 @@ def _prefill_draws(prefiller: Prefiller) -> Any:
     size, config = prefiller.config.max_chunk_seqs, prefiller.config
     packed = pack(PrefillPlan(-1, (), config.prefill_buckets[0], config.table_buckets[-1]), config)
     logits = prefiller.head(prefiller.groups(packed), packed)
-    knobs, positions = KnobRows(size).on(prefiller.device), jax.device_put(np.zeros(size, np.int32), prefiller.device)
+    metadata, positions = (
+        SamplingRows(size).on(prefiller.device),
+        jax.device_put(np.zeros(size, np.int32), prefiller.device),
+    )
     tokens = prefiller.greedy(logits)
-    return prefiller.pick(logits, knobs, prefiller.no_counts, positions), prefiller.logprobs(logits, tokens)
+    return prefiller.pick(logits, metadata, prefiller.no_counts, positions), prefiller.logprobs(logits, tokens)
 
 
 def decode_jobs(decoder: Decoder) -> list[Job]:
@@ -48,7 +51,7 @@ def decode_jobs(decoder: Decoder) -> list[Job]:
     jobs: list[Job] = []
     for width in decoder.config.table_buckets:
         label = f"decode of {width * decoder.config.page_size} tokens"
-        jobs.append((label, lambda width=width: dispatched(decoder.turn(DecodePlan(-1, 0, (), width))).tokens))
+        jobs.append((label, lambda width=width: dispatched(decoder.step(DecodePlan(-1, 0, (), width))).tokens))
     jobs.append(("draws", lambda: _draws(decoder)))
     return jobs
 
@@ -58,7 +61,7 @@ def _draws(decoder: Decoder) -> Any:
     logits = decoder.stages(batch, decoder.config.table_buckets[0])
     delta = jax.device_put(np.zeros((4, batch.size), np.int32), decoder.device)
     batch.feed = decoder.steer(batch.feed, delta)
-    batch.feed, tokens = decoder.draw(logits, batch.feed, batch.knobs, batch.counts)
+    batch.feed, tokens = decoder.draw(logits, batch.feed, batch.metadata, batch.counts)
     vocab_size = logits.shape[1]
     row = np.int32(0), np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32)
     batch.counts = decoder.count(batch.counts, tokens)

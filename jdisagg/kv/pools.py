@@ -32,7 +32,7 @@ class StagePages:
 
     def __init__(self, layout: KVLayout, layers: range, num_pages: int, place: Place) -> None:
         self.layout, self.layers, self.place = layout, layers, place
-        pool = pool_outline(layout, num_pages, place)
+        pool = abstract_pool(layout, num_pages, place)
         make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool_format(place))
         # Each by its own call, so that no two pools share a buffer; awaited, so that the calls never pile up.
         self.pools: list[Array] = [jax.block_until_ready(make()) for _ in layers]
@@ -43,7 +43,7 @@ class StagePages:
         return sum(pool.nbytes for pool in self.pools)
 
 
-def pool_outline(layout: KVLayout, num_pages: int, place: Place) -> jax.ShapeDtypeStruct:
+def abstract_pool(layout: KVLayout, num_pages: int, place: Place) -> jax.ShapeDtypeStruct:
     """The shape and sharding of one layer's pool; nothing is allocated."""
     heads = heads_per_shard(layout.num_kv_heads, place.tp) * place.tp
     shape = (num_pages + 1, heads, 2, layout.page_size, layout.head_dim)

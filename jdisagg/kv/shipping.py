@@ -19,12 +19,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
+from jdisagg.core.reshard import HeadPlan, PageGroup, Route, Span, StageShape, narrower, plan_routes, plan_spans
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.guard import Guard
 from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, sorted_atoms
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.parallel.place import AXIS, WHOLE, Device, Place, Program
-from jdisagg.policy.reshard import HeadPlan, PageGroup, Route, Span, StageShape, narrower, plan_routes, plan_spans
 
 ATOM_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what atoms are
 

@@ -38,7 +38,8 @@ class AbstractStage:
 class StageParams:
     """A stage's weights. Leaf i is a whole array sharded by `specs[i]` (on one device, `specs[i]` is empty).
 
-    Where nothing was loaded (`outline_stage`) the leaves are shapes with a sharding: enough to compile programs for.
+    Where nothing was loaded (`abstract_stage_params`) the leaves are shapes with a sharding: enough to compile
+    programs for.
     """
 
     graphdef: nnx.GraphDef
@@ -93,7 +94,7 @@ def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, d
     return replace(outline, leaves=leaves)
 
 
-def outline_stage(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> StageParams:
+def abstract_stage_params(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> StageParams:
     """What `load_stage` gives, with shapes in place of arrays: nothing is read and nothing allocated.
 
     The devices may be those of a machine that is not there. Raises `MeshError`.

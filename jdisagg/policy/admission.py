@@ -7,17 +7,17 @@ from collections.abc import Collection
 from jdisagg.core.request import Request
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.peers import Peer
+from jdisagg.policy.worker_state import WorkerState
 
 
-def missing_phase(peers: Collection[Peer]) -> str:
+def missing_phase(peers: Collection[WorkerState]) -> str:
     """ "prefill" or "decode" where no worker that stays does it, both where there is none at all; empty else."""
     roles = [peer.config.role for peer in peers if not peer.leaving]
     phases = {"prefill": any(role.prefills for role in roles), "decode": any(role.decodes for role in roles)}
     return " and ".join(phase for phase, there in phases.items() if not there)
 
 
-def why_rejected(peers: Collection[Peer], waiting: int, config: RouterConfig) -> str:
+def why_rejected(peers: Collection[WorkerState], waiting: int, config: RouterConfig) -> str:
     """Why the house takes nobody now; empty where it does. Where workers may join, a missing phase is waited for."""
     limit, missing = config.queue_limit, missing_phase(peers)
     if missing and not config.workers_return:
@@ -27,18 +27,18 @@ def why_rejected(peers: Collection[Peer], waiting: int, config: RouterConfig) ->
     return ""
 
 
-def could_ever_serve(peers: Collection[Peer], request: Request) -> bool:
+def could_ever_serve(peers: Collection[WorkerState], request: Request) -> bool:
     """Whether some live pair would do, had it nothing else to do."""
     able = {peer.config.role for peer in peers if peer.could_hold(request)}
     return Role.COLOCATED in able or {Role.PREFILL, Role.DECODE} <= able
 
 
-def may_be_served(peers: Collection[Peer], request: Request, config: RouterConfig) -> bool:
+def may_be_served(peers: Collection[WorkerState], request: Request, config: RouterConfig) -> bool:
     """Whether it is worth waiting: a live pair would do, or a phase has no worker yet and one may join."""
     return could_ever_serve(peers, request) or (config.workers_return and bool(missing_phase(peers)))
 
 
-def why_never(peers: Collection[Peer], request: Request) -> str:
+def why_never(peers: Collection[WorkerState], request: Request) -> str:
     """The request's size, and what each worker holds at the most."""
     tokens = len(request.prompt) + request.sampling.max_tokens
     most = ", ".join(f"{peer.config.worker} {peer.most_tokens}" for peer in peers)

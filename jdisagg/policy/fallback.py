@@ -12,8 +12,8 @@ from jdisagg.core.worker_config import bucket
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to serve a request, as far as is known."""
+class PathEstimate:
+    """One path to serve a request, as far as is known."""
 
     run_tokens: int  # of its prompt, as the worker that prefills runs them: programs are of declared sizes
     queue_tokens: float  # prompt tokens before it there
@@ -35,27 +35,27 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """What disaggregating is predicted to gain."""
+class Benefit:
+    """What disaggregating is predicted to benefit."""
 
     apart: dict[str, float]  # seconds by part
     together: dict[str, float]
 
     @property
-    def gain_s(self) -> float:
+    def benefit_s(self) -> float:
         """Under zero: rather together."""
         return sum(self.together.values()) - sum(self.apart.values())
 
     @property
     def reason(self) -> str:
         """In words, with the parts that differ."""
-        verb = "gains" if self.gain_s >= 0 else "loses"
+        verb = "gains" if self.benefit_s >= 0 else "loses"
         parts = [
             f"{name} {_ms(self.apart[name])} against {_ms(self.together[name])}"
             for name in self.apart
             if self.apart[name] != self.together[name]
         ]
-        return f"disaggregating {verb} {_ms(abs(self.gain_s))}: " + (", ".join(parts) or "nothing differs")
+        return f"disaggregating {verb} {_ms(abs(self.benefit_s))}: " + (", ".join(parts) or "nothing differs")
 
 
 def _ms(seconds: float) -> str:
@@ -68,6 +68,6 @@ def run_tokens(tokens: int, buckets: tuple[int, ...]) -> int:
     return chunks * buckets[-1] + (bucket(rest, buckets) if rest else 0)
 
 
-def gain_of(apart: Way, together: Way, prompt_tokens: int, output_tokens: float) -> Gain:
+def benefit_of(apart: PathEstimate, together: PathEstimate, prompt_tokens: int, output_tokens: float) -> Benefit:
     """What serving by a pair gains over serving by one worker. output_tokens: as expected."""
-    return Gain(apart.parts(prompt_tokens, output_tokens), together.parts(prompt_tokens, output_tokens))
+    return Benefit(apart.parts(prompt_tokens, output_tokens), together.parts(prompt_tokens, output_tokens))

@@ -1,9 +1,9 @@
 """The handoff, as a literal transition table that both of its ends use.
 
-RESERVE holds a bed at the destination before the source starts; parts of KV and COMMIT, which counts them, reach the
-bed in any order; ACK lets the source's pages go. ABORT and EXPIRE (a deadline ran out) end it from anywhere, and an
-ABORT is acknowledged even where it finds nothing left. A signal without a row raises IllegalTransition and changes
-nothing.
+RESERVE makes a reservation at the destination before the source starts; parts of KV and COMMIT, which counts them,
+reach the reservation in any order; ACK lets the source's pages go. ABORT and EXPIRE (a deadline ran out) end it from
+anywhere, and an ABORT is acknowledged even where it finds nothing left. A signal without a row raises
+IllegalTransition and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class State(StrEnum):
     COMPUTING = "computing"  # source: the prompt waits for its turn or is being computed
     STREAMING = "streaming"  # source: computed further, while some parts are on their way already
     SHIPPED = "shipped"  # source: all parts and COMMIT are on their way
-    RESERVED = "reserved"  # destination: the bed is held
-    FILLING = "filling"  # destination: some parts are in the bed's pages, nobody may read them yet
+    RESERVED = "reserved"  # destination: the reservation is held
+    FILLING = "filling"  # destination: some parts are in the reservation's pages, nobody may read them yet
     COMMITTED = "committed"  # destination: COMMIT came, some of the parts that it counts did not
     ADMITTED = "admitted"  # destination: all came, ACK is sent, the sequence decodes
     RELEASED = "released"
@@ -40,7 +40,7 @@ class Signal(StrEnum):
     RESERVE = "reserve"
     ARRIVE = "arrive"  # a part is inserted
     COMMIT = "commit"  # source: it is said; destination: it is heard
-    COMPLETE = "complete"  # the bed has COMMIT and every part that it counts
+    COMPLETE = "complete"  # the reservation has COMMIT and every part that it counts
     RELEASE = "release"  # the sequence ended here: nothing is left to hand over, or to decode
     ABORT = "abort"
     EXPIRE = "expire"
@@ -139,9 +139,9 @@ class Timer(StrEnum):
     """A worker's timers; each handoff has its own of each kind."""
 
     SOURCE = "source"  # the deadline of a source's wait
-    DESTINATION = "destination"  # the end of a bed's lease
+    DESTINATION = "destination"  # the end of a reservation's lease
     RENEW = "renew"  # the source says that it is still at it
-    PARTS = "parts"  # a bed asks for the parts that have not come
+    PARTS = "parts"  # a reservation asks for the parts that have not come
 
 
 def timer_of(kind: Timer, owner: Owner) -> str:

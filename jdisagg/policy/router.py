@@ -43,7 +43,7 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import FinishReason, Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy import orders, waits
+from jdisagg.policy import deadlines, message_builders
 from jdisagg.policy.aborts import Aborts
 from jdisagg.policy.admission import (
     could_ever_serve,
@@ -54,14 +54,14 @@ from jdisagg.policy.admission import (
     why_rejected,
 )
 from jdisagg.policy.decisions import Decision, Verdict, unheard
-from jdisagg.policy.failures import Mishap, Remedy, Trouble, remedy
+from jdisagg.policy.failures import Failure, FailureKind, Recovery, recovery
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner
-from jdisagg.policy.peers import Peer
+from jdisagg.policy.pair_selection import PairSelection
 from jdisagg.policy.planning import order_of
-from jdisagg.policy.routes import Routes
+from jdisagg.policy.request_state import END_PHASE, FAILURE_OF_WAIT, PHASE_OF_MARK, RequestState, Waiting
 from jdisagg.policy.routing import Pair
-from jdisagg.policy.rows import END_PHASE, PHASE_OF_MARK, TROUBLE_OF_WAIT, Row, Waiting
+from jdisagg.policy.worker_state import WorkerState
 
 CAPACITY_TIMER = "capacity"
 
@@ -74,10 +74,10 @@ class Router:
     ) -> None:
         """`note` is given every decision about whom a request goes to, for people: it must return at once."""
         self.config = config
-        self.peers = {each.worker: Peer(each) for each in workers}
-        self.routes = Routes(config, self.peers, note)
-        self.rows: dict[RequestId, Row] = {}
-        self.queue: list[Row] = []  # rows that wait for a bed, in order
+        self.peers = {each.worker: WorkerState(each) for each in workers}
+        self.routes = PairSelection(config, self.peers, note)
+        self.rows: dict[RequestId, RequestState] = {}
+        self.queue: list[RequestState] = []  # rows that wait for a reservation, in order
         self.out = Outbox()
         self.aborts = Aborts(self.out, config.handoff_timeout_s, config.abort_tries)
         self._epochs = count(config.first_epoch)
@@ -119,14 +119,14 @@ class Router:
             self.routes.refuse(request.request_id, Verdict.REJECTED, rejected, now_s)
             self.out.put(Reject(request.request_id, retry_after_s(waiting, self._finish_gap_s), rejected))
             return
-        row = Row(request, order_of(request), Ledger(), self._queue_deadline_s(request, now_s))
+        row = RequestState(request, order_of(request), Ledger(), self._queue_deadline_s(request, now_s))
         row.ledger.mark(Mark.ARRIVED, now_s)
         self.rows[request.request_id] = row
         insort(self.queue, row, key=lambda each: each.order)
-        self._wait(row, Waiting.BED, row.first_deadline_s)
+        self._wait(row, Waiting.RESERVATION, row.first_deadline_s)
         self._refuse_if_never(row, now_s)
 
-    def _refuse_if_never(self, row: Row, now_s: float) -> None:
+    def _refuse_if_never(self, row: RequestState, now_s: float) -> None:
         peers = self.peers.values()
         if not may_be_served(peers, row.request, self.config):
             never = why_never(peers, row.request)
@@ -141,7 +141,7 @@ class Router:
     # ------------------------------------------------------------ to workers
 
     def _dispatch(self, now_s: float) -> None:
-        """Asks for beds in order; where the first in line finds none, nobody overtakes it."""
+        """Asks for reservations in order; where the first in line finds none, nobody overtakes it."""
         while self.queue:
             row = self.queue[0]
             pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway)
@@ -154,7 +154,7 @@ class Router:
             self._capacity_armed = True
             self.out.put(SetTimer(now_s + self.config.capacity_retry_s, CAPACITY_TIMER))
 
-    def _reserve(self, row: Row, pair: Pair, now_s: float) -> None:
+    def _reserve(self, row: RequestState, pair: Pair, now_s: float) -> None:
         request = row.to_prefill()
         row.epoch, row.num_before = next(self._epochs), len(row.output)
         row.prefill, row.decode = pair.prefill, pair.decode
@@ -162,15 +162,15 @@ class Router:
         self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
         self.peers[pair.decode].ask(row.owner, request)
-        self.out.send(pair.decode, orders.reserve(row, self.config))
+        self.out.send(pair.decode, message_builders.reserve(row, self.config))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self._wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 
-    def _start(self, row: Row, bed: Reserved, now_s: float) -> None:
+    def _start(self, row: RequestState, reservation: Reserved, now_s: float) -> None:
         assert row.prefill is not None, "a reserved row has its pair"
         row.enter(Phase.PREFILLING)
         row.ledger.mark(Mark.RESERVED, now_s)
-        self.out.send(row.prefill, orders.start_prefill(row, bed, self.config))
+        self.out.send(row.prefill, message_builders.start_prefill(row, reservation, self.config))
         self._wait(row, Waiting.PREFILL, now_s + self.config.prefill_timeout_s)
 
     # ------------------------------------------------------------ from workers
@@ -197,7 +197,7 @@ class Router:
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a router")
 
-    def _row_of(self, sender: WorkerId, owner: Owner) -> Row | None:
+    def _row_of(self, sender: WorkerId, owner: Owner) -> RequestState | None:
         """The attempt, where it runs still and `sender` has a part in it."""
         row = self.rows.get(RequestId(owner.handoff))
         ours = row is not None and row.epoch == owner.epoch and sender in (row.prefill, row.decode)
@@ -210,7 +210,9 @@ class Router:
             self.peers[sender].answered(owner, held=held)
         row = self._row_of(sender, owner)
         if row is None and held:
-            self.aborts.send(sender, owner, "nobody waits for this bed any more", now_s)  # it was asked for late
+            self.aborts.send(
+                sender, owner, "nobody waits for this reservation any more", now_s
+            )  # it was asked for late
         if row is None or row.waiting is not Waiting.ANSWER:
             return
         if isinstance(message, Reserved):
@@ -218,7 +220,7 @@ class Router:
         else:
             self._enqueue(row, now_s)
 
-    def _follow(self, row: Row, sender: WorkerId, message: Progress | Ended | Preempted, now_s: float) -> None:
+    def _follow(self, row: RequestState, sender: WorkerId, message: Progress | Ended | Preempted, now_s: float) -> None:
         match message:
             case Progress(mark=mark, at_s=at_s):
                 row.mark(mark, at_s, message.wire_s)
@@ -241,7 +243,7 @@ class Router:
             self.out.put(EmitTokens(row.request_id, told, sender, draw.prompt))
             self._end_if_complete(row, sender, now_s)
 
-    def _reach(self, row: Row, phase: Phase, now_s: float) -> None:
+    def _reach(self, row: RequestState, phase: Phase, now_s: float) -> None:
         """Moves a row on to `phase`, step by step; a word that says less than is known changes nothing."""
         if row.phase is Phase.PREFILLING and phase in (Phase.SHIPPING, Phase.DECODING):
             row.enter(Phase.SHIPPING)
@@ -251,25 +253,25 @@ class Router:
             row.enter(Phase.DECODING)
             self._wait(row, Waiting.TOKEN, now_s + self.config.stall_timeout_s)
 
-    def _prefilled(self, row: Row) -> None:
+    def _prefilled(self, row: RequestState) -> None:
         if row.prefill is not None and row.prefill in self.peers:
             self.peers[row.prefill].prefilled(row.request_id)
 
-    def _end_if_complete(self, row: Row, sender: WorkerId, now_s: float) -> None:
+    def _end_if_complete(self, row: RequestState, sender: WorkerId, now_s: float) -> None:
         if row.ended is not None and len(row.output) >= row.ended.num_output:
             self._finish(row, row.ended.reason, row.ended.detail, now_s, gone=sender)
 
     def _aborted(self, sender: WorkerId, message: Abort, now_s: float) -> None:
         row = self._row_of(sender, Owner(message.handoff, message.epoch))
         if row is not None:
-            trouble = Trouble.DECODE_GAVE_UP if sender == row.decode else Trouble.PREFILL_GAVE_UP
+            kind = FailureKind.DECODE_GAVE_UP if sender == row.decode else FailureKind.PREFILL_GAVE_UP
             avoid = row.blamed(sender) if message.reason is FinishReason.TIMEOUT else sender
-            self._meet(row, Mishap(trouble, message.reason, message.detail, gone=sender, avoid=avoid), now_s)
+            self._meet(row, Failure(kind, message.reason, message.detail, gone=sender, avoid=avoid), now_s)
 
     # ------------------------------------------------------------ waits
 
-    def _wait(self, row: Row, waiting: Waiting, deadline_s: float) -> None:
-        waits.wait(self.out, row, waiting, deadline_s)
+    def _wait(self, row: RequestState, waiting: Waiting, deadline_s: float) -> None:
+        deadlines.wait(self.out, row, waiting, deadline_s)
 
     def _timer(self, key: str, now_s: float) -> None:
         kind, _, name = key.partition("/")
@@ -281,23 +283,23 @@ class Router:
         else:
             self.aborts.timer(key, now_s)
 
-    def _row_timer(self, row: Row | None, now_s: float) -> None:
-        if row is None or not waits.runs_out(self.out, row, now_s):
+    def _row_timer(self, row: RequestState | None, now_s: float) -> None:
+        if row is None or not deadlines.runs_out(self.out, row, now_s):
             return
         detail = f"waited for {row.waiting} until its deadline"
-        if row.waiting is Waiting.BED:
+        if row.waiting is Waiting.RESERVATION:
             missing = missing_phase(self.peers.values())
             why = f"; no worker is there for {missing}" if missing else ""
             self._finish(row, FinishReason.TIMEOUT, detail + why, now_s)
         else:
             late = row.prefill if row.waiting is Waiting.PREFILL else row.decode
-            self._meet(row, Mishap(TROUBLE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, avoid=late), now_s)
+            self._meet(row, Failure(FAILURE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, avoid=late), now_s)
 
     # ------------------------------------------------------------ failures and ends
 
     def _join(self, config: WorkerConfig, now_s: float) -> None:
         """Who waited for a phase to have a worker, and was never tried, learns now whether it fits."""
-        self.peers[config.worker] = Peer(config)
+        self.peers[config.worker] = WorkerState(config)
         self.routes.joined()
         for row in [each for each in self.queue if not (each.failures or each.output)]:
             self._refuse_if_never(row, now_s)
@@ -308,37 +310,37 @@ class Router:
         self.routes.forget(worker)
         for row in list(self.rows.values()):
             if worker in (row.prefill, row.decode):
-                trouble = Trouble.DECODE_LOST if row.decode == worker else Trouble.PREFILL_LOST
-                self._meet(row, Mishap(trouble, FinishReason.ERROR, f"worker {worker} was lost", gone=worker), now_s)
+                kind = FailureKind.DECODE_LOST if row.decode == worker else FailureKind.PREFILL_LOST
+                self._meet(row, Failure(kind, FinishReason.ERROR, f"worker {worker} was lost", gone=worker), now_s)
         for row in [] if self.config.workers_return else list(self.queue):
             if not could_ever_serve(self.peers.values(), row.to_prefill()):
                 self._finish(row, FinishReason.ERROR, f"worker {worker} was lost and no other can do its work", now_s)
 
-    def _meet(self, row: Row, mishap: Mishap, now_s: float) -> None:
+    def _meet(self, row: RequestState, failure: Failure, now_s: float) -> None:
         """Does what the table of failures says."""
-        found = remedy(mishap.trouble, row.phase)
+        found = recovery(failure.kind, row.phase)
         told = len(row.output) > row.num_before
-        assert not (found is Remedy.REPREFILL and told), f"{row.request_id} was told tokens while {row.phase}"
-        if found is not Remedy.IGNORE:
-            self._fail(row, mishap, now_s)
+        assert not (found is Recovery.REPREFILL and told), f"{row.request_id} was told tokens while {row.phase}"
+        if found is not Recovery.IGNORE:
+            self._fail(row, failure, now_s)
 
-    def _fail(self, row: Row, mishap: Mishap, now_s: float) -> None:
+    def _fail(self, row: RequestState, failure: Failure, now_s: float) -> None:
         """Ends an attempt that went wrong: tries again, elsewhere where there is an elsewhere, or gives up."""
         row.failures += 1
-        if mishap.avoid is not None:
-            row.avoid.add(mishap.avoid)
+        if failure.avoid is not None:
+            row.avoid.add(failure.avoid)
         natural = row.natural_end()
         if natural is not None:
-            self._finish(row, natural, "", now_s, gone=mishap.gone)
+            self._finish(row, natural, "", now_s, gone=failure.gone)
         elif row.failures > self.config.max_retries:
-            self._finish(row, mishap.reason, f"{mishap.detail} (attempt {row.failures})", now_s, gone=mishap.gone)
+            self._finish(row, failure.reason, f"{failure.detail} (attempt {row.failures})", now_s, gone=failure.gone)
         else:
-            self._abort_attempt(row, mishap.detail, now_s, mishap.gone)
+            self._abort_attempt(row, failure.detail, now_s, failure.gone)
             self._enqueue(row, now_s)
 
-    def _enqueue(self, row: Row, now_s: float) -> None:
+    def _enqueue(self, row: RequestState, now_s: float) -> None:
         """Back to the line, at the place of its arrival; one that never left it keeps its deadline."""
-        self._strike(row)
+        self._release(row)
         row.leave_workers()
         deadline_s = row.first_deadline_s
         if row.phase is not Phase.QUEUED:
@@ -346,16 +348,16 @@ class Router:
             row.ledger.mark(Mark.REQUEUED, now_s)
             deadline_s = now_s + (self.config.queue_timeout_s or math.inf)
         insort(self.queue, row, key=lambda each: each.order)
-        self._wait(row, Waiting.BED, deadline_s)
+        self._wait(row, Waiting.RESERVATION, deadline_s)
 
-    def _strike(self, row: Row) -> None:
+    def _release(self, row: RequestState) -> None:
         for worker in {row.prefill, row.decode}:
             peer = self.peers.get(worker) if worker is not None else None
             if peer is not None:
-                peer.strike(row.request_id)
+                peer.release(row.request_id)
                 peer.unanswered.pop(row.owner, None)
 
-    def _abort_attempt(self, row: Row, detail: str, now_s: float, gone: WorkerId | None) -> None:
+    def _abort_attempt(self, row: RequestState, detail: str, now_s: float, gone: WorkerId | None) -> None:
         """Tells every worker that still holds something of the attempt; `gone` holds nothing any more."""
         holders = {row.decode}
         if row.phase in (Phase.PREFILLING, Phase.SHIPPING):
@@ -364,12 +366,12 @@ class Router:
             self.aborts.send(worker, row.owner, detail, now_s)
 
     def _finish(
-        self, row: Row, reason: FinishReason, detail: str, now_s: float, *, gone: WorkerId | None = None
+        self, row: RequestState, reason: FinishReason, detail: str, now_s: float, *, gone: WorkerId | None = None
     ) -> None:
         if row in self.queue:
             self.queue.remove(row)
         self._abort_attempt(row, f"the request ended: {reason}", now_s, gone)
-        self._strike(row)
+        self._release(row)
         row.enter(END_PHASE[reason])
         row.ledger.mark(Mark.ENDED, now_s)
         self.routes.ended(row, now_s)

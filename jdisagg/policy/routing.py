@@ -1,4 +1,4 @@
-"""Which prefill worker and which decode worker take a request: pure functions over looks, which show their reasons.
+"""Which prefill worker and which decode worker take a request: pure functions over snapshots, which show their reasons.
 
 Every routing says what each worker would cost; the cheapest of each phase make the pair. A worker that failed the
 request before comes after all others. A colocated worker pairs only with itself; beside pools it comes in where they
@@ -25,20 +25,20 @@ FREELY, APART, FAILED = 0, 1, 2
 RANKS = ("", "another's partner", "failed this request before")
 
 
-class WorkerLook(NamedTuple):
+class WorkerSnapshot(NamedTuple):
     """One live worker as the router sees it for one request. There are many: a tuple is made in a third of the time."""
 
     worker: WorkerId
     role: Role
     work: float  # outstanding: what was sent there and has not ended
     served: int  # requests sent there so far, to share the idle hours
-    has_room: bool  # a bed for this request, as far as is known (decode) or pages for its prompt at all (prefill)
+    has_room: bool  # as far as is known: for a reservation (decode), or for its prompt at all (prefill)
     avoided: bool = False  # it failed this request before
     cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class RoutingRequest:
     """What is to be routed, and how dear its prompt is: by default in prompt tokens, and no KV fetched."""
 
     request_id: str = ""
@@ -122,47 +122,47 @@ def _sum(candidate: Candidate) -> str:
 # ------------------------------------------------------------------ what a worker costs
 
 Parts = tuple[tuple[str, float], ...]
-Cost = Callable[[WorkerLook], Parts]
+Cost = Callable[[WorkerSnapshot], Parts]
 
 
 def _total(parts: Parts) -> float:
     return parts[0][1] if len(parts) == 1 else sum([part for _, part in parts])
 
 
-def work(look: WorkerLook) -> Parts:
+def work(snapshot: WorkerSnapshot) -> Parts:
     """What waits there already."""
-    return (("work", look.work),)
+    return (("work", snapshot.work),)
 
 
-def place_in_turn(looks: Sequence[WorkerLook], number: int) -> Cost:
+def place_in_turn(snapshots: Sequence[WorkerSnapshot], number: int) -> Cost:
     """How many have their turn before it."""
-    places = {look.worker: index for index, look in enumerate(looks)}
-    return lambda look: (("turns until its own", (places[look.worker] - number) % len(places)),)
+    places = {snapshot.worker: index for index, snapshot in enumerate(snapshots)}
+    return lambda snapshot: (("turns until its own", (places[snapshot.worker] - number) % len(places)),)
 
 
-def lot(errand: Errand) -> Cost:
+def lot(routed: RoutingRequest) -> Cost:
     """Drawn by seed, request and worker: the same ones draw the same lot."""
 
-    def drawn(look: WorkerLook) -> Parts:
-        name = f"{errand.seed}/{errand.request_id}/{look.worker}".encode()
+    def drawn(snapshot: WorkerSnapshot) -> Parts:
+        name = f"{routed.seed}/{routed.request_id}/{snapshot.worker}".encode()
         return (("lot", int.from_bytes(blake2b(name, digest_size=6).digest(), "little") / 2.0**48),)
 
     return drawn
 
 
-def prompt_there(looks: Sequence[WorkerLook], errand: Errand) -> Cost:
+def prompt_there(snapshots: Sequence[WorkerSnapshot], routed: RoutingRequest) -> Cost:
     """Until its first token: the queue, the tokens to compute, and KV fetched from who holds most, where that is less.
 
     Mooncake (Qin et al., FAST 2025), algorithm 1, without its threshold: both ways are priced and the lesser counts.
     """
-    most = max((look.cached_tokens for look in looks), default=0)
+    most = max((snapshot.cached_tokens for snapshot in snapshots), default=0)
 
-    def cost(look: WorkerLook) -> Parts:
-        here = (("work", look.work), ("prefill", errand.prefill(errand.prompt_tokens, look.cached_tokens)))
-        missing = most - look.cached_tokens
+    def cost(snapshot: WorkerSnapshot) -> Parts:
+        here = (("work", snapshot.work), ("prefill", routed.prefill(routed.prompt_tokens, snapshot.cached_tokens)))
+        missing = most - snapshot.cached_tokens
         if missing <= 0:
             return here
-        fetched = (("prefill", errand.prefill(errand.prompt_tokens, most)), ("fetch", errand.fetch(missing)))
+        fetched = (("prefill", routed.prefill(routed.prompt_tokens, most)), ("fetch", routed.fetch(missing)))
         return min(here, (here[0], *fetched), key=lambda parts: sum(part for _, part in parts))
 
     return cost
@@ -171,19 +171,21 @@ def prompt_there(looks: Sequence[WorkerLook], errand: Errand) -> Cost:
 # ------------------------------------------------------------------ pairs
 
 
-def choose_pair(looks: Sequence[WorkerLook], errand: Errand | None = None, routing: Routing | None = None) -> Choice:
-    """The pair for `errand` by `routing`; the least loaded where none is named."""
-    errand, routing = errand or Errand(), routing or Routing.LEAST_LOADED
-    prefills, decodes, colocated = ([look for look in looks if look.role is role] for role in Role)
+def choose_pair(
+    snapshots: Sequence[WorkerSnapshot], routed: RoutingRequest | None = None, routing: Routing | None = None
+) -> Choice:
+    """The pair for `routed` by `routing`; the least loaded where none is named."""
+    routed, routing = routed or RoutingRequest(), routing or Routing.LEAST_LOADED
+    prefills, decodes, colocated = ([snapshot for snapshot in snapshots if snapshot.role is role] for role in Role)
     match routing:
         case Routing.PAIR_AFFINITY:
             return _partners(prefills, decodes, colocated)
         case Routing.ROUND_ROBIN:
-            costs = (place_in_turn(kind, errand.number) for kind in (prefills, decodes, colocated))
+            costs = (place_in_turn(kind, routed.number) for kind in (prefills, decodes, colocated))
         case Routing.RANDOM:
-            costs = (lot(errand),) * 3
+            costs = (lot(routed),) * 3
         case Routing.CACHE_AWARE:
-            costs = (prompt_there(prefills, errand), work, prompt_there(colocated, errand))
+            costs = (prompt_there(prefills, routed), work, prompt_there(colocated, routed))
         case Routing.LEAST_LOADED:
             costs = (work,) * 3
     kinds = zip((prefills, decodes, colocated), costs, strict=True)
@@ -191,15 +193,15 @@ def choose_pair(looks: Sequence[WorkerLook], errand: Errand | None = None, routi
 
 
 def _ranked(
-    looks: Sequence[WorkerLook], cost: Cost, apart: Callable[[WorkerLook], bool] | None = None
+    snapshots: Sequence[WorkerSnapshot], cost: Cost, apart: Callable[[WorkerSnapshot], bool] | None = None
 ) -> tuple[Candidate, ...]:
     """Those with room that are to be shown, by `Candidate.score`; only they are made candidates."""
     able = []
-    for look in looks:
-        if look.has_room:
-            rank = FAILED if look.avoided else APART if apart is not None and apart(look) else FREELY
-            parts = cost(look)
-            able.append((rank, _total(parts), look.served, look.worker, parts))
+    for snapshot in snapshots:
+        if snapshot.has_room:
+            rank = FAILED if snapshot.avoided else APART if apart is not None and apart(snapshot) else FREELY
+            parts = cost(snapshot)
+            able.append((rank, _total(parts), snapshot.served, snapshot.worker, parts))
     best = heapq.nsmallest(SHOWN, able)  # no two have the same name: parts are never compared
     return tuple(Candidate(worker, rank, parts, served) for rank, _, served, worker, parts in best)
 
@@ -217,23 +219,27 @@ def _joined(
     return Choice(routing, pair, prefills, decodes, colocated)
 
 
-def _partners(prefills: Sequence[WorkerLook], decodes: Sequence[WorkerLook], colocated: Sequence[WorkerLook]) -> Choice:
+def _partners(
+    prefills: Sequence[WorkerSnapshot], decodes: Sequence[WorkerSnapshot], colocated: Sequence[WorkerSnapshot]
+) -> Choice:
     """Workers of equal place, modulo the smaller pool's size, are partners for good: KV keeps to few links.
 
     The pair of partners with the least work together; where nobody's partner has room, the least loaded of all.
     """
     groups = max(1, min(len(prefills), len(decodes)))
-    group_of = {look.worker: index % groups for looks in (prefills, decodes) for index, look in enumerate(looks)}
+    group_of = {
+        snapshot.worker: index % groups for snapshots in (prefills, decodes) for index, snapshot in enumerate(snapshots)
+    }
     least: dict[int, float] = {}
-    for look in decodes:
-        if look.has_room and not look.avoided:
-            group = group_of[look.worker]
-            least[group] = min(look.work, least.get(group, math.inf))
+    for snapshot in decodes:
+        if snapshot.has_room and not snapshot.avoided:
+            group = group_of[snapshot.worker]
+            least[group] = min(snapshot.work, least.get(group, math.inf))
 
-    def together(look: WorkerLook) -> Parts:
-        return (*work(look), ("partner's", least.get(group_of[look.worker], 0.0)))
+    def together(snapshot: WorkerSnapshot) -> Parts:
+        return (*work(snapshot), ("partner's", least.get(group_of[snapshot.worker], 0.0)))
 
-    first = _ranked(prefills, together, apart=lambda look: group_of[look.worker] not in least)
+    first = _ranked(prefills, together, apart=lambda snapshot: group_of[snapshot.worker] not in least)
     taken = group_of[first[0].worker] if first else -1
-    second = _ranked(decodes, work, apart=lambda look: group_of[look.worker] != taken)
+    second = _ranked(decodes, work, apart=lambda snapshot: group_of[snapshot.worker] != taken)
     return _joined(Routing.PAIR_AFFINITY, first, second, _ranked(colocated, work))

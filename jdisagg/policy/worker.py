@@ -1,7 +1,7 @@
 """One mesh's worker: an actor that takes events and returns what is to happen. It reads no clock and touches no array.
 
-Its prefill side is `prompts.py`, its decode side `beds.py`; both share one page pool. A colocated worker is the same
-actor with both sides in use.
+Its prefill side is `prefill_side.py`, its decode side `decode_side.py`; both share one page pool. A colocated worker is
+the same actor with both sides in use.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from jdisagg.core.messages import (
 from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.beds import Beds, HeldPrefix, no_prefix
+from jdisagg.policy.decode_side import DecodeSide, HeldPrefix, no_prefix
+from jdisagg.policy.fast_forward import next_plans, repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
-from jdisagg.policy.prompts import Prompts
-from jdisagg.policy.steady import next_plans, quiet_turns, repeat
+from jdisagg.policy.prefill_side import PrefillSide
 
 
 class Worker:
-    """Owns its pool, its prompts, its beds, and its side of every handoff."""
+    """Owns its pool, its prompts, its reservations, and its side of every handoff."""
 
     def __init__(self, config: WorkerConfig, held_prefix: HeldPrefix = no_prefix) -> None:
         """`held_prefix` says which pages hold the KV of a prompt's first tokens already: they are nobody's to fill."""
@@ -55,9 +55,9 @@ class Worker:
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.out = Outbox()
-        self.beds = Beds(config, self.pool, self.out, plan_ids.__next__, held_prefix)
-        self.prompts = Prompts(config, self.pool, self.out, self.beds, plan_ids.__next__)
-        self._turns_since_prefill = 0
+        self.decode_side = DecodeSide(config, self.pool, self.out, plan_ids.__next__, held_prefix)
+        self.prefill_side = PrefillSide(config, self.pool, self.out, self.decode_side, plan_ids.__next__)
+        self._steps_since_chunk = 0
         self._told_view: View | None = None
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -71,11 +71,11 @@ class Worker:
         """Books the event; whether the router must hear the view again."""
         match event:
             case DecodeDone():
-                self.beds.decode_done(event, now_s)
+                self.decode_side.decode_done(event, now_s)
             case PrefillDone():
-                self.prompts.prefill_done(event, now_s)
+                self.prefill_side.prefill_done(event, now_s)
             case KVArrived():
-                self.beds.arrive(event, now_s)
+                self.decode_side.arrive(event, now_s)
             case Received(sender, message):
                 self._hear(sender, message, now_s)
                 return isinstance(message, Reserve)
@@ -84,7 +84,7 @@ class Worker:
             case EngineFailed():
                 self._engine_failed(event, now_s)
             case WiresTimed(costs):
-                self.prompts.wires.measured(costs)
+                self.prefill_side.wires.measured(costs)
             case RouterLost():
                 self._give_up_all()
                 return True
@@ -95,17 +95,17 @@ class Worker:
     def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
         match message:
             case Reserve():
-                self.beds.reserve(message, now_s)
+                self.decode_side.reserve(message, now_s)
             case StartPrefill():
-                self.prompts.start(message, now_s)
+                self.prefill_side.start(message, now_s)
             case Commit():
-                self.beds.commit(message, sender, now_s)
+                self.decode_side.commit(message, sender, now_s)
             case Ack():
-                self.prompts.acknowledged(message)
+                self.prefill_side.acknowledged(message)
             case Resend():
-                self.prompts.resend(message, sender, now_s)
+                self.prefill_side.resend(message, sender, now_s)
             case Renew():
-                self.beds.renew(message, sender, now_s)
+                self.decode_side.renew(message, sender, now_s)
             case Abort():
                 self._aborted(message, sender)
             case AbortAck():
@@ -114,8 +114,8 @@ class Worker:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
     def _end(self, owner: Owner, signal: Signal) -> bool:
-        prompt_ended = self.prompts.end(owner, signal)
-        return self.beds.end(owner, signal) or prompt_ended
+        prompt_ended = self.prefill_side.end(owner, signal)
+        return self.decode_side.end(owner, signal) or prompt_ended
 
     def _aborted(self, message: Abort, sender: WorkerId) -> None:
         """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
@@ -127,97 +127,97 @@ class Worker:
     def _timer(self, kind: Timer, owner: Owner, now_s: float) -> None:
         match kind:
             case Timer.RENEW:
-                self.prompts.beat(owner, now_s)
+                self.prefill_side.beat(owner, now_s)
             case Timer.PARTS:
-                self.beds.parts_late(owner, now_s)
+                self.decode_side.parts_late(owner, now_s)
             case _:
                 self._expire(owner, now_s)
 
     def _expire(self, owner: Owner, now_s: float) -> None:
-        gone = self.prompts.expire(owner, now_s)
-        if owner in self.prompts.prompts:
-            self.beds.keep(owner, now_s)  # a colocated bed, whose prompt still waits or runs here
-        if self.beds.expire(owner, now_s) or gone:
+        gone = self.prefill_side.expire(owner, now_s)
+        if owner in self.prefill_side.sequences:
+            self.decode_side.keep(owner, now_s)  # a colocated sequence, whose prompt still waits or runs here
+        if self.decode_side.expire(owner, now_s) or gone:
             self._end(owner, Signal.ABORT)
             detail = f"a deadline of the handoff ran out on {self.config.worker}"
             self.out.abort(owner, detail, FinishReason.TIMEOUT)
 
     def _engine_failed(self, event: EngineFailed, now_s: float) -> None:
         reason = f"{self.config.worker} failed: {event.reason}"
-        if event.plan_id in self.prompts.plans:
-            self.prompts.plan_failed(event.plan_id, reason)
-        elif event.plan_id in self.beds.turns:
-            self.beds.turn_failed(event.plan_id, reason)
+        if event.plan_id in self.prefill_side.plans:
+            self.prefill_side.plan_failed(event.plan_id, reason)
+        elif event.plan_id in self.decode_side.steps:
+            self.decode_side.step_failed(event.plan_id, reason)
         elif event.handoff is not None and event.epoch is not None and event.part is not None:
             self._transfer_failed(Owner(event.handoff, event.epoch), event.part, reason, now_s)
 
     def _transfer_failed(self, owner: Owner, part: int, reason: str, now_s: float) -> None:
         """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
-        if not self.prompts.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
+        if not self.prefill_side.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
             self.out.abort(owner, reason)
 
     def _give_up_all(self) -> None:
         """Ends every handoff and sequence, so that pages come back; plans in flight find their sequences over."""
-        for owner in [*self.prompts.prompts, *self.beds.beds]:
+        for owner in [*self.prefill_side.sequences, *self.decode_side.sequences]:
             self._end(owner, Signal.ABORT)
         for effect in self.out.drain():
             if not isinstance(effect, Send):  # there is nobody to tell
                 self.out.put(effect)
 
-    # ------------------------------------------------------------ turns that repeat
+    # ------------------------------------------------------------ steps that repeat
 
     @property
-    def quiet_turns(self) -> int:
-        """Turns whose ends are foreseen: each only gives its sequences a token, until another event comes."""
-        busy_with_prompts = self.prompts.waiting_tokens or self.prompts.plans
-        return 0 if busy_with_prompts else quiet_turns(self.beds)
+    def repeatable_steps(self) -> int:
+        """Steps whose ends are foreseen: each only gives its sequences a token, until another event comes."""
+        busy_with_prompts = self.prefill_side.waiting_tokens or self.prefill_side.plans
+        return 0 if busy_with_prompts else repeatable_steps(self.decode_side)
 
-    def next_quiet_plans(self) -> tuple[DecodePlan, ...]:
+    def next_repeated_plans(self) -> tuple[DecodePlan, ...]:
         """One round of them, without plan ids."""
-        return next_plans(self.beds)
+        return next_plans(self.decode_side)
 
-    def end_quiet_turns(self, turns: int, sampled: Sampled) -> list[Effect]:
-        """What follows when as many of the `quiet_turns` have ended, each token `sampled`: as from their `DecodeDone`s,
-        but the tokens in one word, and of the turns dispatched meanwhile only those still in flight."""
-        repeat(self.beds, turns, sampled)
-        self._turns_since_prefill += turns
+    def end_repeated_steps(self, steps: int, sampled: Sampled) -> list[Effect]:
+        """What follows when as many of the `repeatable_steps` have ended, each token `sampled`: as from their
+        `DecodeDone`s, but the tokens in one word, and of the steps dispatched meanwhile only those still in flight."""
+        repeat(self.decode_side, steps, sampled)
+        self._steps_since_chunk += steps
         return self.out.drain()
 
     # ------------------------------------------------------------ plans
 
     def _plan(self, now_s: float) -> None:
-        """Dispatches all that may be dispatched: turns and chunks take turns, so that neither starves the other."""
-        self.beds.seat_ready()
+        """Dispatches all that may be dispatched: steps and chunks take turns, so that neither starves the other."""
+        self.decode_side.seat_ready()
         while self._plan_one(now_s):
-            self.beds.seat_ready()
+            self.decode_side.seat_ready()
 
     def _plan_one(self, now_s: float) -> bool:
-        if self._prefill_is_due() and self.prompts.plan(now_s):
-            self._turns_since_prefill = 0
+        if self._prefill_is_due() and self.prefill_side.plan(now_s):
+            self._steps_since_chunk = 0
             return True
-        if self.beds.plan_turn():
-            self._turns_since_prefill += 1
+        if self.decode_side.plan_step():
+            self._steps_since_chunk += 1
             return True
-        nothing_else = not self.beds.turns  # every sequence waits for pages that only prompts can free
-        return nothing_else and self.prompts.plan(now_s)
+        nothing_else = not self.decode_side.steps  # every sequence waits for pages that only prompts can free
+        return nothing_else and self.prefill_side.plan(now_s)
 
     def _prefill_is_due(self) -> bool:
-        turns = self.config.decode_turns_per_prefill * self.beds.slots.busy_microbatches
-        return self._turns_since_prefill >= turns
+        steps = self.config.decode_steps_per_chunk * self.decode_side.slots.busy_microbatches
+        return self._steps_since_chunk >= steps
 
-    def _look(self) -> View:
-        free_pages = self.beds.reservable_pages if self.config.role.decodes else self.pool.free_pages
-        streaming = self.prompts.streaming
+    def _snapshot(self) -> View:
+        free_pages = self.decode_side.reservable_pages if self.config.role.decodes else self.pool.free_pages
+        streaming = self.prefill_side.streaming
         return View(
             free_pages=free_pages,
-            free_slots=max(0, self.beds.free_slots),
-            waiting_tokens=self.prompts.waiting_tokens,
-            running=self.beds.slots.num_taken,
+            free_slots=max(0, self.decode_side.free_slots),
+            waiting_tokens=self.prefill_side.waiting_tokens,
+            running=self.decode_side.slots.num_taken,
             stream_tokens=0 if streaming is None else streaming.stream_tokens,
         )
 
     def _tell_view(self, *, again: bool) -> None:
-        view = self._look()
+        view = self._snapshot()
         if again or view != self._told_view:
             self._told_view = view
             self.out.tell_router(view)
@@ -227,12 +227,21 @@ class Worker:
     def check_invariants(self) -> None:
         """Asserts that every page is booked once, and that whoever owns pages is alive and lists just those."""
         self.pool.check_invariants()
-        listed = {owner: set(bed.own_pages) for owner, bed in self.beds.beds.items() if bed.own_pages}
-        listed |= {owner: set(prompt.pages) for owner, prompt in self.prompts.prompts.items() if prompt.pages}
+        listed = {
+            owner: set(sequence.own_pages)
+            for owner, sequence in self.decode_side.sequences.items()
+            if sequence.own_pages
+        }
+        listed |= {owner: set(prompt.pages) for owner, prompt in self.prefill_side.sequences.items() if prompt.pages}
         owned = {owner: self.pool.pages_of(owner) for owner in self.pool.owners() - self.pool.owners(PageState.CACHED)}
         assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
 
     @property
     def idle(self) -> bool:
         """Nothing waits, runs or is held."""
-        return not (self.prompts.prompts or self.prompts.plans or self.beds.beds or self.beds.turns)
+        return not (
+            self.prefill_side.sequences
+            or self.prefill_side.plans
+            or self.decode_side.sequences
+            or self.decode_side.steps
+        )

@@ -13,14 +13,14 @@ from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
+from jdisagg.core.reshard import StageShape
 from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
+from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_divides
-from jdisagg.policy.reshard import StageShape
-from jdisagg.policy.stages import split_layers
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
@@ -143,7 +143,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         prefill_buckets=buckets,
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
-        turns_ahead=settings.turns_ahead,
+        steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
         ack_timeout_s=settings.handoff_timeout_s,
     )

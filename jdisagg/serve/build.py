@@ -13,7 +13,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.warmup import Job
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def build(
 ) -> LocalService:
     """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError or ConfigError."""
     tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
-    machines: dict[WorkerId, MeshMachine] = {}
+    machines: dict[WorkerId, MeshExecutor] = {}
 
     def recompiles() -> int:
         return sum(machine.recompiles() for machine in machines.values())
@@ -51,7 +51,7 @@ def build(
     journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
     records = Records(settings.debug_keep)
     workers = {config.worker: Worker(config) for config in plan.workers}
-    machines.update(load_machines(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
+    machines.update(load_executors(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
     service = LocalService(
         Router(router_config(settings), plan.workers, records.note),
@@ -76,9 +76,9 @@ def watching(records: Records, settings: Settings) -> tuple[Observer, ...]:
     return (records.observe,) if settings.debug_keep else ()
 
 
-def load_machines(
+def load_executors(
     plan: Blueprint, settings: Settings, devices: Sequence[Any], own: Mapping[WorkerId, WorkerConfig] | None = None
-) -> dict[WorkerId, MeshMachine]:
+) -> dict[WorkerId, MeshExecutor]:
     """Every worker's machine on its own devices, with its own copy of the weights it runs.
 
     `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
@@ -91,7 +91,7 @@ def load_machines(
     here = dict(zip(ids, devices, strict=False))
     source = open_source(plan.model_folder, settings.load_format, plan.model, settings.seed)
     return {
-        config.worker: MeshMachine(
+        config.worker: MeshExecutor(
             config,
             plan.model,
             source,
@@ -105,9 +105,9 @@ def load_machines(
 
 
 def warm(
-    machines: Mapping[WorkerId, MeshMachine],
+    machines: Mapping[WorkerId, MeshExecutor],
     progress: Progress,
-    far_jobs: Callable[[MeshMachine], Sequence[Job]] = lambda machine: (),
+    far_jobs: Callable[[MeshExecutor], Sequence[Job]] = lambda machine: (),
 ) -> None:
     """Compiles every declared program of every worker: shipments between all pairs, and `far_jobs` of each besides."""
     decoders = [machine for machine in machines.values() if machine.config.role is Role.DECODE]

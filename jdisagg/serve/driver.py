@@ -1,9 +1,9 @@
 """The live driver of one process: real clock, in-process messages, real machines. It decides nothing.
 
 One *driver thread* owns the actors: it takes an event from the inbox, hands it to its actor, and carries out the
-effects in order. Machines return before their devices are done; *reader threads* (one a machine and phase) block on
+effects in order. Executors return before their devices are done; *reader threads* (one a machine and phase) block on
 results and post them back as events, so the driver thread is never behind a device, and the devices always have the
-next turn queued. Tokens go to their request's listener, which is told once an event, however many tokens there are.
+next step queued. Tokens go to their request's listener, which is told once an event, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jdisagg.core.events import (
 from jdisagg.core.messages import Message
 from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import RequestId, WorkerId
-from jdisagg.engine.machine import Machine, Parcel, PendingPrefill
+from jdisagg.engine.executor import Executor, Parcel, PendingPrefill
 from jdisagg.serve.strikes import Strikes
 
 log = logging.getLogger("jdisagg.driver")
@@ -105,7 +105,7 @@ class Far(Protocol):
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None: ...
 
-    def ship(self, machine: Machine, transfer: KVTransfer) -> Parcel:
+    def ship(self, machine: Executor, transfer: KVTransfer) -> Parcel:
         """Packs, and offers what was packed; the other process calls `land`. Raises where there is no way there."""
         ...
 
@@ -125,7 +125,7 @@ class LiveDriver:
         self,
         router: Actor | None,
         workers: Mapping[WorkerId, Actor],
-        machines: Mapping[WorkerId, Machine],
+        machines: Mapping[WorkerId, Executor],
         *,
         deliver: Callable[[list[tuple[RequestId, Outcome]]], None],
         died: Callable[[BaseException], None],
@@ -204,7 +204,9 @@ class LiveDriver:
         return True
 
     def _take(self, actor: WorkerId, item: Event | Landed) -> None:
-        """Of a part that landed, the worker says whether its bed still waits: until then the bytes are in no page."""
+        """Of a part that landed, the worker says whether its reservation still waits: until then the bytes are in
+        no page.
+        """
         if isinstance(item, Landed):
             if not item.checked:
                 self._check(actor, item)
@@ -325,7 +327,7 @@ class LiveDriver:
         except Exception as error:
             self.post(actor, _failure(actor, error, plan_id=plan_id))
 
-    def _run_prefill(self, actor: WorkerId, machine: Machine, effect: RunPrefill) -> PendingPrefill:
+    def _run_prefill(self, actor: WorkerId, machine: Executor, effect: RunPrefill) -> PendingPrefill:
         """Parts leave between the layer groups' programs, those of the last group behind the first token's draw."""
         waiting = deque(sorted(effect.ships, key=last_layer))
 

@@ -21,11 +21,11 @@ def learnt_by(actors: Mapping[WorkerId, Any]) -> Learnt:
 
 
 def _words(worker: Worker) -> dict[str, str]:
-    streaming = worker.prompts.streaming
+    streaming = worker.prefill_side.streaming
     fixed = f"--transfer={worker.config.transfer}: nothing to learn"
     return {
         "streaming": fixed if streaming is None else streaming.describe(),
-        "wires": f"--transfer_compress={worker.config.compress}: {worker.prompts.wires.describe()}",
+        "wires": f"--transfer_compress={worker.config.compress}: {worker.prefill_side.wires.describe()}",
     }
 
 

@@ -14,7 +14,7 @@ from jdisagg.core.journal import Journal
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
-from jdisagg.engine.machine import Machine
+from jdisagg.engine.executor import Executor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver import Actor, Far, LiveDriver, Observer, Outcome
 from jdisagg.serve.metrics import Metrics
@@ -50,7 +50,7 @@ class LocalService:
         self,
         router: Actor,
         workers: Mapping[WorkerId, Actor],
-        machines: Mapping[WorkerId, Machine],
+        machines: Mapping[WorkerId, Executor],
         *,
         model_name: str,
         model_config: ModelConfig,

@@ -34,7 +34,7 @@ from jdisagg.core.messages import Ended, Preempted, Resend, View
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.peers import empty_view
+from jdisagg.policy.worker_state import empty_view
 from jdisagg.serve.metrics_compat import Aliases
 from jdisagg.serve.service import Capacity
 from jdisagg.serve.tidings import Everywhere
@@ -133,8 +133,8 @@ class Metrics:
         self._backlog = self._gauge("prefill_backlog_tokens", "Prompt tokens not yet prefilled", "worker")
         self._prefill_tokens = self._counter("prefill_tokens", "Tokens run through prefill", "worker")
         self._prefill_runs = self._counter("prefill_runs", "Prefill programs run", "worker")
-        self._decode_runs = self._counter("decode_runs", "Decode turns run", "worker")
-        self._decode_batch = self._histogram("decode_batch_sequences", "Sequences in a turn", SEQUENCES, "worker")
+        self._decode_runs = self._counter("decode_runs", "Decode steps run", "worker")
+        self._decode_batch = self._histogram("decode_batch_sequences", "Sequences in a step", SEQUENCES, "worker")
         self._ship_bytes = self._counter("shipped_bytes", "KV shipped between workers", "source", "destination")
         self._transfer_s = self._histogram(
             "transfer_seconds", "Of a request's KV: hidden behind its prefill, and exposed after it", SECONDS, "share"

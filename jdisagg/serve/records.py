@@ -30,7 +30,7 @@ from jdisagg.core.messages import Drawn, Preempted, Progress, Renew, Reserve, St
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Phase, Request, RequestId
 from jdisagg.policy.decisions import Decision
-from jdisagg.policy.rows import END_PHASE, PHASE_OF_MARK
+from jdisagg.policy.request_state import END_PHASE, PHASE_OF_MARK
 from jdisagg.serve.learnt import Learnt
 
 PHASE_OF_WORD = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}

@@ -30,7 +30,7 @@ class Lane:
 
 
 class Strikes:
-    """Failures in a row, by worker and phase: a worker that prefills well and fails at every turn is lost as well."""
+    """Failures in a row, by worker and phase: a worker that prefills well and fails at every step is lost as well."""
 
     def __init__(self, limit: int = LOST_AFTER) -> None:
         self._limit = limit

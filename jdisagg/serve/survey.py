@@ -13,7 +13,7 @@ from jdisagg.core.profile import PHASES, DecodeTime, Host, Pool, PrefillTime, Pr
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import bucket
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -32,7 +32,7 @@ PREFILL, DECODE = PHASES
 class Survey:
     """A stack's machines, warm, and what is to be timed on them. Nothing else may use them meanwhile."""
 
-    def __init__(self, plan: Blueprint, settings: Settings, machines: Mapping[WorkerId, MeshMachine]) -> None:
+    def __init__(self, plan: Blueprint, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]) -> None:
         self.plan, self.settings, self.machines = plan, settings, dict(machines)
         self.firsts = {machine.config.role: machine for machine in reversed([*machines.values()])}
         self.cells: dict[Key, Cell] = {}
@@ -49,7 +49,7 @@ class Survey:
     def _add(self, key: Key, work: timing.Work) -> None:
         self.cells[key] = lambda: (work(),)
 
-    def _add_prefill(self, machine: MeshMachine) -> None:
+    def _add_prefill(self, machine: MeshExecutor) -> None:
         if machine.prefiller is None:
             return
         role = machine.config.role
@@ -57,19 +57,19 @@ class Survey:
             self._add((role, PREFILL, *size), lambda size=size: timing.time_chunk(machine, *size))
         self._add((role, "first draw"), lambda: timing.time_first_draw(machine))
 
-    def _add_decode(self, machine: MeshMachine) -> None:
+    def _add_decode(self, machine: MeshExecutor) -> None:
         if machine.decoder is None:
             return
         role, stages = machine.config.role, machine.config.num_microbatches
-        sizes = timing.turn_sizes(machine.config)
+        sizes = timing.step_sizes(machine.config)
         for size in sizes:
-            self._add((role, "turn", *size), lambda size=size: timing.time_turns(machine, *size))
+            self._add((role, "step", *size), lambda size=size: timing.time_steps(machine, *size))
             self.cells[role, "stages", *size] = lambda size=size: timing.time_stages(machine, *size)
         middle = sizes[len(sizes) // 2]
         self._add((role, "admission"), lambda: timing.time_admission(machine, *middle))
         if stages > 1:
-            self._add((role, "alone"), lambda: timing.time_turns(machine, *middle))
-            self._add((role, "together"), lambda: timing.time_turns(machine, *middle, stages))
+            self._add((role, "alone"), lambda: timing.time_steps(machine, *middle))
+            self._add((role, "together"), lambda: timing.time_steps(machine, *middle, stages))
 
     def _add_transfers(self) -> None:
         ends = [next((m for m in self.machines.values() if m.config.role == role), None) for role in PHASES]
@@ -100,7 +100,7 @@ class Survey:
         decoder = next(machine for machine in self.machines.values() if machine.decoder is not None)
         tokens = min(prefiller.config.prefill_buckets[0], self.plan.max_model_len - 2 * LONE_TOKENS)
         self._add(("host", "chunk"), lambda: timing.time_chunk(prefiller, tokens, 0))
-        self._add(("host", "turn"), lambda: timing.time_turns(decoder, 1, tokens))
+        self._add(("host", "step"), lambda: timing.time_steps(decoder, 1, tokens))
         self.cells["host", "request"] = lambda: self._lone_request(tokens)
 
     def _lone_request(self, tokens: int) -> tuple[float, ...]:
@@ -160,7 +160,7 @@ class Survey:
             slowdown=self._slowdown(),
         )
 
-    def _pool(self, machine: MeshMachine) -> Pool:
+    def _pool(self, machine: MeshExecutor) -> Pool:
         config, place = machine.config, self.plan.place(machine.config.worker)
         pool = Pool(config, place.tp, place.pp)
         if machine.prefiller is not None:
@@ -170,17 +170,17 @@ class Survey:
             )
             pool = replace(pool, prefill=chunks, first_draw_s=self.seconds(config.role, "first draw"))
         if machine.decoder is not None:
-            times = tuple(self._turn(machine, *size) for size in timing.turn_sizes(config))
+            times = tuple(self._step(machine, *size) for size in timing.step_sizes(config))
             draw_s = statistics.median(max(0.0, each.seconds - sum(each.stages)) for each in times)
             admit_s = max(0.0, self.seconds(config.role, "admission"))
             pool = replace(pool, decode=times, draw_s=draw_s, admit_s=admit_s)
         return pool
 
-    def _turn(self, machine: MeshMachine, batch: int, context: int) -> DecodeTime:
+    def _step(self, machine: MeshExecutor, batch: int, context: int) -> DecodeTime:
         role, size = machine.config.role, (batch, context)
         stages = tuple(self.seconds(role, "stages", *size, index=index) for index in range(len(machine.sections)))
         width = timing.table_pages(machine.config, context)
-        return DecodeTime(width, batch, context + timing.TURNS // 2, self.seconds(role, "turn", *size), stages)
+        return DecodeTime(width, batch, context + timing.TURNS // 2, self.seconds(role, "step", *size), stages)
 
     def _transfers(self) -> tuple[TransferTime, ...]:
         found = []
@@ -192,7 +192,7 @@ class Survey:
         return tuple(found)
 
     def _slowdown(self) -> dict[str, dict[str, float]]:
-        """Of one phase by another device at the other phase; of turns by turns, between the stages where there are."""
+        """Of one phase by another device at the other phase; of steps by turns, between the stages where there are."""
         found: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
         for key in self.samples:
             if key[0] == "pair" and key[3] == "beside":
@@ -205,10 +205,10 @@ class Survey:
         return {phase: row for phase, row in found.items() if row}
 
     def _host(self) -> Host:
-        prefill_s, turn_s, reserve_s = (self.seconds("host", "request", index=index) for index in range(3))
+        prefill_s, step_s, reserve_s = (self.seconds("host", "request", index=index) for index in range(3))
         return Host(
             prefill_s=max(0.0, prefill_s - self.seconds("host", "chunk")),
-            decode_s=max(0.0, turn_s - self.seconds("host", "turn")),
+            decode_s=max(0.0, step_s - self.seconds("host", "step")),
             message_s=reserve_s / 2,
         )
 

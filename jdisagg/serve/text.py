@@ -36,7 +36,7 @@ class Piece:
 
 
 def _borders(word: str) -> list[int]:
-    """borders[i]: length of the longest proper prefix of word[: i + 1] that also ends it (Knuth, Morris, Pratt)."""
+    """boundaries[i]: length of the longest proper prefix of word[: i + 1] that also ends it (Knuth, Morris, Pratt)."""
     table, length = [0] * len(word), 0
     for i in range(1, len(word)):
         while length and word[i] != word[length]:
@@ -51,13 +51,13 @@ class _Stop:
     """One stop string and how much of it the text so far ends with."""
 
     word: str
-    borders: list[int]
+    boundaries: list[int]
     matched: int = 0
 
     def step(self, char: str) -> bool:
         """Reads one character; True when the whole word has just been read."""
         while self.matched and self.word[self.matched] != char:
-            self.matched = self.borders[self.matched - 1]
+            self.matched = self.boundaries[self.matched - 1]
         self.matched += self.word[self.matched] == char
         return self.matched == len(self.word)
 

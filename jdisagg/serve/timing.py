@@ -18,7 +18,7 @@ import jax
 from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig, bucket
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
@@ -61,12 +61,12 @@ def prefill_plan(config: WorkerConfig, tokens: int, context: int) -> PrefillPlan
     return PrefillPlan(next(plan_ids), (chunk,), bucket(tokens, config.prefill_buckets), config.table_buckets[-1])
 
 
-def time_chunk(machine: MeshMachine, tokens: int, context: int) -> float:
+def time_chunk(machine: MeshExecutor, tokens: int, context: int) -> float:
     plan = prefill_plan(machine.config, tokens, context)
     return seconds(lambda: machine.run_prefill(plan).read())
 
 
-def time_first_draw(machine: MeshMachine) -> float:
+def time_first_draw(machine: MeshExecutor) -> float:
     """Of logits that are there."""
     prefiller = machine.prefiller
     assert prefiller is not None, f"{machine.config.worker} does not prefill"
@@ -79,7 +79,7 @@ def time_first_draw(machine: MeshMachine) -> float:
 # ---------------------------------------------------------------------- decode
 
 
-def turn_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
+def step_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
     """(batch, context): one slot, half and all of a microbatch, over contexts from a page to the longest."""
     slots, longest = config.slots_per_microbatch, config.max_model_len - 2 * TURNS
     batches = sorted({1, max(1, slots // 2), slots})
@@ -92,9 +92,9 @@ def table_pages(config: WorkerConfig, context: int) -> int:
 
 
 class Seats:
-    """Sequences in the first slots of some microbatches, and the turns that they take."""
+    """Sequences in the first slots of some microbatches, and the steps that they take."""
 
-    def __init__(self, machine: MeshMachine, batch: int, context: int, microbatches: int = 1) -> None:
+    def __init__(self, machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> None:
         self.machine, self.batch, self.context = machine, batch, context
         self.config, self.microbatches = machine.config, range(microbatches)
         self.width = table_pages(machine.config, context)
@@ -104,7 +104,7 @@ class Seats:
         return tuple(range(first, first + self.batch))
 
     def take(self) -> float:
-        """Seconds of a turn that every sequence joins, the longest of the microbatches'."""
+        """Seconds of a step that every sequence joins, the longest of the microbatches'."""
         longest = self.context + 2 * TURNS
         found = []
         for microbatch in self.microbatches:
@@ -121,35 +121,37 @@ class Seats:
             plan = DecodePlan(next(plan_ids), microbatch, (), self.width, retire=self.slots(microbatch))
             self.machine.run_decode(plan).read()
 
-    def turn(self, microbatch: int = 0) -> Callable[[], object]:
+    def step(self, microbatch: int = 0) -> Callable[[], object]:
         """Dispatches one; the result waits for its tokens."""
         plan = DecodePlan(next(plan_ids), microbatch, self.slots(microbatch), self.width)
         return self.machine.run_decode(plan).read
 
-    def lone_turn(self) -> float:
+    def lone_step(self) -> float:
         """From its dispatch to its tokens, with nothing else under way."""
         began_s = time.perf_counter()
-        self.turn()()
+        self.step()()
         return time.perf_counter() - began_s
 
-    def period(self, turns: int = TURNS) -> float:
-        """Seconds from turn to turn of one microbatch, `turns_ahead` of each dispatched before the first is read."""
-        ahead = self.config.turns_ahead * len(self.microbatches)
+    def period(self, steps: int = TURNS) -> float:
+        """Seconds from turn to step of one microbatch, `steps_in_flight` of each dispatched before the first is
+        read.
+        """
+        ahead = self.config.steps_in_flight * len(self.microbatches)
         waiting = deque[Callable[[], object]]()
 
         def go_round() -> None:
-            for number in range(turns * len(self.microbatches)):
-                waiting.append(self.turn(number % len(self.microbatches)))
+            for number in range(steps * len(self.microbatches)):
+                waiting.append(self.step(number % len(self.microbatches)))
                 if len(waiting) >= ahead:
                     waiting.popleft()()
             while waiting:
                 waiting.popleft()()
 
-        return seconds(go_round) / turns
+        return seconds(go_round) / steps
 
 
 @contextmanager
-def seated(machine: MeshMachine, batch: int, context: int, microbatches: int = 1) -> Iterator[Seats]:
+def seated(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> Iterator[Seats]:
     seats = Seats(machine, batch, context, microbatches)
     seats.take()
     try:
@@ -158,23 +160,23 @@ def seated(machine: MeshMachine, batch: int, context: int, microbatches: int = 1
         seats.leave()
 
 
-def time_turns(machine: MeshMachine, batch: int, context: int, microbatches: int = 1) -> float:
-    """From turn to turn, of that many microbatches at once."""
+def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> float:
+    """From turn to step, of that many microbatches at once."""
     with seated(machine, batch, context, microbatches) as seats:
         return seats.period()
 
 
-def time_admission(machine: MeshMachine, batch: int, context: int) -> float:
-    """What a turn that sequences join takes beyond another one like it; may be below 0 on a machine with other work."""
+def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:
+    """What a step that sequences join takes beyond another one like it; may be below 0 on a machine with other work."""
     seats = Seats(machine, batch, context)
     joined_s = seats.take()
-    lone_s = seats.lone_turn()
+    lone_s = seats.lone_step()
     seats.leave()
     return joined_s - lone_s
 
 
-def time_stages(machine: MeshMachine, batch: int, context: int) -> tuple[float, ...]:
-    """Of each stage with nothing before it under way; the turn is not drawn, so that its slots stay where they are."""
+def time_stages(machine: MeshExecutor, batch: int, context: int) -> tuple[float, ...]:
+    """Of each stage with nothing before it under way; the step is not drawn, so that its slots stay where they are."""
     decoder = machine.decoder
     assert decoder is not None, f"{machine.config.worker} does not decode"
     with seated(machine, batch, context) as seats:
@@ -192,7 +194,7 @@ def time_stages(machine: MeshMachine, batch: int, context: int) -> tuple[float, 
 
 
 def time_transfer(
-    source: MeshMachine, destination: MeshMachine, pages: int, layers: tuple[int, int] | None, wire: str
+    source: MeshExecutor, destination: MeshExecutor, pages: int, layers: tuple[int, int] | None, wire: str
 ) -> tuple[int, float, float]:
     """(bytes, seconds until they have landed, seconds until they are in pages)."""
     group = source.group_to(destination.config)
@@ -218,13 +220,13 @@ def time_transfer(
 Work = Callable[[], float]  # seconds of one sample
 
 
-def usual_work(machine: MeshMachine, phase: str) -> Work:
-    """What a worker does all day: whole chunks, or turns of half a microbatch at half its length."""
+def usual_work(machine: MeshExecutor, phase: str) -> Work:
+    """What a worker does all day: whole chunks, or steps of half a microbatch at half its length."""
     config = machine.config
     if phase == "prefill":
         return lambda: time_chunk(machine, min(config.prefill_buckets[0], config.max_model_len), 0)
     batch = max(1, config.slots_per_microbatch // 2)
-    return lambda: time_turns(machine, batch, config.max_model_len // 2)
+    return lambda: time_steps(machine, batch, config.max_model_len // 2)
 
 
 @contextmanager
@@ -250,9 +252,9 @@ def time_beside(foreground: Work, background: Work) -> float:
         return foreground()
 
 
-def pairs(machines: Sequence[MeshMachine]) -> dict[tuple[str, str], tuple[MeshMachine, MeshMachine]]:
+def pairs(machines: Sequence[MeshExecutor]) -> dict[tuple[str, str], tuple[MeshExecutor, MeshExecutor]]:
     """By (phase, phase beside it), the first two machines that can."""
-    found: dict[tuple[str, str], tuple[MeshMachine, MeshMachine]] = {}
+    found: dict[tuple[str, str], tuple[MeshExecutor, MeshExecutor]] = {}
     for one in machines:
         for other in machines:
             if one is not other:
@@ -262,6 +264,6 @@ def pairs(machines: Sequence[MeshMachine]) -> dict[tuple[str, str], tuple[MeshMa
     return found
 
 
-def phases(machine: MeshMachine) -> list[str]:
+def phases(machine: MeshExecutor) -> list[str]:
     role = machine.config.role
     return [name for name, does in (("prefill", role.prefills), ("decode", role.decodes)) if does]

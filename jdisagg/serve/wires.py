@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from jdisagg.core.events import WiresTimed
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Compress, Role
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.driver import LiveDriver
 
 
-def tell_wire_costs(driver: LiveDriver, plan: Blueprint, machines: Mapping[WorkerId, MeshMachine]) -> None:
+def tell_wire_costs(driver: LiveDriver, plan: Blueprint, machines: Mapping[WorkerId, MeshExecutor]) -> None:
     """Before the driver starts: until it does, nothing else uses the machines."""
     tps = [place.tp for place in plan.mesh.workers() if place.role is Role.DECODE]
     for worker, machine in machines.items():

@@ -36,18 +36,29 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
+from jdisagg.sim.cluster_spec import (
+    ClusterSpec,
+    CostOf,
+    Hosts,
+    Sizes,
+    by_device,
+    by_kernels,
+    cluster_spec,
+    devices_of,
+    longest,
+    published,
+)
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.fleet import CostOf, Fleet, Hosts, Sizes, by_device, by_kernels, devices_of, fleet, longest, published
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import HARDWARE
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
-from jdisagg.sim.measured import check_fits, fleet_of
+from jdisagg.sim.measured import check_fits, cluster_spec_of
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text, trust, write_csv
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import KINDS, by_rates, cut, drawn, read_workload
 
-ONE_AT_A_TIME: dict[str, Any] = {"prefills_ahead": 1, "turns_ahead": 1}  # what a fused step is made of
+ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # what a fused step is made of
 QUANTILES = (50, 90, 99)
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
@@ -111,7 +122,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     )
     absl_flags.DEFINE_integer("kv_tokens", 0, "--cost=kernels: of a worker", 0, flag_values=values)
     absl_flags.DEFINE_bool(
-        "fused_steps", False, "the engines run a chunk and a turn as one step, as vLLM's do", flag_values=values
+        "fused_steps", False, "the engines run a chunk and a step as one step, as vLLM's do", flag_values=values
     )
     absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
@@ -121,7 +132,9 @@ def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
     absl_flags.DEFINE_integer("chunk_tokens", 2048, "of one prefill plan", 1, flag_values=values)
     absl_flags.DEFINE_integer("page_size", 16, "tokens a page", 1, flag_values=values)
-    absl_flags.DEFINE_integer("reserve_tokens", 512, "of output that a bed holds pages for", 1, flag_values=values)
+    absl_flags.DEFINE_integer(
+        "reserve_tokens", 512, "of output that a reservation holds pages for", 1, flag_values=values
+    )
 
 
 def workload(values: flags.FlagValues, rate: float) -> Trace:
@@ -173,10 +186,10 @@ def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
     return by_kernels(of, values.kv_tokens)
 
 
-def build(values: flags.FlagValues, trace: Trace) -> Fleet:
+def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
     if values.cost.startswith("profile:"):
         mode = TransferMode(values.transfer) if values["transfer"].present else None
-        given = fleet_of(_profiled(values), MeshSpec.parse(values.mesh), mode)
+        given = cluster_spec_of(_profiled(values), MeshSpec.parse(values.mesh), mode)
         check_fits(given, trace)
         return given
     sizes = Sizes(
@@ -190,7 +203,7 @@ def build(values: flags.FlagValues, trace: Trace) -> Fleet:
         **(ONE_AT_A_TIME if values.fused_steps else {}),
     )
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
-    return fleet(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
+    return cluster_spec(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
 
 
 def latencies(outcome: Outcome) -> Table:

@@ -45,8 +45,8 @@ from jdisagg.policy.worker import Worker
 from jdisagg.sim import sequence
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span
-from jdisagg.sim.foresight import Foresight
-from jdisagg.sim.held import HeldTurns
+from jdisagg.sim.fast_forward import FastForward
+from jdisagg.sim.held_steps import HeldSteps
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
@@ -55,7 +55,7 @@ from jdisagg.sim.traces import Trace
 TOKEN = Sampled(0)
 NETWORK = WorkerId("network")
 TURN_END = object()  # in the heap before all else of its instant
-WORTH = 4  # quiet turns from which on foreseeing them takes less than taking them
+WORTH = 4  # quiet steps from which on foreseeing them takes less than taking them
 PATIENT = RouterConfig(
     queue_limit=1 << 40, queue_timeout_s=0.0, prefill_timeout_s=1e9, stall_timeout_s=1e9, handoff_timeout_s=1e6
 )  # nothing is refused and nobody gives up: a saturated cluster is to be seen, not to be spared
@@ -99,14 +99,14 @@ class Cluster:
     ) -> None:
         """message_s: of a word between actors; latency_s: of a part of KV, besides its bytes; log: is written into.
 
-        foresee: turns that only repeat are taken at once; the outcome is the same, told in fewer events.
+        foresee: steps that only repeat are taken at once; the outcome is the same, told in fewer events.
         """
         self.router = Router(router, workers)
         self.workers = {config.worker: Worker(config) for config in workers}
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.links = dict(costs), links or FairLinks()
         self.message_s, self.latency_s = message_s, latency_s
-        self.now_s, self.events, self.quiet_turns = 0.0, 0, 0  # turns that no event stands for
+        self.now_s, self.events, self.repeatable_steps = 0.0, 0, 0  # steps that no event stands for
         self.records: dict[RequestId, Record] = {}
         self.log = log
         self._arrivals: Iterator[Request] = iter(())
@@ -114,11 +114,11 @@ class Cluster:
         self._heap: list[tuple[float, int, WorkerId, Any]] = []
         self._timer_heap: list[tuple[float, int, WorkerId, Any]] = []
         self._ties = count()
-        self._held = HeldTurns()
+        self._held = HeldSteps()
         self._timers: dict[tuple[WorkerId, str], float] = {}
         self._foresee = foresee
-        self._foreseen: dict[WorkerId, Foresight] = {}
-        self._turn_due_s: dict[WorkerId, float] = {}  # when the next turn ends that an event stands for
+        self._foreseen: dict[WorkerId, FastForward] = {}
+        self._step_due_s: dict[WorkerId, float] = {}  # when the next step ends that an event stands for
         self._version = 0  # of the network
         self._left_s: dict[KVTransfer, float] = {}
         self._act: dict[type, Callable[[WorkerId, Any], None]] = {
@@ -175,7 +175,7 @@ class Cluster:
     def _step(self, actor: WorkerId, event: Any) -> None:
         kind = type(event)
         if event is TURN_END:
-            self._turn_end(actor)
+            self._step_end(actor)
             return
         if kind is TimerFired:
             if self._timers.get((actor, event.key)) != self.now_s:
@@ -232,10 +232,10 @@ class Cluster:
             self._begin_turn(actor, effect)
 
     def _let_go(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
-        """A write into pages takes no time, beside the way there; a turn may have waited for it."""
-        turn = self._held.freed(actor, effect)
-        if turn is not None:
-            self._begin_turn(actor, turn)
+        """A write into pages takes no time, beside the way there; a step may have waited for it."""
+        step = self._held.freed(actor, effect)
+        if step is not None:
+            self._begin_turn(actor, step)
 
     def _begin_turn(self, actor: WorkerId, effect: RunDecode) -> None:
         span = self.devices[actor].dispatch(self.now_s, effect.plan, self.costs[actor])
@@ -290,28 +290,28 @@ class Cluster:
             self._next_arrival(self._think_s)
         return record
 
-    # ------------------------------------------------------------ turns
+    # ------------------------------------------------------------ steps
 
     def _look_ahead(self, actor: WorkerId) -> None:
-        """An event for the next turn that does not end quietly; what was foreseen stands while the worker says so."""
+        """An event for the next step that does not end quietly; what was foreseen stands while the worker says so."""
         worker, device, seen = self.workers[actor], self.devices[actor], self._foreseen.get(actor)
-        quiet = worker.quiet_turns if self._foresee else 0
+        quiet = worker.repeatable_steps if self._foresee else 0
         if seen is not None and seen.stands(quiet):
             return
         due_s = device.flight[0].done_s
         if quiet < WORTH:
             self._foreseen.pop(actor, None)
         else:
-            seen = self._foreseen[actor] = Foresight(device, self.costs[actor], worker.next_quiet_plans(), quiet)
+            seen = self._foreseen[actor] = FastForward(device, self.costs[actor], worker.next_repeated_plans(), quiet)
             due_s = seen.next_s
-        if self._turn_due_s.get(actor) != due_s:
-            self._turn_due_s[actor] = due_s
+        if self._step_due_s.get(actor) != due_s:
+            self._step_due_s[actor] = due_s
             heapq.heappush(self._heap, (due_s, -1, actor, TURN_END))
 
-    def _turn_end(self, actor: WorkerId) -> None:
-        if self._turn_due_s.get(actor) != self.now_s:
+    def _step_end(self, actor: WorkerId) -> None:
+        if self._step_due_s.get(actor) != self.now_s:
             return  # it is another that is due
-        del self._turn_due_s[actor]
+        del self._step_due_s[actor]
         if actor in self._foreseen:
             self._catch_up(actor, self.now_s)
             del self._foreseen[actor]
@@ -319,19 +319,19 @@ class Cluster:
         self._deliver(actor, DecodeDone(plan.plan_id, tuple([(slot, TOKEN) for slot in plan.active])))
 
     def _catch_up(self, actor: WorkerId, at_s: float) -> bool:
-        """The worker's quiet turns that have ended by now end in its books; whether there were any."""
+        """The worker's quiet steps that have ended by now end in its books; whether there were any."""
         seen = self._foreseen[actor]
-        turns = seen.ended(at_s)
-        if not turns:
+        steps = seen.ended(at_s)
+        if not steps:
             return False
-        effects = self.workers[actor].end_quiet_turns(turns, TOKEN)
-        told_s = seen.done_s[seen.taken + turns - 1] + self.message_s
+        effects = self.workers[actor].end_repeated_steps(steps, TOKEN)
+        told_s = seen.done_s[seen.taken + steps - 1] + self.message_s
         for effect in effects:
             if isinstance(effect, Send):
                 self._at(told_s, effect.to, Received(actor, effect.message))
-        for plan, span in seen.take(turns, [effect.plan for effect in effects if isinstance(effect, RunDecode)]):
+        for plan, span in seen.take(steps, [effect.plan for effect in effects if isinstance(effect, RunDecode)]):
             self._note(actor, Work.DECODE, span, len(plan.active))
-        self.quiet_turns += turns
+        self.repeatable_steps += steps
         return True
 
     def _catch_all_up(self, at_s: float) -> bool:

@@ -40,7 +40,7 @@ class CostModel(Protocol):
         ...
 
     def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
-        """Seconds of one turn. context_tokens: KV tokens that its active slots read, all together."""
+        """Seconds of one step. context_tokens: KV tokens that its active slots read, all together."""
         ...
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
@@ -49,17 +49,17 @@ class CostModel(Protocol):
 
 
 @runtime_checkable
-class ManyTurns(CostModel, Protocol):
-    """One whose formula takes many turns at once, as arrays: a simulator then asks once for a sequence's whole life."""
+class ManySteps(CostModel, Protocol):
+    """One whose formula takes many steps at once, as arrays: a simulator then asks once for a sequence's whole life."""
 
-    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
         """`decode_s` of each of context_tokens, i64[N] -> f64[N], to the last bit."""
         ...
 
 
 @runtime_checkable
 class FusedCostModel(CostModel, Protocol):
-    """Of an engine that runs prompts' chunks and a decode turn as one step."""
+    """Of an engine that runs prompts' chunks and a decode step as one step."""
 
     def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
         """Seconds of the step: weights are read once for the rows of both."""
@@ -137,7 +137,7 @@ class PublishedFit:
         line = self.small if batch < self.threshold else self.large
         return self.host_s + line.at(context_tokens, batch)
 
-    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
         return _over(self.decode_s, plan, context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
@@ -204,7 +204,7 @@ class Roofline:
         linear_s = self._linear_s(prefill.num_tokens + batch) + self._head_s(drawn(prefill) + batch)
         return self.host_s + linear_s + attention_s
 
-    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
         return _over(self.decode_s, plan, context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:

@@ -31,11 +31,11 @@ class Pipeline:
     def __init__(self, num_stages: int) -> None:
         self.free_s = [0.0] * num_stages  # when each stage is through with what it has
         self.busy_s = 0.0  # of the first stage
-        self.turn_done_s = [0.0] * num_stages
+        self.step_done_s = [0.0] * num_stages
 
     def copy(self) -> Pipeline:
         other = Pipeline(0)
-        other.free_s, other.turn_done_s = self.free_s.copy(), self.turn_done_s.copy()
+        other.free_s, other.step_done_s = self.free_s.copy(), self.step_done_s.copy()
         return other
 
     def run(self, now_s: float, seconds: float) -> Span:
@@ -47,10 +47,10 @@ class Pipeline:
         self.busy_s += stage_s
         return Span(start_s, at_s)
 
-    def run_turn(self, now_s: float, microbatch: int, seconds: float) -> Span:
-        """A decode turn: its microbatch's turn before must have drawn the tokens that it feeds."""
-        span = self.run(max(now_s, self.turn_done_s[microbatch]), seconds)
-        self.turn_done_s[microbatch] = span.done_s
+    def run_step(self, now_s: float, microbatch: int, seconds: float) -> Span:
+        """A decode step: its microbatch's step before must have drawn the tokens that it feeds."""
+        span = self.run(max(now_s, self.step_done_s[microbatch]), seconds)
+        self.step_done_s[microbatch] = span.done_s
         return span
 
 
@@ -71,14 +71,14 @@ class Device:
         return self.pipeline.run(now_s, seconds)
 
     def dispatch(self, now_s: float, plan: DecodePlan, cost: CostModel) -> Span:
-        """A decode turn joins the flight."""
+        """A decode step joins the flight."""
         seconds = cost.decode_s(plan, self.read_tokens(plan))
-        span = self.pipeline.run_turn(now_s, plan.microbatch, seconds)
+        span = self.pipeline.run_step(now_s, plan.microbatch, seconds)
         self.flight.append(Flying(plan, span.done_s))
         return span
 
     def read_tokens(self, plan: DecodePlan) -> int:
-        """KV tokens that the turn reads, those that it writes included; books its admissions and its own tokens."""
+        """KV tokens that the step reads, those that it writes included; books its admissions and its own tokens."""
         held = self._held
         for slot in plan.retire:
             held.pop(slot, None)
@@ -92,7 +92,7 @@ class Device:
         held = self._held
         return sum([held[slot] for slot in slots])
 
-    def fed(self, slots: Sequence[int], turns: int) -> None:
-        """Turns passed unseen: each of these slots has a token more of each."""
+    def fed(self, slots: Sequence[int], steps: int) -> None:
+        """Steps passed unseen: each of these slots has a token more of each."""
         for slot in slots:
-            self._held[slot] += turns
+            self._held[slot] += steps

@@ -26,7 +26,7 @@ class Faults:
         return not any(chances)
 
 
-class Luck:
+class FaultInjector:
     """The draws of one world."""
 
     def __init__(self, faults: Faults) -> None:

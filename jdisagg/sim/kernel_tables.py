@@ -142,14 +142,14 @@ def read_kernels(folder: Path | str) -> Kernels:
     )
     rows = _rows(Path(folder) / "attention", ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode"))
     alone = {point[:2]: seconds for point, seconds in rows.items() if not point[2]}
-    turns = {point[2:]: seconds for point, seconds in rows.items() if not point[0]}
+    steps = {point[2:]: seconds for point, seconds in rows.items() if not point[0]}
     mixed = {point: seconds for point, seconds in rows.items() if point[0] and point[2]}
     return Kernels(
         linear=_sum(dense, EACH_LAYER),
         once=_sum(dense, dict.fromkeys(ONCE, 1)),
         head=_sum(heads, dict.fromkeys(EACH_SEQUENCE, 1)),
         prefill=Grid(_powers(alone)),
-        decode=Grid(_powers(turns)),
+        decode=Grid(_powers(steps)),
         mixed=Grid(_powers(mixed)),
     )
 

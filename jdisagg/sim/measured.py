@@ -1,7 +1,7 @@
 """Costs read off a profile: what the user's own devices took, interpolated between what was timed.
 
 A chunk's seconds depend on its bucket, its tokens and the context before them; several prompts in one chunk count as
-one with as many pairs of tokens to attend. A turn's depend on its batch and on the mean context of its slots. Between
+one with as many pairs of tokens to attend. A step's depend on its batch and on the mean context of its slots. Between
 cells lines; beyond the table the last line goes on, never falling; nothing is faster than the least that was measured.
 """
 
@@ -18,7 +18,7 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
 from jdisagg.core.worker_config import RAW, TransferMode, WorkerConfig
-from jdisagg.sim.fleet import Fleet, longest
+from jdisagg.sim.cluster_spec import ClusterSpec, longest
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.traces import Trace
 
@@ -67,7 +67,7 @@ class Surface:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TransferLine:
     """Of a part of KV, from packing to its pages."""
 
     latency_s: float
@@ -79,7 +79,7 @@ class Measured:
     """One worker's costs; implements `CostModel`."""
 
     chunks: tuple[tuple[int, Surface], ...]  # by bucket, ascending: over tokens and context
-    turns: Surface | None  # over batch and context a slot
+    steps: Surface | None  # over batch and context a slot
     host: Host
     admit_s: float
     page_bytes: float  # of all layers
@@ -95,10 +95,10 @@ class Measured:
         return self.host.prefill_s + surface.at(tokens, context)
 
     def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
-        assert self.turns is not None, "a worker that decodes has times of turns"
+        assert self.steps is not None, "a worker that decodes has times of steps"
         batch = max(1, len(plan.active))
         joined_s = self.admit_s if plan.admit else 0.0
-        return self.host.decode_s + joined_s + self.turns.at(batch, context_tokens / batch)
+        return self.host.decode_s + joined_s + self.steps.at(batch, context_tokens / batch)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         """Of whole pages, as they travel."""
@@ -114,32 +114,36 @@ def chunk_surfaces(times: Sequence[PrefillTime]) -> tuple[tuple[int, Surface], .
     )
 
 
-def turn_surface(times: Sequence[DecodeTime]) -> Surface | None:
+def step_surface(times: Sequence[DecodeTime]) -> Surface | None:
     return Surface((each.batch, each.context, each.seconds) for each in times) if times else None
 
 
-def way_of(transfers: Sequence[TransferTime], wire: str = RAW) -> Way:
+def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> TransferLine:
     """The line that is nearest in relative error; where that would fall, no part is faster than the median."""
     found = [each for each in transfers if each.wire == wire]
     if not found:
-        return Way(0.0, None)
+        return TransferLine(0.0, None)
     sizes = np.array([each.size_bytes for each in found], np.float64)
     seconds = np.array([each.seconds for each in found])
     slope, latency_s = np.polyfit(sizes, seconds, 1, w=1.0 / seconds) if len(set(sizes)) > 1 else (0.0, 0.0)
     if slope <= 0.0 or latency_s < 0.0:
-        return Way(float(np.median(seconds)), None) if slope <= 0.0 else Way(0.0, float(np.median(sizes / seconds)))
-    return Way(float(latency_s), float(1.0 / slope))
+        return (
+            TransferLine(float(np.median(seconds)), None)
+            if slope <= 0.0
+            else TransferLine(0.0, float(np.median(sizes / seconds)))
+        )
+    return TransferLine(float(latency_s), float(1.0 / slope))
 
 
-# ---------------------------------------------------------------------- from a profile to a fleet
+# ---------------------------------------------------------------------- from a profile to a cluster_spec
 
 
-def fleet_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None) -> Fleet:
+def cluster_spec_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None) -> ClusterSpec:
     """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError.
 
-    Times of chunks and of turns may come from pools of other roles: what counts is the devices of one stage.
+    Times of chunks and of steps may come from pools of other roles: what counts is the devices of one stage.
     """
-    way = way_of(profile.transfers)
+    way = transfer_line_of(profile.transfers)
     workers, costs, ports = [], {}, {}
     for place in mesh.workers():
         config, costs[place.worker] = _worker(profile, place)
@@ -149,15 +153,15 @@ def fleet_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = N
         phase: {other: share for other, share in row.items() if share > NOTICEABLE}
         for phase, row in profile.slowdown.items()
     }
-    return Fleet(
+    return ClusterSpec(
         tuple(workers), costs, FairLinks(ports), slowdown=slowdown if any(slowdown.values()) else {},
         message_s=profile.host.message_s, latency_s=way.latency_s,
     )  # fmt: skip
 
 
-def check_fits(fleet: Fleet, trace: Trace) -> None:
+def check_fits(cluster_spec: ClusterSpec, trace: Trace) -> None:
     """Raises ConfigError for a request that is longer than these workers take."""
-    most = min(config.max_model_len for config in fleet.workers)
+    most = min(config.max_model_len for config in cluster_spec.workers)
     if longest(trace) > most:
         raise ConfigError(
             f"the trace has requests of {longest(trace)} tokens, the profile is of workers that take {most}:"
@@ -176,7 +180,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
     config = replace(chosen.config, worker=place.worker, role=role)
     cost = Measured(
         chunks=chunk_surfaces(prefills[0].prefill) if role.prefills else (),
-        turns=turn_surface(decodes[0].decode) if role.decodes else None,
+        steps=step_surface(decodes[0].decode) if role.decodes else None,
         host=profile.host,
         admit_s=chosen.admit_s,
         page_bytes=profile.kv_bytes_per_token * chosen.config.page_size,

@@ -147,7 +147,7 @@ def gantt(log: SpanLog) -> tuple[bytes, str]:
     patches = [Patch(color=OF_WORK[work], label=work.value) for work in shown]
     figure.legend(handles=patches, frameon=False, fontsize=9, loc="outside upper right", ncols=len(shown))
     left_out = len(log.workers) - len(workers)
-    words = f"{start_s:.3g} s to {stop_s:.3g} s; a decode turn is the darker the more slots it has (at most {largest})"
+    words = f"{start_s:.3g} s to {stop_s:.3g} s; a decode step is the darker the more slots it has (at most {largest})"
     return _png(figure), words + (f"; {left_out} more workers are not shown" if left_out else "")
 
 

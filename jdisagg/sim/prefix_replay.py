@@ -20,12 +20,12 @@ from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import PrefixCache
-from jdisagg.policy.routing import Candidate, Errand, WorkerLook, choose_pair
+from jdisagg.policy.routing import Candidate, RoutingRequest, WorkerSnapshot, choose_pair
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.sequence import Sequence as Length
 from jdisagg.sim.traces import Trace
 
-DECODER = WorkerLook(WorkerId("decode"), Role.DECODE, 0.0, 0, True)  # of no concern here, and always free
+DECODER = WorkerSnapshot(WorkerId("decode"), Role.DECODE, 0.0, 0, True)  # of no concern here, and always free
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ class Node:
     free_s: float = 0.0
     served: int = 0
 
-    def look(self, names: Sequence[int], block_tokens: int, most_tokens: int, now_s: float) -> WorkerLook:
+    def look(self, names: Sequence[int], block_tokens: int, most_tokens: int, now_s: float) -> WorkerSnapshot:
         cached_tokens = min(self.held.match(names) * block_tokens, most_tokens)
         waits_s = max(0.0, self.free_s - now_s)
-        return WorkerLook(self.name, Role.PREFILL, waits_s, self.served, True, False, cached_tokens)
+        return WorkerSnapshot(self.name, Role.PREFILL, waits_s, self.served, True, False, cached_tokens)
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def replay(
     ttft_s, node_s, cached = [], [], []
     for number, (now_s, tokens, names) in enumerate(rows):
         looks = {node.name: node.look(names, trace.block_tokens, tokens - 1, now_s) for node in pool}
-        errand = Errand(f"r{number}", tokens, number, seed, price.prefill, price.fetch)
-        choice = choose_pair([*looks.values(), DECODER], errand, routing)
+        routed = RoutingRequest(f"r{number}", tokens, number, seed, price.prefill, price.fetch)
+        choice = choose_pair([*looks.values(), DECODER], routed, routing)
         assert choice.taken is not None, "prefill nodes have always room here"
         node = by_name[choice.taken.prefill]
         seconds, cached_tokens = _spent(choice.prefills[0], looks, tokens, price)
@@ -162,7 +162,9 @@ def replay(
     return Replayed(np.array(ttft_s), np.array(node_s), np.array(cached), trace.input_tokens)
 
 
-def _spent(taken: Candidate, looks: dict[WorkerId, WorkerLook], tokens: int, price: PromptPrice) -> tuple[float, int]:
+def _spent(
+    taken: Candidate, looks: dict[WorkerId, WorkerSnapshot], tokens: int, price: PromptPrice
+) -> tuple[float, int]:
     """Seconds of the node that was taken, a fetch included, and the tokens that it had or got."""
     parts = dict(taken.parts)
     if "fetch" in parts:

@@ -116,7 +116,7 @@ class SharedCluster(Cluster):
     ) -> None:  # fmt: skip
         super().__init__(workers, costs, *rest, **named)
         self.cores = SharedCores(slowdown)
-        self._last_turn: dict[tuple[WorkerId, int], Job] = {}
+        self._last_step: dict[tuple[WorkerId, int], Job] = {}
         self._versions = count(1)
         self._due_version = 0
 
@@ -150,8 +150,8 @@ class SharedCluster(Cluster):
                 self._ended(actor, Work.DECODE, job, len(plan.active))
                 self._at(self.now_s, actor, DecodeDone(plan.plan_id, tuple((slot, TOKEN) for slot in plan.active)))
 
-        before = self._last_turn.get((actor, plan.microbatch))
-        job = self._last_turn[actor, plan.microbatch] = Job(DECODE, self._stages(actor, seconds), told, before)
+        before = self._last_step.get((actor, plan.microbatch))
+        job = self._last_step[actor, plan.microbatch] = Job(DECODE, self._stages(actor, seconds), told, before)
         self._start(job)
 
     def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:

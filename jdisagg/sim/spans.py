@@ -1,7 +1,7 @@
 """What workers did and held, over virtual time: spans for a Gantt, counts of pages for a curve.
 
-A cluster that is given a `SpanLog` writes into it; without one it records nothing. Decode turns that follow each other
-without a gap and with the same batch are one span, so that a log grows with changes and not with turns.
+A cluster that is given a `SpanLog` writes into it; without one it records nothing. Decode steps that follow each other
+without a gap and with the same batch are one span, so that a log grows with changes and not with steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Work(StrEnum):
 
 @dataclass(slots=True)
 class WorkSpan:
-    """One thing that a worker did. amount: prompt tokens, slots of a turn, or KV tokens."""
+    """One thing that a worker did. amount: prompt tokens, slots of a step, or KV tokens."""
 
     worker: WorkerId
     work: Work

@@ -39,12 +39,12 @@ from jdisagg.core.plans import DecodePlan, KVTransfer, last_layer
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.gates import HeldTurn
-from jdisagg.engine.toy import ToyFault, ToyMachine, ToyParcel
+from jdisagg.engine.gates import HeldStep
+from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyParcel
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.sim.costs import Costs
-from jdisagg.sim.faults import Faults, Luck
+from jdisagg.sim.faults import FaultInjector, Faults
 
 MAX_EVENTS = 200_000
 
@@ -62,8 +62,8 @@ class World:
     ) -> None:
         self.router = Router(router or RouterConfig(), workers)
         self.workers = {config.worker: Worker(config) for config in workers}
-        self.machines = {config.worker: ToyMachine(config) for config in workers}
-        self.costs, self.luck, self.journal = costs or Costs(), Luck(faults or Faults()), journal
+        self.machines = {config.worker: ToyExecutor(config) for config in workers}
+        self.costs, self.luck, self.journal = costs or Costs(), FaultInjector(faults or Faults()), journal
         self.now_s = 0.0
         self.told: dict[RequestId, list[Sampled]] = {}  # what each client got
         self.scored: dict[RequestId, list[Sampled]] = {}  # prompt logprobs
@@ -77,7 +77,7 @@ class World:
         self._last_word_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._parcels: dict[KVTransfer, ToyParcel] = {}
         self._link_free_s: dict[tuple[WorkerId, WorkerId], float] = {}
-        self._held: list[tuple[WorkerId, DecodePlan, HeldTurn]] = []
+        self._held: list[tuple[WorkerId, DecodePlan, HeldStep]] = []
         self._failing: Counter[WorkerId] = Counter()  # failures that their actors have not heard of
 
     # ------------------------------------------------------------ the script
@@ -190,7 +190,7 @@ class World:
                 raise ToyFault(f"bad luck at plan {plan.plan_id}")
             if isinstance(effect, RunPrefill):
                 result = self._run_prefill(actor, effect, start_s, done_s)
-            elif isinstance(pending := machine.run_decode(effect.plan), HeldTurn) and not pending.done:
+            elif isinstance(pending := machine.run_decode(effect.plan), HeldStep) and not pending.done:
                 self._held.append((actor, effect.plan, pending))
                 return
             else:
@@ -203,7 +203,7 @@ class World:
         self._at(done_s, actor, result)
 
     def _run_on(self, actor: WorkerId) -> None:
-        """Turns that wait at no gate any more take their time from now on."""
+        """Steps that wait at no gate any more take their time from now on."""
         for each in [each for each in self._held if each[0] == actor and each[2].done]:
             self._held.remove(each)
             done_s = max(self.now_s, self._busy_until_s.get(actor, 0.0)) + self.costs.of_plan(each[1])

@@ -18,7 +18,7 @@ Meter = Callable[[Leaves, np.ndarray, np.ndarray], Array]
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Held-out text cut at document borders and every `length` tokens; each token is a target exactly once."""
+    """Held-out text cut at document boundaries and every `length` tokens; each token is a target exactly once."""
 
     tokens: np.ndarray  # i32[N, length + 1], the tail padded with <|endoftext|>
     counted: np.ndarray  # bool[N, length], False where padded

@@ -32,7 +32,7 @@ from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile
-from jdisagg.sim.fleet import Fleet, Sizes, fleet, published
+from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec, published
 from tests.sim.profiles import profile
 
 LOOSE = SLO(1e9, 1e9)
@@ -209,8 +209,10 @@ def test_the_simulation_answers_the_same_jobs_by_any_cost_model_and_stands_besid
     asked = Asked({"balanced": drawn, BURSTY: drawn}, (1, 4), 1)
     jobs = {(workload, streams): asked.jobs(workload, streams, 0) for workload, streams in asked.cells()}
 
-    def fleet_of_plan(plan: Plan) -> Fleet:
-        return fleet(MeshSpec.parse(plan.simulated), Sizes(256, num_slots=plan.slots(4)), published("opt-13b"), 1e9)
+    def fleet_of_plan(plan: Plan) -> ClusterSpec:
+        return cluster_spec(
+            MeshSpec.parse(plan.simulated), Sizes(256, num_slots=plan.slots(4)), published("opt-13b"), 1e9
+        )
 
     slos = dict.fromkeys(asked.workloads, SLO(500, 40))
     cells = crossover_sim.foreseen(PLANS, jobs, BURSTY, fleet_of_plan, slos)

@@ -13,7 +13,7 @@ from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.toy import ToyMachine
+from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -29,7 +29,7 @@ def watched_stack() -> Iterator[tuple[LocalService, Counters]]:
     service = LocalService(
         Router(RouterConfig(), configs),
         {config.worker: Worker(config) for config in configs},
-        {config.worker: ToyMachine(config) for config in configs},
+        {config.worker: ToyExecutor(config) for config in configs},
         model_name="toy",
         model_config=ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, MAX_LEN),
         max_model_len=MAX_LEN,

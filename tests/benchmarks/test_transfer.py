@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.transfer import Cell, SlowParcel, compared, medians, shares, tally, verdict
-from jdisagg.engine.mesh_machine import MeshParcel
+from jdisagg.engine.mesh_executor import MeshParcel
 from jdisagg.kv.transport.link import Link
 
 CELL = Cell(

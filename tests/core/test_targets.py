@@ -37,7 +37,7 @@ def test_a_target_that_cannot_be_says_what_could(text, says):
         Target.parse(text)
 
 
-def test_the_stages_of_a_turn_read_every_weight_but_the_embedding_once():
+def test_the_stages_of_a_step_read_every_weight_but_the_embedding_once():
     shards = [Shard(LLAMA_3_70B, run, 2, 2, 2) for run in STAGES]
     read = sum(2 * shard.decode(16, 4096).weight_bytes for shard in shards)
     embedding = LLAMA_3_70B.vocab_size * LLAMA_3_70B.hidden_size
@@ -46,7 +46,7 @@ def test_the_stages_of_a_turn_read_every_weight_but_the_embedding_once():
     assert held == read + 2 * 2 * embedding, "the embedding is whole on both shards of the first stage"
 
 
-def test_a_turn_reads_the_keys_and_values_that_its_sequences_hold_within_the_window():
+def test_a_step_reads_the_keys_and_values_that_its_sequences_hold_within_the_window():
     shard = Shard(LLAMA_3_70B, STAGES[1], 8, 2, 2)
     assert shard.decode(16, 4096).kv_bytes == 20 * 16 * 4096 * 2 * 1 * 128 * 2
     assert replace(shard, tp=16).decode(16, 4096).kv_bytes == shard.decode(16, 4096).kv_bytes, "heads are replicated"

@@ -19,7 +19,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.plans import Admission, DecodePlan, History, KVTransfer, PrefillChunk, PrefillPlan, last_layer
 from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
 from jdisagg.model.params import load_stage
 from jdisagg.model.sources import RandomSource, Source
@@ -42,24 +42,24 @@ def open_machine(
     config: ModelConfig = CONFIG,
     source: Source = SOURCE,
     pp: int = 1,
-) -> MeshMachine:
+) -> MeshExecutor:
     """A cold machine over `devices`."""
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE)
     sizes = WorkerConfig(
         WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,)
     )
-    return MeshMachine(sizes, config, source, layout, layers, devices, jnp.float32)
+    return MeshExecutor(sizes, config, source, layout, layers, devices, jnp.float32)
 
 
 @cache
-def prefill_machine(tp: int) -> MeshMachine:
+def prefill_machine(tp: int) -> MeshExecutor:
     machine = open_machine(Role.PREFILL, HALVES, jax.devices()[:tp])
     machine.warm()
     return machine
 
 
 @cache
-def decode_machine(pp: int, tp: int = 1) -> MeshMachine:
+def decode_machine(pp: int, tp: int = 1) -> MeshExecutor:
     """On the last devices, so that it shares none with a prefill machine while both are small."""
     size = CONFIG.num_layers // pp
     layers = [range(start, start + size) for start in range(0, CONFIG.num_layers, size)]
@@ -69,7 +69,7 @@ def decode_machine(pp: int, tp: int = 1) -> MeshMachine:
 
 
 @cache
-def colocated_machine(pp: int, tp: int) -> MeshMachine:
+def colocated_machine(pp: int, tp: int) -> MeshExecutor:
     layers = HALVES if pp == 2 else (range(4),)
     machine = open_machine(Role.COLOCATED, layers, jax.devices()[: pp * tp], pp=pp)
     machine.warm(peers=[machine])
@@ -77,7 +77,7 @@ def colocated_machine(pp: int, tp: int) -> MeshMachine:
 
 
 @cache
-def warm_pair(tp: int, pp: int, decode_tp: int = 1) -> tuple[MeshMachine, MeshMachine]:
+def warm_pair(tp: int, pp: int, decode_tp: int = 1) -> tuple[MeshExecutor, MeshExecutor]:
     """A prefill and a decode machine with their shipments compiled."""
     source, destination = prefill_machine(tp), decode_machine(pp, decode_tp)
     source.warm(peers=[destination])
@@ -117,7 +117,7 @@ def prefill_chunk(index: int, prompt: tuple[int, ...], start: int, stop: int, sa
     return PrefillChunk(RequestId(str(index)), prompt[start:stop], start, pages, last, sampling, history)
 
 
-def run_prefill(machine: MeshMachine, plans: Sequence[PrefillPlan]) -> list[PrefillDone]:
+def run_prefill(machine: MeshExecutor, plans: Sequence[PrefillPlan]) -> list[PrefillDone]:
     """Dispatches all, then reads all."""
     return [pending.read() for pending in [machine.run_prefill(plan) for plan in plans]]
 
@@ -128,7 +128,7 @@ def first_tokens(done: Sequence[PrefillDone]) -> list[Sampled]:
 
 
 def prefill_and_ship(
-    source: MeshMachine, destination: MeshMachine, prompts: Sequence[tuple[int, ...]], mode: TransferMode
+    source: MeshExecutor, destination: MeshExecutor, prompts: Sequence[tuple[int, ...]], mode: TransferMode
 ) -> list[Sampled]:
     """First tokens; KV leaves as `mode` says, between the programs, and is inserted last part first."""
     config = replace(source.config, layer_groups=tuple((run.start, run.stop) for run in HALVES))
@@ -164,7 +164,7 @@ def part_of(whole: KVTransfer, piece: Piece) -> KVTransfer:
     )
 
 
-def ship_all(source: MeshMachine, destination: MeshMachine, lengths: Sequence[int]) -> None:
+def ship_all(source: MeshExecutor, destination: MeshExecutor, lengths: Sequence[int]) -> None:
     """Every prompt's pages from the one to the other, one handoff a prompt."""
     parcels = [
         source.ship(transfer(source, destination, index, length), destination) for index, length in enumerate(lengths)
@@ -174,7 +174,7 @@ def ship_all(source: MeshMachine, destination: MeshMachine, lengths: Sequence[in
         destination.insert(parcel)
 
 
-def transfer(source: MeshMachine, destination: MeshMachine, index: int, length: int) -> KVTransfer:
+def transfer(source: MeshExecutor, destination: MeshExecutor, index: int, length: int) -> KVTransfer:
     return KVTransfer(
         handoff=f"h{index}",
         epoch=0,
@@ -188,10 +188,10 @@ def transfer(source: MeshMachine, destination: MeshMachine, index: int, length: 
 
 
 @dataclass
-class Turns:
-    """Dispatches decode turns for sequences 0, 1, ... in slots 0, 1, ... and collects what is drawn."""
+class Steps:
+    """Dispatches decode steps for sequences 0, 1, ... in slots 0, 1, ... and collects what is drawn."""
 
-    machine: MeshMachine
+    machine: MeshExecutor
     drawn: dict[int, list[Sampled | None]] = field(default_factory=dict)
     plan_id: int = 0
 
@@ -216,14 +216,14 @@ class Turns:
             for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
         ]
 
-    def run(self, turns: int, admit: Sequence[Admission] = (), active: Sequence[int] = (), width: int = WIDEST) -> None:
-        """`turns` of every microbatch that has an active slot, all dispatched before the first is read."""
+    def run(self, steps: int, admit: Sequence[Admission] = (), active: Sequence[int] = (), width: int = WIDEST) -> None:
+        """`steps` of every microbatch that has an active slot, all dispatched before the first is read."""
         active = active or [admission.slot for admission in admit]
         size, pending = self.machine.config.slots_per_microbatch, []
-        for turn in range(turns):
+        for step in range(steps):
             for batch in sorted({slot // size for slot in active}):
                 slots = tuple(slot for slot in active if slot // size == batch)
-                new = tuple(each for each in admit if turn == 0 and each.slot // size == batch)
+                new = tuple(each for each in admit if step == 0 and each.slot // size == batch)
                 pending.append(self.machine.run_decode(DecodePlan(self.plan_id, batch, slots, width, new)))
                 self.plan_id += 1
         for each in pending:
@@ -232,10 +232,10 @@ class Turns:
 
 
 def generate(
-    source: MeshMachine,
-    destination: MeshMachine,
+    source: MeshExecutor,
+    destination: MeshExecutor,
     prompts: Sequence[tuple[int, ...]],
-    turns: int,
+    steps: int,
     sampling: Sequence[SamplingParams] = (),
 ) -> list[list[Sampled | None]]:
     """Prefill, ship, decode, all prompts together: the drawn tokens of each, the first one from prefill."""
@@ -245,8 +245,8 @@ def generate(
     if destination is not source:
         ship_all(source, destination, [len(prompt) for prompt in prompts])
         pages_of = destination_pages
-    loop = Turns(destination)
-    loop.run(turns, loop.admissions(prompts, firsts, sampling, pages_of))
+    loop = Steps(destination)
+    loop.run(steps, loop.admissions(prompts, firsts, sampling, pages_of))
     return [[first, *loop.drawn[index]] for index, first in enumerate(firsts)]
 
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.sources import HFSource
 from tests.engine.stacks import HALVES, generate, open_machine, tokens_of
@@ -16,7 +16,7 @@ WIDTHS = (1, 2, 4)
 
 
 @cache
-def machine_of(role: Role, family: str, width: int) -> MeshMachine:
+def machine_of(role: Role, family: str, width: int) -> MeshExecutor:
     """Prefill of TP `width` on the first devices, decode of PP `width` on the last; one family's are kept at a time."""
     folder = load(family).folder
     config, source = read_config(folder), HFSource(folder)
@@ -33,9 +33,9 @@ def machine_of(role: Role, family: str, width: int) -> MeshMachine:
 def test_a_family_is_served_over_every_pair_of_meshes_as_transformers_computes_it(family: str):
     fixture = load(family)
     prompts = [tuple(prompt) for prompt in fixture.prompts]
-    turns = len(fixture.greedy[0]) - 1
+    steps = len(fixture.greedy[0]) - 1
     for tp in WIDTHS:
         for pp in WIDTHS:
             source, destination = machine_of(Role.PREFILL, family, tp), machine_of(Role.DECODE, family, pp)
-            assert tokens_of(generate(source, destination, prompts, turns)) == fixture.greedy, (tp, pp)
+            assert tokens_of(generate(source, destination, prompts, steps)) == fixture.greedy, (tp, pp)
     machine_of.cache_clear()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from tests.engine.stacks import (
     CONFIG,
     GREEDY,
-    Turns,
+    Steps,
     colocated_machine,
     decode_machine,
     destination_pages,
@@ -38,7 +38,7 @@ def expected() -> list[list[int]]:
     return greedy_continuation(PROMPTS, TURNS + 1)
 
 
-def kv_of(machine: MeshMachine, pages: list[int]) -> np.ndarray:
+def kv_of(machine: MeshExecutor, pages: list[int]) -> np.ndarray:
     """These pages' bytes: [L, n, Hkv, 2, page_size, D], each head once. (A view of a pool would stop donation.)"""
     layers = []
     for stage in machine.pages:
@@ -90,7 +90,7 @@ def test_pages_after_the_handoff_are_byte_equal_to_their_source(tp: int, pp: int
 def test_kv_that_streams_while_it_is_computed_gives_the_same_tokens_and_compiles_nothing(tp, pp, mode):
     source, destination = warm_pair(tp, pp)
     firsts = prefill_and_ship(source, destination, PROMPTS, mode)
-    loop = Turns(destination)
+    loop = Steps(destination)
     loop.run(TURNS, loop.admissions(PROMPTS, firsts, [GREEDY] * len(PROMPTS)))
     assert tokens_of([[first, *loop.drawn[index]] for index, first in enumerate(firsts)]) == expected()
     assert (source.recompiles(), destination.recompiles()) == (0, 0)
@@ -102,7 +102,7 @@ def test_three_and_three_engines_mix_freely():
         run_prefill(source, prefill_plans(PROMPTS, [GREEDY] * len(PROMPTS)))
         ship_all(source, destinations[index], [len(prompt) for prompt in PROMPTS])
     firsts = first_tokens(run_prefill(sources[0], prefill_plans(PROMPTS, [GREEDY] * len(PROMPTS))))
-    loops = [Turns(machine) for machine in destinations]
+    loops = [Steps(machine) for machine in destinations]
     for loop in loops:
         loop.run(1, loop.admissions(PROMPTS, firsts, [GREEDY] * len(PROMPTS)))
     for _ in range(TURNS - 1):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.audit import check
-from jdisagg.engine.outline import Outline, shipments
+from jdisagg.engine.abstract_programs import AbstractPrograms, shipments
+from jdisagg.engine.compile_check import check
 from tests.engine import stacks
 from tests.engine.chips import assert_sound, checked_kinds, few_layers
 
@@ -16,7 +16,7 @@ def outline_like(machine):
     layers = [section.layers for section in machine.sections]
     devices = list(dict.fromkeys(device for section in machine.sections for device in section.place.devices))
     layout = machine.sections[0].kv.layout
-    return Outline(machine.config, machine.model, layout, layers, devices, jnp.float32)
+    return AbstractPrograms(machine.config, machine.model, layout, layers, devices, jnp.float32)
 
 
 def twins(machine, outline):

@@ -9,11 +9,10 @@ import pytest
 
 from jdisagg.core.plans import History
 from jdisagg.core.request import BROKEN, SamplingParams
-from jdisagg.engine.knobs import KnobRows, history_rows, is_plain
 from jdisagg.engine.sampling import (
     ROWS,
     Counts,
-    Knobs,
+    SamplingMetadata,
     counted,
     inverse,
     is_stop,
@@ -26,13 +25,14 @@ from jdisagg.engine.sampling import (
     weights_of,
     with_row,
 )
+from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain
 
 V = 97  # not a multiple of the rows that weights are held in
 PICK, PENALISED = jax.jit(pick), jax.jit(penalised)
 
 
-def knobs_of(*sampling: SamplingParams, output_start: int = 0) -> Knobs:
-    rows = KnobRows(len(sampling))
+def metadata_of(*sampling: SamplingParams, output_start: int = 0) -> SamplingMetadata:
+    rows = SamplingRows(len(sampling))
     for row, each in enumerate(sampling):
         rows.set(row, each, output_start)
     return rows.on(jax.devices()[0])
@@ -47,9 +47,9 @@ def logits_of(slots: int, seed: int = 0) -> np.ndarray:
 
 
 @jax.jit
-def support(logits: jax.Array, knobs: Knobs) -> jax.Array:
+def support(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
     """bool[B, V]: what may be drawn at temperature 1."""
-    kept = truncated(weights_of(logits, jnp.ones(len(logits))), knobs)
+    kept = truncated(weights_of(logits, jnp.ones(len(logits))), metadata)
     return kept.reshape(len(logits), -1)[:, :V] > 0
 
 
@@ -72,14 +72,14 @@ def test_what_top_k_top_p_and_min_p_leave_is_what_sorting_leaves(seed: int):
         for m in (0.0, 0.05)
     ]
     logits = logits_of(len(cases), seed)
-    kept = np.asarray(support(logits, knobs_of(*cases)))
+    kept = np.asarray(support(logits, metadata_of(*cases)))
     for row, case in enumerate(cases):
         assert set(np.flatnonzero(kept[row]).tolist()) == support_by_sorting(logits[row], case), case
 
 
 def test_equal_values_at_the_border_are_all_kept():
     logits = np.zeros((1, V), np.float32)
-    assert np.asarray(support(logits, knobs_of(SamplingParams(top_k=3)))).all()
+    assert np.asarray(support(logits, metadata_of(SamplingParams(top_k=3)))).all()
 
 
 def test_bisection_finds_the_kth_largest_exactly():
@@ -115,7 +115,7 @@ def test_penalties_follow_their_definition():
         expected[1, token] -= 0.3
     for token in set(history.output):
         expected[1, token] -= 0.4
-    found = PENALISED(logits, knobs_of(SamplingParams(), sampling), counts)
+    found = PENALISED(logits, metadata_of(SamplingParams(), sampling), counts)
     np.testing.assert_allclose(np.asarray(found), expected, atol=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_temperature_zero_is_the_argmax_even_among_drawing_slots():
         SamplingParams(temperature=0.0),
         SamplingParams(),
     ]
-    tokens = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(4), np.zeros(4, np.int32)))
+    tokens = np.asarray(PICK(logits, metadata_of(*sampling), no_counts(4), np.zeros(4, np.int32)))
     assert tokens[0] == logits[0].argmax() and tokens[2] == logits[2].argmax()
     np.testing.assert_array_equal(np.asarray(pick_greedy(jnp.asarray(logits))), logits.argmax(axis=1))
 
@@ -144,9 +144,9 @@ def test_temperature_zero_is_the_argmax_even_among_drawing_slots():
 def test_logits_that_are_no_numbers_draw_nothing_in_their_row_and_what_they_did_in_the_others(number, place):
     logits = logits_of(6)
     sampling = [SamplingParams(temperature=t, seed=9, top_p=0.9) for t in (0.0, 1.0, 0.7)] * 2
-    whole = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(6), np.zeros(6, np.int32)))
+    whole = np.asarray(PICK(logits, metadata_of(*sampling), no_counts(6), np.zeros(6, np.int32)))
     logits[[0, 2], place] = number
-    tokens = np.asarray(PICK(logits, knobs_of(*sampling), no_counts(6), np.zeros(6, np.int32)))
+    tokens = np.asarray(PICK(logits, metadata_of(*sampling), no_counts(6), np.zeros(6, np.int32)))
     assert tokens[[0, 2]].tolist() == [BROKEN] * 2
     np.testing.assert_array_equal(tokens[[1, 3, 4, 5]], whole[[1, 3, 4, 5]])
     greedy = np.asarray(jax.jit(pick_greedy)(logits))
@@ -155,14 +155,14 @@ def test_logits_that_are_no_numbers_draw_nothing_in_their_row_and_what_they_did_
 
 def test_the_coldest_temperature_is_greedy_and_no_division_by_nothing():
     logits, cold = logits_of(3), [SamplingParams(temperature=t) for t in (5e-324, 1e-40, 1e-9)]
-    tokens = np.asarray(PICK(logits, knobs_of(*cold), no_counts(3), np.zeros(3, np.int32)))
+    tokens = np.asarray(PICK(logits, metadata_of(*cold), no_counts(3), np.zeros(3, np.int32)))
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
 
 
 @pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**63, 10**100])
 def test_a_top_k_over_the_vocabulary_leaves_everything_however_large(top_k):
     logits = logits_of(1)
-    kept = np.asarray(support(logits, knobs_of(SamplingParams(top_k=top_k))))
+    kept = np.asarray(support(logits, metadata_of(SamplingParams(top_k=top_k))))
     assert kept[0].all()
 
 
@@ -171,7 +171,7 @@ def test_logit_bias_lifts_and_bans():
     best = int(logits[0].argmax())
     greedy = SamplingParams(temperature=0.0)
     cases = [replace(greedy, logit_bias=((best, -100.0),)), replace(greedy, logit_bias=((9, 100.0),))]
-    tokens = np.asarray(PICK(logits, knobs_of(*cases), no_counts(2), np.zeros(2, np.int32)))
+    tokens = np.asarray(PICK(logits, metadata_of(*cases), no_counts(2), np.zeros(2, np.int32)))
     assert tokens[0] == np.argsort(-logits[0])[1] and tokens[1] == 9
 
 
@@ -179,22 +179,22 @@ def test_stop_tokens_are_held_back_until_min_tokens_are_out():
     logits = logits_of(1)
     best, second = np.argsort(-logits[0])[:2].tolist()
     sampling = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(best,))
-    knobs = knobs_of(sampling, output_start=10)
-    drawn = [int(PICK(logits, knobs, no_counts(1), np.array([position], np.int32))[0]) for position in (10, 11, 12)]
+    metadata = metadata_of(sampling, output_start=10)
+    drawn = [int(PICK(logits, metadata, no_counts(1), np.array([position], np.int32))[0]) for position in (10, 11, 12)]
     assert drawn == [second, second, best]
     tokens = jnp.array([best], jnp.int32)
-    assert [bool(is_stop(tokens, knobs, jnp.array([p]))[0]) for p in (11, 12)] == [False, True]
+    assert [bool(is_stop(tokens, metadata, jnp.array([p]))[0]) for p in (11, 12)] == [False, True]
 
 
 def test_a_draw_knows_its_seed_and_position_and_nothing_of_the_batch():
     row, mine = logits_of(1)[0], SamplingParams(seed=1234567890123, top_p=0.9)
-    alone = PICK(row[None], knobs_of(mine), no_counts(1), np.array([17], np.int32))
+    alone = PICK(row[None], metadata_of(mine), no_counts(1), np.array([17], np.int32))
     crowd = logits_of(5, seed=9)
     crowd[3] = row
     others = [SamplingParams(seed=n, temperature=0.3 + n) for n in range(5)]
     others[3] = mine
     positions = np.array([1, 2, 3, 17, 4], np.int32)
-    assert PICK(crowd, knobs_of(*others), no_counts(5), positions)[3] == alone[0]
+    assert PICK(crowd, metadata_of(*others), no_counts(5), positions)[3] == alone[0]
 
 
 def test_draws_follow_the_softmax():
@@ -203,7 +203,10 @@ def test_draws_follow_the_softmax():
     rows[:, :3] = logits
     tokens = np.asarray(
         PICK(
-            rows, knobs_of(*[SamplingParams(seed=n) for n in range(draws)]), no_counts(draws), np.zeros(draws, np.int32)
+            rows,
+            metadata_of(*[SamplingParams(seed=n) for n in range(draws)]),
+            no_counts(draws),
+            np.zeros(draws, np.int32),
         )
     )
     shares = np.bincount(tokens, minlength=3) / draws

@@ -1,4 +1,4 @@
-"""Turns on real devices whose later stages wait for their KV: the same tokens and bytes, and nobody waits along."""
+"""Steps on real devices whose later stages wait for their KV: the same tokens and bytes, and nobody waits along."""
 
 from dataclasses import dataclass, replace
 
@@ -7,8 +7,8 @@ import pytest
 
 from jdisagg.core.plans import Admission, DecodePlan, Gate
 from jdisagg.core.request import RequestId
-from jdisagg.engine.gates import HeldTurn
-from jdisagg.engine.mesh_machine import MeshMachine, MeshParcel
+from jdisagg.engine.gates import HeldStep
+from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
 from tests.engine.stacks import (
     GREEDY,
     HALVES,
@@ -31,7 +31,7 @@ TURNS = 4
 class Sequence:
     """Prompt number `index` in a slot of its own microbatch, its KV in one part for each half of the layers."""
 
-    machine: MeshMachine
+    machine: MeshExecutor
     index: int
     token: int
     parts: list[MeshParcel]
@@ -59,7 +59,7 @@ class Sequence:
         late = [stage for stage, layers in enumerate(stages) if layers.stop > HALVES[1].start]
         return tuple(Gate(stage, f"h{self.index}", 0, (1,)) for stage in late)
 
-    def turns(self, first: int = 0) -> list[int]:
+    def steps(self, first: int = 0) -> list[int]:
         pending = [self.machine.run_decode(self.plan(number)) for number in range(first, TURNS)]
         return [token_of(each) for each in pending]
 
@@ -74,7 +74,7 @@ def token_of(pending) -> int:
     return sampled.token
 
 
-def prefilled(source: MeshMachine, machine: MeshMachine, count: int) -> list[Sequence]:
+def prefilled(source: MeshExecutor, machine: MeshExecutor, count: int) -> list[Sequence]:
     """The same prompt several times, in pages of their own."""
     firsts = first_tokens(run_prefill(source, prefill_plans([PROMPT] * count, [GREEDY] * count)))
     found = []
@@ -101,15 +101,15 @@ def test_the_first_stage_runs_before_the_last_part_is_there_and_tokens_and_pages
     inserted = early.kv()
     held = machine.run_decode(early.plan(0, early.waiting()))
     during = early.kv()
-    assert isinstance(held, HeldTurn) and not held.done
+    assert isinstance(held, HeldStep) and not held.done
     for layer, (was, came, now) in enumerate(zip(before, inserted, during, strict=True)):
         first_part = layer in HALVES[0]
         assert np.array_equal(was, came) != first_part, f"layer {layer}: the part"
         assert np.array_equal(came, now) != first_part, f"layer {layer}: the stage has written its token, or has not"
-    tokens += plain.turns(1)  # another microbatch overtakes
+    tokens += plain.steps(1)  # another microbatch overtakes
     assert not held.done
     machine.insert(early.parts[1])
-    assert [token_of(held), *early.turns(1)] == tokens
+    assert [token_of(held), *early.steps(1)] == tokens
     for one, other in zip(plain.kv(), early.kv(), strict=True):
         assert written(one).tobytes() == written(other).tobytes()
     assert machine.num_compiled == compiled and machine.recompiles() == 0
@@ -121,7 +121,7 @@ def written(pages: np.ndarray) -> np.ndarray:
     return rows[: len(PROMPT) + TURNS]
 
 
-def test_gates_that_are_opened_let_the_turn_run_before_its_pages_are_anothers():
+def test_gates_that_are_opened_let_the_step_run_before_its_pages_are_anothers():
     source, machine = warm_pair(2, 2)
     plain, gone, other = prefilled(source, machine, 3)
     for part in plain.parts:
@@ -129,7 +129,7 @@ def test_gates_that_are_opened_let_the_turn_run_before_its_pages_are_anothers():
     expected = [token_of(machine.run_decode(plain.plan(0)))]
     machine.insert(gone.parts[0])
     held = machine.run_decode(gone.plan(0, gone.waiting()))
-    expected += plain.turns(1)
+    expected += plain.steps(1)
     machine.open_gates("h1", 0)
     held.read()  # whatever it drew, it is nobody's
     for part in other.parts:  # into the pages that were its own
@@ -143,13 +143,13 @@ def test_gates_that_are_opened_let_the_turn_run_before_its_pages_are_anothers():
     assert tokens == expected
 
 
-def moved(source: MeshMachine, part: MeshParcel, to: Sequence) -> MeshParcel:
+def moved(source: MeshExecutor, part: MeshParcel, to: Sequence) -> MeshParcel:
     """The same KV for the pages of another."""
     pages = to.pages[: len(part.transfer.destination_pages)]
     return source.ship(replace(part.transfer, destination_pages=pages), to.machine)
 
 
-def test_what_a_stage_raises_when_its_gate_opens_is_told_to_who_reads_the_turn(monkeypatch):
+def test_what_a_stage_raises_when_its_gate_opens_is_told_to_who_reads_the_step(monkeypatch):
     source, machine = warm_pair(2, 2)
     _, early = prefilled(source, machine, 2)
     machine.insert(early.parts[0])

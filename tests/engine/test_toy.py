@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PageGrant, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.toy import NOTHING, ToyFault, ToyMachine, toy_output
+from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyFault, toy_output
 from tests.sim.cases import worker
 
 PROMPT = (5, 17, 80, 3, 41, 9)
@@ -15,7 +15,7 @@ GREEDY = SamplingParams(max_tokens=6)
 A = RequestId("a")
 
 
-def prefill(machine: ToyMachine, pages: tuple[int, ...] = (3, 1), plan_id: int = 1) -> int:
+def prefill(machine: ToyExecutor, pages: tuple[int, ...] = (3, 1), plan_id: int = 1) -> int:
     chunk = PrefillChunk(A, PROMPT, 0, pages, True, GREEDY)
     ((_, sampled),) = machine.run_prefill(PrefillPlan(plan_id, (chunk,), 8, 4)).read().sampled
     return sampled.token
@@ -25,21 +25,21 @@ def admission(first: int, sampling: SamplingParams = GREEDY, pages: tuple[int, .
     return Admission(0, A, first, len(PROMPT), pages, sampling, 1)
 
 
-def turn(machine: ToyMachine, plan_id: int, **changes: tuple) -> int | None:
+def step(machine: ToyExecutor, plan_id: int, **changes: tuple) -> int | None:
     ((_, sampled),) = machine.run_decode(DecodePlan(plan_id, 0, (0,), 4, **changes)).read().sampled
     return sampled and sampled.token
 
 
-def machine_of(**kwargs: set[int]) -> ToyMachine:
-    return ToyMachine(worker("both", Role.COLOCATED), **kwargs)
+def machine_of(**kwargs: set[int]) -> ToyExecutor:
+    return ToyExecutor(worker("both", Role.COLOCATED), **kwargs)
 
 
 def test_right_pages_give_the_definition():
     machine = machine_of()
     output = [prefill(machine)]
-    output.append(turn(machine, 2, admit=(admission(output[0]),)) or 0)
-    output.append(turn(machine, 3) or 0)
-    output.append(turn(machine, 4, grants=(PageGrant(0, 2, 7),)) or 0)
+    output.append(step(machine, 2, admit=(admission(output[0]),)) or 0)
+    output.append(step(machine, 3) or 0)
+    output.append(step(machine, 4, grants=(PageGrant(0, 2, 7),)) or 0)
     assert output == toy_output(PROMPT, GREEDY)[:4]
 
 
@@ -47,7 +47,7 @@ def test_right_pages_give_the_definition():
 def test_a_foreign_page_or_a_wrong_order_gives_a_wrong_token(pages):
     machine = machine_of()
     first = prefill(machine)
-    assert turn(machine, 2, admit=(admission(first, pages=pages),)) != toy_output(PROMPT, GREEDY)[1]
+    assert step(machine, 2, admit=(admission(first, pages=pages),)) != toy_output(PROMPT, GREEDY)[1]
 
 
 def test_a_page_that_another_wrote_over_gives_a_wrong_token():
@@ -55,7 +55,7 @@ def test_a_page_that_another_wrote_over_gives_a_wrong_token():
     first = prefill(machine)
     chunk = PrefillChunk(RequestId("b"), (1, 2), 0, (3,), False, GREEDY)
     machine.run_prefill(PrefillPlan(2, (chunk,), 8, 4))
-    assert turn(machine, 3, admit=(admission(first),)) != toy_output(PROMPT, GREEDY)[1]
+    assert step(machine, 3, admit=(admission(first),)) != toy_output(PROMPT, GREEDY)[1]
 
 
 def test_what_was_shipped_is_what_the_pages_held_then():
@@ -65,25 +65,25 @@ def test_what_was_shipped_is_what_the_pages_held_then():
     parcel = source.ship(transfer, destination)
     source.pages[3] = [0, 0, 0, 0]
     destination.insert(parcel)
-    assert turn(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
+    assert step(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
 
 
 def test_a_layer_group_that_was_not_shipped_gives_a_wrong_token():
     config = worker("both", Role.COLOCATED, layer_groups=((0, 2), (2, 3)))
-    source, destination = ToyMachine(config), ToyMachine(config)
+    source, destination = ToyExecutor(config), ToyExecutor(config)
     first = prefill(source)
     for part, layers in enumerate([(0, 2), (2, 3)]):
         transfer = KVTransfer("a", 1, A, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT), part, layers)
-        missing = ToyMachine(config)
+        missing = ToyExecutor(config)
         missing.insert(source.ship(transfer, missing))
-        assert turn(missing, 1, admit=(admission(first, pages=(5, 6)),)) != toy_output(PROMPT, GREEDY)[1]
+        assert step(missing, 1, admit=(admission(first, pages=(5, 6)),)) != toy_output(PROMPT, GREEDY)[1]
         destination.insert(source.ship(transfer, destination))
-    assert turn(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
+    assert step(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
 
 
 def test_between_groups_nothing_of_the_next_is_computed():
     config = worker("both", Role.COLOCATED, layer_groups=((0, 2), (2, 3)))
-    machine, seen = ToyMachine(config), []
+    machine, seen = ToyExecutor(config), []
     chunk = PrefillChunk(A, PROMPT, 0, (3, 1), True, GREEDY)
 
     def look(layers: int) -> None:
@@ -98,8 +98,8 @@ def test_a_slot_that_drew_its_stop_masks_itself():
     stopping = replace(GREEDY, stop_token_ids=(expected[1],))
     machine = machine_of()
     first = prefill(machine)
-    assert turn(machine, 2, admit=(admission(first, stopping),)) == expected[1]
-    assert turn(machine, 3) is None
+    assert step(machine, 2, admit=(admission(first, stopping),)) == expected[1]
+    assert step(machine, 3) is None
 
 
 def test_a_fault_changes_nothing():

@@ -89,7 +89,7 @@ class Notes(NamedTuple):
 
     holds: str  # what it still has to do; empty where it is at rest
     waits: tuple[tuple[str, float], ...]  # timers that must be armed, and until when at the latest
-    unfilled: frozenset[Owner]  # beds that are not admitted yet
+    unfilled: frozenset[Owner]  # reservations that are not admitted yet
     prompts: frozenset[Owner]  # that this worker computes or ships
     decoding: tuple[tuple[WorkerId, Owner], ...]  # what the router believes is admitted, and where
 
@@ -164,7 +164,7 @@ def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
     for effect in effects:
         if isinstance(effect, Send) and isinstance(effect.message, AbortAck):
             owner = Owner(effect.message.handoff, effect.message.epoch)
-            held = owner in worker.prompts.prompts or owner in worker.beds.beds
+            held = owner in worker.prefill_side.sequences or owner in worker.decode_side.sequences
             need(not held, f"{worker.config.worker} acknowledges the abort of {owner} and still holds it")
 
 
@@ -174,8 +174,12 @@ def notes_of(actor: Actor) -> Notes:
             (row.decode, row.owner) for row in actor.rows.values() if row.phase is Phase.DECODING and row.decode
         ]
         return Notes(_router_holds(actor), tuple(_router_waits(actor)), frozenset(), frozenset(), tuple(decoding))
-    unfilled = [owner for owner, bed in actor.beds.beds.items() if bed.handoff.state is not State.ADMITTED]
-    prompts = frozenset(actor.prompts.prompts)
+    unfilled = [
+        owner
+        for owner, reservation in actor.decode_side.sequences.items()
+        if reservation.handoff.state is not State.ADMITTED
+    ]
+    prompts = frozenset(actor.prefill_side.sequences)
     return Notes(_worker_holds(actor), tuple(_worker_waits(actor)), frozenset(unfilled), prompts, ())
 
 
@@ -192,21 +196,24 @@ def _router_waits(router: Router) -> Iterator[tuple[str, float]]:
 
 
 def _worker_holds(worker: Worker) -> str:
-    held = [f"{owner.handoff}#{owner.epoch} {bed.handoff.state}" for owner, bed in worker.beds.beds.items()]
-    prompts = worker.prompts.prompts.items()
+    held = [
+        f"{owner.handoff}#{owner.epoch} {reservation.handoff.state}"
+        for owner, reservation in worker.decode_side.sequences.items()
+    ]
+    prompts = worker.prefill_side.sequences.items()
     held += [f"{owner.handoff}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in prompts]
     pages = worker.config.num_pages - worker.pool.free_pages
     return "" if worker.idle and not pages else f"{', '.join(held) or 'no sequence'}, {pages} pages"
 
 
 def _worker_waits(worker: Worker) -> Iterator[tuple[str, float]]:
-    for each in (*worker.beds.beds.values(), *worker.prompts.prompts.values()):
+    for each in (*worker.decode_side.sequences.values(), *worker.prefill_side.sequences.values()):
         wait = WAITS.get((each.handoff.end, each.handoff.state))
         if wait is not None and wait.owner != "router":
             yield each.handoff.timer, each.handoff.deadline_s
-    for owner, bed in worker.beds.beds.items():
-        if bed.handoff.state is State.COMMITTED:
+    for owner, reservation in worker.decode_side.sequences.items():
+        if reservation.handoff.state is State.COMMITTED:
             yield timer_of(Timer.PARTS, owner), math.inf
-    for owner, prompt in worker.prompts.prompts.items():
+    for owner, prompt in worker.prefill_side.sequences.items():
         if prompt.decode_worker != worker.config.worker:
             yield timer_of(Timer.RENEW, owner), math.inf

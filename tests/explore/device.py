@@ -41,7 +41,7 @@ class Seat(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A turn that has come to a stage: the layer group of that number. It goes on when that one's gate is open."""
+    """A step that has come to a stage: the layer group of that number. It goes on when that one's gate is open."""
 
     plan: DecodePlan
     stage: int
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Pages by id (0 is the null page), slots by number, and turns that wait."""
+    """Pages by id (0 is the null page), slots by number, and steps that wait."""
 
     owners: tuple[Owner | None, ...]
     contents: tuple[Content | None, ...]
@@ -135,7 +135,7 @@ class Machine:
             assert seat is not None and grant.index == len(seat.table)
             slots[grant.slot] = seat._replace(table=(*seat.table, grant.page))
         device, busy = device._replace(slots=tuple(slots)), {each.plan.microbatch for each in device.held}
-        need(plan.microbatch not in busy, f"microbatch {plan.microbatch} takes a turn while one of its own waits")
+        need(plan.microbatch not in busy, f"microbatch {plan.microbatch} takes a step while one of its own waits")
         return self._go_on(device, Held(plan, 0, plan.gates))
 
     def _go_on(self, device: Device, held: Held) -> tuple[Device, list[DecodeDone]]:

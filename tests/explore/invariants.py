@@ -15,7 +15,7 @@ from tests.explore.world import GONE, RUNNING, UNSENT, State, World
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 TOLD = ("cancel", "flip", "burst", "fail")  # faults that somebody is told of at once: they need no deadline
-LASTING = ("lose", "leave", "reboot", "cancel", "fail")  # faults that no second attempt mends, or that strike twice
+LASTING = ("lose", "leave", "reboot", "cancel", "fail")  # faults that no second attempt mends, or that release twice
 
 
 def check_state(world: World, state: State) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunDecode, Send, SetTimer
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Refused, Renew, Resend, Reserved
 from jdisagg.policy.handoff import TABLE
+from jdisagg.policy.request_state import Waiting
 from jdisagg.policy.router import Router
-from jdisagg.policy.rows import Waiting
 from jdisagg.policy.worker import Worker
 from tests.explore.actors import Actor, Twist
 
@@ -63,7 +63,7 @@ def in_state(*states: str) -> Callable[[Actor, str], bool]:
     def when(actor: Actor, key: str) -> bool:
         assert isinstance(actor, Worker)
         return any(
-            each.handoff.timer == key and each.handoff.state in states for each in actor.prompts.prompts.values()
+            each.handoff.timer == key and each.handoff.state in states for each in actor.prefill_side.sequences.values()
         )
 
     return when
@@ -78,9 +78,9 @@ def row_waits(waiting: Waiting) -> Callable[[Actor, str], bool]:
 
 
 def deadlines() -> Iterator[Mutation]:
-    yield untimed("a prompt's turn", "source/", in_state("computing", "streaming"))
+    yield untimed("a prompt's step", "source/", in_state("computing", "streaming"))
     yield untimed("Ack", "source/", in_state("shipped"))
-    yield untimed("a bed", "destination/")
+    yield untimed("a reservation", "destination/")
     yield untimed("a missing part", "parts/")
     yield untimed("the next Renew", "renew/")
     yield untimed("an abort", "abort/")
@@ -119,7 +119,7 @@ def _of_present(actor: Actor, word: Any) -> Any:
 def _attempts(actor: Actor) -> list[tuple[str, int]]:
     if isinstance(actor, Router):
         return [row.owner for row in actor.rows.values() if row.epoch]
-    return [*actor.beds.beds, *actor.prompts.prompts]
+    return [*actor.decode_side.sequences, *actor.prefill_side.sequences]
 
 
 def fences() -> Iterator[Mutation]:
@@ -136,7 +136,7 @@ def unchecked() -> Mutation:
 
 
 def uncounted() -> Mutation:
-    """COMMIT says that it counts no part: a bed is complete before its KV is."""
+    """COMMIT says that it counts no part: a reservation is complete before its KV is."""
 
     def amend(actor: Actor, event: Event) -> Event:
         if isinstance(event, Received) and isinstance(event.message, Commit):
@@ -167,7 +167,7 @@ def ungated() -> Mutation:
 
 
 def unopened() -> Mutation:
-    """A turn that waits for KV of a handoff that is over waits for ever."""
+    """A step that waits for KV of a handoff that is over waits for ever."""
     return unsaid("no OpenGates", lambda actor, event, effect: isinstance(effect, OpenGates))
 
 

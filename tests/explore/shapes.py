@@ -40,7 +40,7 @@ LEFT_OUT = frozenset(
 TIMES = frozenset({"deadline_s", "first_deadline_s", "armed_s"})
 PAST_TIMES = frozenset({"moved_s"})  # deadlines are reckoned from them later
 LONG_S = 1000.0  # over any wait: what is past is kept apart by how long ago it was
-SATURATING = {"_turns_since_prefill": 1}  # only ever compared with at most this
+SATURATING = {"_steps_since_chunk": 1}  # only ever compared with at most this
 
 
 class Shape(NamedTuple):
@@ -123,7 +123,7 @@ class _Walk:
         return min(value, SATURATING[name]) if name in SATURATING else value
 
     def _dict(self, value: dict[Any, Any], name: str) -> Any:
-        of_plans = name in ("plans", "turns")
+        of_plans = name in ("plans", "steps")
         keys = sorted(value) if value and all(isinstance(key, int) for key in value) else value
         return ("dict", *[(self.walk(key, "plan_id" if of_plans else ""), self.walk(value[key], name)) for key in keys])
 

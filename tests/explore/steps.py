@@ -1,7 +1,7 @@
 """What comes of an action: the state that follows, and the laws that every step keeps.
 
-Clients hear their tokens in order and once, and one end; every wait has an armed timer; whoever believes that a bed
-is complete is right. What machines read and write is checked in `device.py`.
+Clients hear their tokens in order and once, and one end; every wait has an armed timer; whoever believes that a
+reservation is complete is right. What machines read and write is checked in `device.py`.
 """
 
 from __future__ import annotations
@@ -198,9 +198,10 @@ class Draft:
             need(not ended & alive, f"{event.key}: a lease ends while the prompt's source lives")
 
     def _check_beliefs(self, number: int, event: ev.Event) -> None:
-        """Whoever believes that a bed is complete is right."""
+        """Whoever believes that a reservation is complete is right."""
         if self.budget.dup < self.world.scene.budget.dup:
-            return  # a copy of Reserve may make a second bed of one that is over, which waits for its lease to end
+            # a copy of Reserve may make a second reservation of one that is over, which waits for its lease to end
+            return
         for decode, owner in self.world.cast.notes[self.actors[number]].decoding:
             self._need_filled(decode, owner, "the router believes")
         match event:

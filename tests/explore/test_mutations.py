@@ -48,7 +48,7 @@ FOUND_IN = {
     "no row destination committed abort": "lose",
     "no row destination admitted abort": "fail",
     "no deadline for a full house": "fail",
-    "no deadline for a row that waits for a free bed": "loss",
+    "no deadline for a row that waits for a free reservation": "loss",
     "no deadline for a row that waits for its first token": "loss",
     "no deadline for a row that waits for its KV to reach the decode worker": "early",
     "no deadline for a row that waits for its next token": "loss",

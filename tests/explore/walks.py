@@ -39,8 +39,8 @@ def large(seed: int) -> Scene:
     sizes = {
         "num_pages": draw.choice((4, 5, 8)),
         "num_slots": draw.choice((1, 2)),
-        "turns_ahead": draw.choice((1, 2)),
-        "prefills_ahead": draw.choice((1, 2)),
+        "steps_in_flight": draw.choice((1, 2)),
+        "chunks_in_flight": draw.choice((1, 2)),
         "prefill_buckets": draw.choice(((2,), (2, 4))),
         "transfer": draw.choice(list(TransferMode)),
     }

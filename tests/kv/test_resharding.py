@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.reshard import plan_reshard
+from jdisagg.core.reshard_proof import prove
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.guard import Guard
 from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import Dock, check_moves, insert_moves, shapes_of, ship_pages
 from jdisagg.parallel.place import Place
-from jdisagg.policy.reshard import plan_reshard
-from jdisagg.policy.reshard_proof import prove
 from tests.kv.test_shipping import fill, held_by
 
 HEADS, D, TOKENS = 4, 4, 90  # the last page of either end is filled in part

@@ -47,7 +47,7 @@ PREFILL = {
 ALL = {"window": None, "soft_cap": None}
 
 
-def turns(**strides: int) -> list[tuple[str, Case]]:
+def steps(**strides: int) -> list[tuple[str, Case]]:
     """Each variant with every n-th case, no two from the same place on."""
     return [(name, case) for at, (name, n) in enumerate(strides.items()) for case in CASES[at % n :: n]]
 
@@ -71,7 +71,7 @@ def test_every_two_values_meet_in_the_table():
                 assert met == {(value, another) for value in values for another in others}
 
 
-@pytest.mark.parametrize(("variant", "case"), turns(xla=1, tpu=2, gpu=4, reference=6), ids=str)
+@pytest.mark.parametrize(("variant", "case"), steps(xla=1, tpu=2, gpu=4, reference=6), ids=str)
 def test_decode_attention_meets_the_oracle(variant, case):
     lengths = np.asarray(case.decode_lengths, np.int32)
     q, pool, table = drawn(case, lengths, len(lengths))
@@ -84,7 +84,7 @@ def test_decode_attention_meets_the_oracle(variant, case):
     assert_close(got, decode_oracle(np.asarray(q), plain_pool(pool), table, lengths, **case.options), case.dtypes[0])
 
 
-@pytest.mark.parametrize(("variant", "case"), turns(gpu=4, xla=2, reference=8, tpu=4), ids=str)
+@pytest.mark.parametrize(("variant", "case"), steps(gpu=4, xla=2, reference=8, tpu=4), ids=str)
 def test_prefill_attention_meets_the_oracle(variant, case):
     kv_lens = np.asarray([held for _, held in case.packed], np.int32)
     spans = np.cumsum([0] + [rows for rows, _ in case.packed]).astype(np.int32)
@@ -99,7 +99,7 @@ def test_prefill_attention_meets_the_oracle(variant, case):
     assert_close(got, want, case.dtypes[0])
 
 
-@pytest.mark.parametrize(("variant", "case"), turns(tpu=3, xla=3), ids=str)
+@pytest.mark.parametrize(("variant", "case"), steps(tpu=3, xla=3), ids=str)
 def test_writing_matches_the_definition_bit_for_bit(variant, case):
     _, pool, _ = drawn(case, (7 * case.page_size,), 1)
     q_dtype, heads = case.dtypes[0], (30, case.kv_heads, case.head_dim)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.section import SectionPrograms
-from jdisagg.kv.pools import pool_outline
+from jdisagg.kv.pools import abstract_pool
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.params import StageParams, abstract_stage
 from jdisagg.parallel.place import WHOLE, Place, Program
@@ -125,7 +125,7 @@ def check_program(section: SectionPrograms, program: Program, batch: list, *, pa
     """`program` of the section compiles, its donated pools stay in place, and nothing large is copied."""
     config, place = section.config, section.place
     layout = KVLayout(len(section.layers), config.num_kv_heads, config.head_dim, 16, "bfloat16")
-    pools = [pool_outline(layout, pages - 1, place)] * len(section.layers)
+    pools = [abstract_pool(layout, pages - 1, place)] * len(section.layers)
     with jax.sharding.set_mesh(place.mesh):
         compiled: Any = program.lower(section.params.leaves, pools, *batch).compile()
     memory, reductions = compiled.memory_analysis(), compiled.as_text().count(" all-reduce(")

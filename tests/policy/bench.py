@@ -26,7 +26,7 @@ from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved
 from jdisagg.core.plans import KVTransfer, PrefillPlan, last_layer
 from jdisagg.core.request import Request, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.toy import NOTHING, ToyMachine, ToyParcel
+from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyParcel
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import definition
 
@@ -37,14 +37,14 @@ class Bench:
     """Speaks to the worker as the router and as the other end of every handoff do. Request ids name handoffs."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.worker, self.machine, self.now_s = Worker(config), ToyMachine(config), 0.0
+        self.worker, self.machine, self.now_s = Worker(config), ToyExecutor(config), 0.0
         self.pending: deque[Any] = deque()  # results nobody has read, in order
         self.heard: list[Message] = []  # what the worker has said
         self.effects: list[Effect] = []
         self.timers: dict[str, float] = {}
         self.shipped: dict[str, list[ToyParcel]] = {}
         self.epochs: dict[str, int] = {}
-        self.requests: dict[str, Request] = {}  # those that asked for a bed
+        self.requests: dict[str, Request] = {}  # those that asked for a reservation
 
     def take(self, event: Event) -> list[Effect]:
         effects = self.worker.handle(event, self.now_s)
@@ -91,7 +91,7 @@ class Bench:
         return self.take(Received(sender, message))
 
     def reserve(self, request: Request, *, num_output: int = 0, lease_s: float = 100.0) -> bool:
-        """Whether a bed was given."""
+        """Whether a reservation was given."""
         epoch = self.epochs[request.request_id] = len(self.epochs) + 1
         self.requests[request.request_id] = request
         self.says(Reserve(request.request_id, epoch, request, num_output, OTHER, lease_s))

@@ -42,7 +42,7 @@ def test_a_request_that_waited_in_vain_ends_at_its_deadline():
     while "row/a" in talk.timers and not [each for each in talk.effects if isinstance(each, Finish)]:
         talk.fire("row/a")
     (finish,) = [effect for effect in talk.effects if isinstance(effect, Finish)]
-    assert finish.reason == "timeout" and "bed" in finish.detail
+    assert finish.reason == "timeout" and "reservation" in finish.detail
 
 
 def test_a_worker_whose_router_is_gone_gives_every_page_back():

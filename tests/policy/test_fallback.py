@@ -11,27 +11,27 @@ from jdisagg.core.messages import Refused, Reserved
 from jdisagg.core.request import FinishReason, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.fallback import Way, gain_of, run_tokens
+from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
 from jdisagg.policy.pace import FORGET_S, Figures, Pace
 from jdisagg.replay import replay
 from jdisagg.sim.world import World
-from tests.policy.test_routes import Told
+from tests.policy.test_pair_selection import Told
 from tests.sim.cases import check_ended, request, worker
 
 P, D, C = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("colocated-0")
 MIXED = [worker(P, Role.PREFILL), worker(D, Role.DECODE), worker(C, Role.COLOCATED)]
 
-IDLE = Way(run_tokens=100, queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2)
-APART = Way(run_tokens=100, queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2, transfer_token_s=1e-4)
+IDLE = PathEstimate(run_tokens=100, queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2)
+APART = PathEstimate(run_tokens=100, queue_tokens=0, prompt_token_s=1e-3, output_token_s=1e-2, transfer_token_s=1e-4)
 
 
-def but(way: Way, **changes: Any) -> Way:
-    fields = {name: getattr(way, name) for name in Way.__dataclass_fields__}
-    return Way(**(fields | changes))
+def but(path: PathEstimate, **changes: Any) -> PathEstimate:
+    fields = {name: getattr(path, name) for name in PathEstimate.__dataclass_fields__}
+    return PathEstimate(**(fields | changes))
 
 
 @pytest.mark.parametrize(
-    ("apart", "together", "prompt_tokens", "output_tokens", "gain_s"),
+    ("apart", "together", "prompt_tokens", "output_tokens", "benefit_s"),
     [
         (APART, IDLE, 100, 10, -0.010),  # idle: only the transfer counts
         (IDLE, IDLE, 100, 10, 0.0),  # and where it is hidden, nothing
@@ -44,16 +44,16 @@ def but(way: Way, **changes: Any) -> Way:
         (but(APART, transfer_token_s=5e-3), but(IDLE, disturbed=4), 100, 10, -0.1),  # a slow link
     ],
 )
-def test_the_gain_of_disaggregating(apart, together, prompt_tokens, output_tokens, gain_s):
-    assert gain_of(apart, together, prompt_tokens, output_tokens).gain_s == pytest.approx(gain_s)
+def test_the_gain_of_disaggregating(apart, together, prompt_tokens, output_tokens, benefit_s):
+    assert benefit_of(apart, together, prompt_tokens, output_tokens).benefit_s == pytest.approx(benefit_s)
 
 
 def test_the_reason_names_the_parts_that_differ():
-    gain = gain_of(APART, but(IDLE, disturbed=1), 100, 10)
-    assert gain.reason == (
+    benefit = benefit_of(APART, but(IDLE, disturbed=1), 100, 10)
+    assert benefit.reason == (
         "disaggregating gains 90 ms: transfer 10 ms against 0 ms, delay of others 0 ms against 100 ms"
     )
-    assert gain_of(IDLE, IDLE, 100, 1).reason == "disaggregating gains 0 ms: nothing differs"
+    assert benefit_of(IDLE, IDLE, 100, 1).reason == "disaggregating gains 0 ms: nothing differs"
 
 
 def test_a_prompt_is_run_in_whole_programs():

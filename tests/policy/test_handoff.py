@@ -42,13 +42,13 @@ def test_the_source_ships_parts_while_it_computes_and_releases_them_on_ack(parts
 
 
 @pytest.mark.parametrize("order", set(permutations([Signal.ARRIVE, Signal.ARRIVE, Signal.COMMIT])))
-def test_a_bed_can_be_complete_only_after_its_commit(order):
-    bed = after(End.DESTINATION, Signal.RESERVE)
+def test_a_reservation_can_be_complete_only_after_its_commit(order):
+    reservation = after(End.DESTINATION, Signal.RESERVE)
     for signal in order:
-        assert bed.can_take(Signal.COMPLETE) == (bed.state is State.COMMITTED)
-        bed.take(signal)
-    bed.take(Signal.COMPLETE)
-    assert bed.state is State.ADMITTED
+        assert reservation.can_take(Signal.COMPLETE) == (reservation.state is State.COMMITTED)
+        reservation.take(signal)
+    reservation.take(Signal.COMPLETE)
+    assert reservation.state is State.ADMITTED
 
 
 @pytest.mark.parametrize(("end", "state", "signal"), list(product(End, State, Signal)))

@@ -82,7 +82,7 @@ def test_a_worker_that_is_told_nothing_takes_the_pages_for_its_own_size():
     assert shipped(TransferMode.CHUNK, 16, 16, 90, 40, told=0) == shipped(TransferMode.CHUNK, 16, 16, 90, 40)
 
 
-def test_a_bed_says_how_large_its_pages_are():
+def test_a_reservation_says_how_large_its_pages_are():
     config = worker("decode-0", Role.DECODE, page_size=8)
     request = Request(RequestId("a"), (1, 2, 3), SamplingParams(max_tokens=4))
     effects = Worker(config).handle(Received(WorkerId("router"), Reserve("a", 1, request, 0, THERE, 9.0)), 0.0)

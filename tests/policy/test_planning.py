@@ -48,7 +48,7 @@ def test_who_has_started_goes_on_behind_one_that_lacks_pages():
     assert pick_chunks(waiting, 4, CONFIG) == [(2, 4)]
 
 
-def test_a_bed_holds_the_prompt_and_the_output_but_never_the_last_token():
+def test_a_reservation_holds_the_prompt_and_the_output_but_never_the_last_token():
     assert predicted_tokens(request("a", 6, max_tokens=10), 512) == 15
     assert predicted_tokens(request("a", 6, max_tokens=10), 4) == 9
     assert predicted_tokens(request("a", 6, max_tokens=1), 512) == 6

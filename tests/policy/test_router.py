@@ -188,8 +188,8 @@ def test_a_full_house_is_asked_again_should_its_word_be_lost():
     assert talk.now_s == 2.0 and len(talk.sent(Reserve)) == 2
 
 
-def test_beds_asked_for_and_not_yet_answered_are_counted():
-    talk = Talk(pair(num_slots=1, beds_ahead=1))
+def test_reservations_asked_for_and_not_yet_answered_are_counted():
+    talk = Talk(pair(num_slots=1, reservations_ahead=1))
     for name in "abc":
         talk.submit(request(name, 6))
     assert [message.handoff for _, message in talk.sent(Reserve)] == ["a", "b"]
@@ -204,13 +204,15 @@ def test_an_answer_that_does_not_come_is_asked_of_another():
     assert not talk.router.peers[D].unanswered and talk.router.peers[D].work_tokens == 0
 
 
-def test_a_late_bed_for_an_attempt_that_is_over_starts_nothing():
+def test_a_late_reservation_for_an_attempt_that_is_over_starts_nothing():
     talk = Talk([*pair(), worker("decode-1", Role.DECODE)], handoff_timeout_s=5.0)
     talk.submit(request("a", 6))
     talk.fire("row/a")
     talk.says(D, Reserved(A, 1, (1, 2)))
     assert not talk.sent(StartPrefill)
-    assert [message.epoch for to, message in talk.sent(Abort) if to == D] == [1, 1], "that bed is to be given back"
+    assert [message.epoch for to, message in talk.sent(Abort) if to == D] == [1, 1], (
+        "that reservation is to be given back"
+    )
 
 
 def test_an_abort_is_sent_again_until_acknowledged_and_not_for_ever():
@@ -338,7 +340,7 @@ def test_failures_are_bounded_and_the_last_one_is_what_the_client_hears():
 
 
 def test_a_rejected_request_is_told_when_to_come_back_and_leaves_nothing_behind():
-    talk = Talk(pair(num_slots=1, beds_ahead=0), queue_limit=2)
+    talk = Talk(pair(num_slots=1, reservations_ahead=0), queue_limit=2)
     for name in ("a", "b", "c", "d"):
         talk.submit(request(name))
     (reject,) = [effect for effect in talk.effects if isinstance(effect, Reject)]
@@ -347,8 +349,8 @@ def test_a_rejected_request_is_told_when_to_come_back_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("deadline_s", [3.0, None])
-def test_the_wait_for_a_bed_ends_at_its_deadline(deadline_s):
-    talk = Talk(pair(num_slots=1, beds_ahead=0), queue_timeout_s=7.0)
+def test_the_wait_for_a_reservation_ends_at_its_deadline(deadline_s):
+    talk = Talk(pair(num_slots=1, reservations_ahead=0), queue_timeout_s=7.0)
     talk.submit(request("first"))
     waits = request("a")
     talk.submit(Request(A, waits.prompt, waits.sampling, queue_deadline_s=deadline_s))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.routing import FAILED, Errand, Pair, WorkerLook, choose_pair
+from jdisagg.policy.routing import FAILED, Pair, RoutingRequest, WorkerSnapshot, choose_pair
 
 looks = st.lists(
     st.builds(
-        WorkerLook,
+        WorkerSnapshot,
         st.integers(0, 9).map(lambda n: WorkerId(f"w{n}")),
         st.sampled_from(Role),
         st.floats(0, 100),
@@ -24,15 +24,15 @@ looks = st.lists(
     ),
     unique_by=lambda look: look.worker,
 )
-errands = st.builds(Errand, st.text(max_size=3), st.just(50), st.integers(0, 9), st.integers(0, 3))
+routed_requests = st.builds(RoutingRequest, st.text(max_size=3), st.just(50), st.integers(0, 9), st.integers(0, 3))
 
 
 def look(name, role, work=0.0, *, served=0, room=True, avoided=False, cached=0):
-    return WorkerLook(WorkerId(name), role, work, served, room, avoided, cached)
+    return WorkerSnapshot(WorkerId(name), role, work, served, room, avoided, cached)
 
 
-def taken(*given, errand=None, routing=Routing.LEAST_LOADED):
-    pair = choose_pair(given, errand, routing).taken
+def taken(*given, routed=None, routing=Routing.LEAST_LOADED):
+    pair = choose_pair(given, routed, routing).taken
     return pair and (pair.prefill, pair.decode)
 
 
@@ -54,7 +54,7 @@ def test_a_worker_that_failed_the_request_is_taken_only_where_there_is_no_other(
     assert taken(p0, d0, routing=routing) == ("p0", "d0")
 
 
-def test_idle_workers_take_turns():
+def test_idle_workers_take_steps():
     assert taken(look("p0", Role.PREFILL, served=2), look("p1", Role.PREFILL, served=1), look("d", Role.DECODE)) == (
         "p1",
         "d",
@@ -81,22 +81,22 @@ def test_no_room_means_no_pair_and_says_for_what(routing):
 
 def test_round_robin_goes_round_both_pools():
     given = [*pool(Role.PREFILL, 2), *pool(Role.DECODE, 3, work=9.0)]
-    pairs = [taken(*given, errand=Errand(number=n), routing=Routing.ROUND_ROBIN) for n in range(6)]
+    pairs = [taken(*given, routed=RoutingRequest(number=n), routing=Routing.ROUND_ROBIN) for n in range(6)]
     assert len(set(pairs)) == 6 and pairs[:2] == [("prefill-0", "decode-0"), ("prefill-1", "decode-1")]
 
 
 def test_lots_are_drawn_alike_by_the_same_seed_and_evenly_over_requests():
     given = [*pool(Role.PREFILL, 4), *pool(Role.DECODE, 1)]
-    drawn = [taken(*given, errand=Errand(f"r{n}"), routing=Routing.RANDOM) for n in range(400)]
-    again = [taken(*given, errand=Errand(f"r{n}"), routing=Routing.RANDOM) for n in range(400)]
-    other = [taken(*given, errand=Errand(f"r{n}", seed=1), routing=Routing.RANDOM) for n in range(400)]
+    drawn = [taken(*given, routed=RoutingRequest(f"r{n}"), routing=Routing.RANDOM) for n in range(400)]
+    again = [taken(*given, routed=RoutingRequest(f"r{n}"), routing=Routing.RANDOM) for n in range(400)]
+    other = [taken(*given, routed=RoutingRequest(f"r{n}", seed=1), routing=Routing.RANDOM) for n in range(400)]
     assert drawn == again != other
     assert min(Counter(drawn).values()) > 60
 
 
 def test_a_held_prefix_is_worth_a_queue_up_to_its_length():
     holder, idle, d0 = look("p0", Role.PREFILL, 400, cached=500), look("p1", Role.PREFILL), look("d0", Role.DECODE)
-    aware = {"errand": Errand(prompt_tokens=600), "routing": Routing.CACHE_AWARE}
+    aware = {"routed": RoutingRequest(prompt_tokens=600), "routing": Routing.CACHE_AWARE}
     assert taken(holder, idle, d0, **aware) == ("p0", "d0")  # 400 + 100 against 600
     assert taken(look("p0", Role.PREFILL, 501, cached=500), idle, d0, **aware) == ("p1", "d0")
     assert taken(holder, idle, d0) == ("p1", "d0")
@@ -104,11 +104,11 @@ def test_a_held_prefix_is_worth_a_queue_up_to_its_length():
 
 def test_a_prefix_is_fetched_where_that_costs_less_than_waiting_and_than_computing():
     holder, idle, d0 = look("p0", Role.PREFILL, 400, cached=500), look("p1", Role.PREFILL), look("d0", Role.DECODE)
-    cheap, dear = (Errand(prompt_tokens=600, fetch=lambda tokens, s=s: s * tokens) for s in (0.1, 2.0))
+    cheap, dear = (RoutingRequest(prompt_tokens=600, fetch=lambda tokens, s=s: s * tokens) for s in (0.1, 2.0))
     found = choose_pair([holder, idle, d0], cheap, Routing.CACHE_AWARE)
     assert found.taken is not None and found.taken.prefill == "p1"
     assert dict(found.prefills[0].parts) == {"work": 0, "prefill": 100, "fetch": 50}
-    assert taken(holder, idle, d0, errand=dear, routing=Routing.CACHE_AWARE) == ("p0", "d0")
+    assert taken(holder, idle, d0, routed=dear, routing=Routing.CACHE_AWARE) == ("p0", "d0")
 
 
 def test_partners_keep_together_until_one_is_full():
@@ -124,15 +124,15 @@ def test_partners_keep_together_until_one_is_full():
 
 def test_the_reason_names_the_runner_up_and_what_each_costs():
     given = [look("p0", Role.PREFILL, 5), look("p1", Role.PREFILL, 3, cached=20), look("d0", Role.DECODE, 1)]
-    reason = choose_pair(given, Errand(prompt_tokens=30), Routing.CACHE_AWARE).reason
+    reason = choose_pair(given, RoutingRequest(prompt_tokens=30), Routing.CACHE_AWARE).reason
     assert reason == (
         "cache_aware: p1 costs 13 (work 3 + prefill 10), next p0 35 (work 5 + prefill 30); d0 costs work 1"
     )
 
 
-@given(looks, errands, st.sampled_from(Routing))
-def test_a_choice_shows_its_candidates_best_first_and_takes_the_best(given, errand, routing):
-    choice = choose_pair(given, errand, routing)
+@given(looks, routed_requests, st.sampled_from(Routing))
+def test_a_choice_shows_its_candidates_best_first_and_takes_the_best(given, routed, routing):
+    choice = choose_pair(given, routed, routing)
     by_name = {each.worker: each for each in given}
     for kind, phase in ((choice.prefills, Role.PREFILL), (choice.decodes, Role.DECODE)):
         assert list(kind) == sorted(kind, key=lambda each: each.score)

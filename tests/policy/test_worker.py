@@ -63,17 +63,17 @@ def tokens_of(bench: Bench, name: str) -> list[int]:
     return [sampled.token for draw in draws for sampled in draw.sampled]
 
 
-# ------------------------------------------------------------------ beds
+# ------------------------------------------------------------------ reservations
 
 
-def test_a_bed_holds_pages_for_the_predicted_finish():
+def test_a_reservation_holds_pages_for_the_predicted_finish():
     bench = decoding()
     assert bench.reserve(request("a", 6, max_tokens=10))
     assert bench.free_pages == 64 - 4  # 15 tokens of KV, 4 a page
 
 
-def test_a_bed_is_refused_where_slots_or_pages_are_out_and_nothing_is_held():
-    few_slots = decoding(num_slots=1, beds_ahead=1)
+def test_a_reservation_is_refused_where_slots_or_pages_are_out_and_nothing_is_held():
+    few_slots = decoding(num_slots=1, reservations_ahead=1)
     assert few_slots.reserve(request("a")) and few_slots.reserve(request("b"))
     assert not few_slots.reserve(request("c")) and few_slots.said(Refused)
     few_pages = decoding(num_pages=3)
@@ -87,7 +87,7 @@ def test_a_refusal_is_followed_by_what_is_free():
     assert [type(message) for message in bench.heard[-2:]] == [Refused, View]
 
 
-def test_a_reservation_said_twice_holds_one_bed():
+def test_a_reservation_said_twice_holds_one_reservation():
     bench = decoding()
     each = request("a")
     bench.reserve(each)
@@ -108,7 +108,7 @@ def test_a_sequence_decodes_only_when_its_kv_and_its_commit_are_there(commit_fir
     assert bench.made(RunDecode) and len(bench.said(Ack)) == 1
 
 
-def test_the_kv_is_inserted_before_the_turn_that_reads_it():
+def test_the_kv_is_inserted_before_the_step_that_reads_it():
     bench, each = decoding(), request("a")
     bench.reserve(each)
     bench.commit(each)
@@ -137,15 +137,15 @@ def test_a_part_that_comes_twice_or_that_nobody_counted_is_dropped():
     assert not bench.said(Ack) and not bench.made(RunDecode)
 
 
-def test_turns_are_dispatched_ahead_and_never_more_than_allowed():
-    bench = seated(decoding(turns_ahead=3), request("a", max_tokens=20))
+def test_steps_are_dispatched_ahead_and_never_more_than_allowed():
+    bench = seated(decoding(steps_in_flight=3), request("a", max_tokens=20))
     assert len(bench.made(RunDecode)) == 3
     bench.read()
     assert len(bench.made(RunDecode)) == 4
 
 
-def test_the_last_turn_is_the_last_even_before_its_token_is_read():
-    bench = seated(decoding(turns_ahead=5), request("a", max_tokens=4))
+def test_the_last_step_is_the_last_even_before_its_token_is_read():
+    bench = seated(decoding(steps_in_flight=5), request("a", max_tokens=4))
     assert len(bench.made(RunDecode)) == 3  # the first token came with the commit
     assert bench.free_pages == 64
     bench.read_all()
@@ -155,7 +155,7 @@ def test_the_last_turn_is_the_last_even_before_its_token_is_read():
 
 def test_a_stop_is_learnt_late_and_its_pages_come_back_then():
     each = stopping("a", after=3)
-    bench = seated(decoding(turns_ahead=4), each)
+    bench = seated(decoding(steps_in_flight=4), each)
     bench.read()
     held = bench.free_pages
     bench.read()
@@ -165,21 +165,21 @@ def test_a_stop_is_learnt_late_and_its_pages_come_back_then():
 
 
 def test_a_slot_is_retired_before_it_is_given_away():
-    bench = seated(decoding(num_slots=1, beds_ahead=1), stopping("a", after=3), request("b"))
+    bench = seated(decoding(num_slots=1, reservations_ahead=1), stopping("a", after=3), request("b"))
     bench.read_all()
     admitting = [run.plan for run in bench.made(RunDecode) if run.plan.admit]
     assert [plan.retire for plan in admitting] == [(), (0,)]
 
 
-def test_pages_are_granted_in_the_turn_that_first_needs_them():
-    bench = seated(decoding(reserve_tokens=1, turns_ahead=1), request("a", 4, max_tokens=9))
+def test_pages_are_granted_in_the_step_that_first_needs_them():
+    bench = seated(decoding(reserve_tokens=1, steps_in_flight=1), request("a", 4, max_tokens=9))
     bench.read_all()
     granted = [(number, grant.index) for number, run in enumerate(bench.made(RunDecode)) for grant in run.plan.grants]
-    assert granted == [(4, 2)]  # positions 4 to 7 came with the admission, position 8 is the fifth turn's
+    assert granted == [(4, 2)]  # positions 4 to 7 came with the admission, position 8 is the fifth step's
 
 
 def test_the_table_is_as_wide_as_the_longest_active_sequence_needs():
-    bench = seated(decoding(turns_ahead=1), request("a", 14, max_tokens=40))
+    bench = seated(decoding(steps_in_flight=1), request("a", 14, max_tokens=40))
     widths = [run.plan.table_pages for run in bench.made(RunDecode)]
     while bench.pending:
         bench.read()
@@ -200,26 +200,26 @@ def test_when_pages_run_out_the_youngest_of_the_lowest_priority_gives_way():
     assert tokens_of(bench, "urgent") == definition(urgent)[1:]
 
 
-def test_a_sequence_alone_among_empty_beds_waits_instead_of_giving_way():
+def test_a_sequence_alone_among_empty_reservations_waits_instead_of_giving_way():
     first = request("first", 4, max_tokens=20)
     bench = seated(decoding(num_pages=8, reserve_tokens=1), first)
-    assert bench.reserve(request("bed", 18, max_tokens=2))
+    assert bench.reserve(request("reservation", 18, max_tokens=2))
     bench.read_all()
     assert not bench.said(Preempted) and not bench.said(Ended)
-    bench.abort("bed")
+    bench.abort("reservation")
     bench.read_all()
     assert tokens_of(bench, "first") == definition(first)[1:]
 
 
-@pytest.mark.parametrize("step", ["reserved", "arrived", "committed", "decoding", "turns read"])
+@pytest.mark.parametrize("step", ["reserved", "arrived", "committed", "decoding", "steps read"])
 def test_an_abort_at_any_step_returns_every_page_and_is_acknowledged(step):
     bench, each = decoding(), request("a", max_tokens=30)
     bench.reserve(each)
-    if step in ("arrived", "decoding", "turns read"):
+    if step in ("arrived", "decoding", "steps read"):
         bench.arrive(each)
-    if step in ("committed", "decoding", "turns read"):
+    if step in ("committed", "decoding", "steps read"):
         bench.commit(each)
-    if step == "turns read":
+    if step == "steps read":
         bench.read()
     bench.abort("a")
     assert bench.free_pages == 64 and bench.said(AbortAck) == [AbortAck("a", 1)]
@@ -295,19 +295,19 @@ def test_a_lease_begins_anew_with_every_part_and_every_word_of_the_source():
     assert bench.said(Abort)[0].reason is FinishReason.TIMEOUT and bench.free_pages == 64
 
 
-def test_a_source_that_missed_its_ack_gets_another_and_one_without_a_bed_an_abort():
+def test_a_source_that_missed_its_ack_gets_another_and_one_without_a_reservation_an_abort():
     bench = seated(decoding(), request("a", max_tokens=40))
     bench.says(Renew("a", 1), OTHER)
     assert len(bench.said(Ack)) == 2
     bench.says(Renew("a", 7), OTHER)
-    assert bench.said(Abort) == [Abort("a", 7, "no such bed")]
+    assert bench.said(Abort) == [Abort("a", 7, "no such reservation")]
 
 
 def test_pages_that_are_held_already_are_nobodys_to_fill_and_are_read():
     each = request("a", 10, max_tokens=6)
     bench, cache = decoding(), Owner("cache", 0)
     held = bench.worker.pool.take(2, cache, PageState.CACHED) or ()
-    bench.worker.beds.held_prefix = lambda _: held
+    bench.worker.decode_side.held_prefix = lambda _: held
     bench.fill(each, held)
     assert bench.reserve(each) and bench.free_pages == 64 - 2 - 2
     (reserved,) = bench.said(Reserved)
@@ -327,7 +327,7 @@ def test_a_word_that_is_for_a_router_is_refused_by_name_and_changes_nothing():
     assert tokens_of(bench, "a") == definition(request("a"))[1:]
 
 
-def test_kv_for_pages_of_another_bed_or_from_another_source_is_dropped():
+def test_kv_for_pages_of_another_reservation_or_from_another_source_is_dropped():
     bench = decoding()
     for each in (request("a", 6), request("b", 6)):
         assert bench.reserve(each)
@@ -347,7 +347,7 @@ def test_a_commit_of_another_source_or_of_another_length_does_not_admit():
         assert bench.reserve(request(name, 6))
         bench.arrive(request(name, 6))
     bench.take(Received(WorkerId("stranger"), Commit("a", 1, Sampled(3), 6, 1)))
-    assert not bench.made(RunDecode) and [each.detail for each in bench.said(Abort)] == ["no such bed"]
+    assert not bench.made(RunDecode) and [each.detail for each in bench.said(Abort)] == ["no such reservation"]
     bench.says(Commit("b", 2, Sampled(3), 10**6, 1), OTHER)
     assert not bench.made(RunDecode) and "commits 1000000 tokens of 6" in bench.said(Abort)[-1].detail
     bench.commit(request("a", 6))
@@ -364,14 +364,14 @@ def test_kv_of_another_epoch_is_dropped():
     assert next(type(effect) for effect in effects) is DropKV and not bench.made(InsertKV)
 
 
-def test_a_commit_without_a_bed_is_answered_with_an_abort():
+def test_a_commit_without_a_reservation_is_answered_with_an_abort():
     bench, each = decoding(), request("a")
     bench.epochs["a"] = 5
     bench.commit(each)
-    assert bench.said(Abort) == [Abort("a", 5, "no such bed")]
+    assert bench.said(Abort) == [Abort("a", 5, "no such reservation")]
 
 
-def test_a_lease_that_runs_out_frees_the_bed_and_tells_the_router():
+def test_a_lease_that_runs_out_frees_the_reservation_and_tells_the_router():
     bench, each = decoding(), request("a")
     bench.reserve(each, lease_s=5.0)
     bench.fire("destination/1/a")
@@ -384,8 +384,8 @@ def test_a_lease_does_not_end_a_sequence_that_decodes():
     assert not bench.said(Abort) and bench.free_pages < 64
 
 
-def test_a_failed_turn_ends_its_sequences_and_no_others():
-    bench = seated(decoding(num_microbatches=2, turns_ahead=1), request("a"), request("b"))
+def test_a_failed_step_ends_its_sequences_and_no_others():
+    bench = seated(decoding(num_microbatches=2, steps_in_flight=1), request("a"), request("b"))
     broken, kept = bench.made(RunDecode)
     bench.pending.popleft()
     bench.fail(broken.plan.plan_id)
@@ -396,7 +396,7 @@ def test_a_failed_turn_ends_its_sequences_and_no_others():
 
 
 def test_logits_that_are_no_numbers_end_their_sequence_as_an_error_and_no_other():
-    bench = seated(decoding(turns_ahead=1), request("a"), request("b"))
+    bench = seated(decoding(steps_in_flight=1), request("a"), request("b"))
     done = bench.pending.popleft()
     broken = DecodeDone(done.plan_id, ((done.sampled[0][0], Sampled(BROKEN)), *done.sampled[1:]))
     bench.take(broken)
@@ -427,7 +427,7 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_as_an_error_and_ships_nothing
 
 
 def test_prompts_are_packed_and_long_ones_cut():
-    bench = prefilling(prefills_ahead=1)
+    bench = prefilling(chunks_in_flight=1)
     bench.start(request("first", 3))
     for name, tokens in (("b", 20), ("c", 4)):
         bench.start(request(name, tokens))
@@ -442,7 +442,7 @@ def test_prompts_are_packed_and_long_ones_cut():
 
 
 def test_the_next_chunk_is_planned_before_the_last_one_is_read():
-    bench = prefilling(prefills_ahead=2)
+    bench = prefilling(chunks_in_flight=2)
     bench.start(request("long", 40))
     assert len(bench.made(RunPrefill)) == 2
 
@@ -480,8 +480,8 @@ def test_pages_that_the_destination_holds_are_not_shipped():
     bench.start(each, cached_pages=3)
     bench.read_all()
     assert [(part.source_pages, part.destination_pages) for run in bench.made(RunPrefill) for part in run.ships] == [
-        ((bench.worker.prompts.prompts[Owner("a", 1)].pages[3],), (4,)),
-        ((bench.worker.prompts.prompts[Owner("a", 1)].pages[4],), (5,)),
+        ((bench.worker.prefill_side.sequences[Owner("a", 1)].pages[3],), (4,)),
+        ((bench.worker.prefill_side.sequences[Owner("a", 1)].pages[4],), (5,)),
     ]
     assert [message.num_parts for message in bench.said(Commit)] == [2]
 
@@ -504,9 +504,9 @@ def test_a_worker_that_learns_says_from_where_on_it_streams():
         bench.now_s += 1e-3
         bench.read()
     bench.says(Ack("a", 1, wire_s=2.0), OTHER)
-    learnt = bench.worker.prompts.streaming
+    learnt = bench.worker.prefill_side.streaming
     assert 0 < bench.said(View)[-1].stream_tokens != told and learnt is not None and "ms" in learnt.describe()
-    assert not prefilling(transfer=TransferMode.CHUNK).worker.prompts.streaming
+    assert not prefilling(transfer=TransferMode.CHUNK).worker.prefill_side.streaming
 
 
 def test_a_part_asked_for_again_is_the_same_pages_again():
@@ -533,7 +533,7 @@ def test_a_transfer_that_failed_is_shipped_again_until_it_has_had_its_tries():
 
 
 def test_a_source_renews_the_lease_from_its_start_to_its_ack():
-    bench = prefilling(prefills_ahead=1, prefill_buckets=(8,))
+    bench = prefilling(chunks_in_flight=1, prefill_buckets=(8,))
     bench.start(request("a", 20), lease_s=6.0)
     for beats in range(1, 4):
         bench.fire("renew/1/a")
@@ -548,13 +548,13 @@ def test_a_source_renews_the_lease_from_its_start_to_its_ack():
 def test_an_abort_of_the_other_end_is_told_to_the_router():
     bench = prefilling()
     bench.start(request("a", 9))
-    bench.says(Abort("a", 1, "no such bed"), OTHER)
-    assert bench.said(Abort) == [Abort("a", 1, f"{OTHER}: no such bed")] and bench.free_pages == 64
-    bench.says(Abort("a", 1, "no such bed"), OTHER)
+    bench.says(Abort("a", 1, "no such reservation"), OTHER)
+    assert bench.said(Abort) == [Abort("a", 1, f"{OTHER}: no such reservation")] and bench.free_pages == 64
+    bench.says(Abort("a", 1, "no such reservation"), OTHER)
     assert len(bench.said(Abort)) == 1
 
 
-def test_a_colocated_bed_is_kept_while_its_prompt_lives():
+def test_a_colocated_reservation_is_kept_while_its_prompt_lives():
     bench, each = Bench(worker("both", Role.COLOCATED)), request("a")
     bench.reserve(each, lease_s=5.0)
     bench.start(each, decode=bench.worker.config.worker, timeout_s=50.0)
@@ -596,7 +596,7 @@ def test_in_layer_mode_each_group_of_each_chunk_leaves_by_itself():
 
 
 def test_a_prompt_that_is_aborted_half_way_commits_nothing_of_what_has_left():
-    bench = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,), prefills_ahead=1)
+    bench = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,), chunks_in_flight=1)
     bench.start(request("a", 20))
     bench.read()
     bench.abort("a")
@@ -606,7 +606,7 @@ def test_a_prompt_that_is_aborted_half_way_commits_nothing_of_what_has_left():
 
 @pytest.mark.parametrize("mode", [TransferMode.WHOLE, TransferMode.CHUNK, TransferMode.LAYER])
 def test_pages_on_their_way_are_booked_as_such(mode):
-    bench = prefilling(transfer=mode, prefill_buckets=(8,), prefills_ahead=1, layer_groups=((0, 1), (1, 2)))
+    bench = prefilling(transfer=mode, prefill_buckets=(8,), chunks_in_flight=1, layer_groups=((0, 1), (1, 2)))
     bench.start(request("a", 20))
     whole = mode is TransferMode.WHOLE
     assert bench.worker.pool.count(PageState.IN_FLIGHT) == (0 if whole else 2)
@@ -639,7 +639,7 @@ def test_a_cancelled_prompt_returns_every_page(reads):
     bench.abort("long")
     assert bench.free_pages == 64
     bench.read_all()
-    assert bench.worker.idle and not bench.worker.prompts.waiting_tokens
+    assert bench.worker.idle and not bench.worker.prefill_side.waiting_tokens
 
 
 def test_a_prompt_said_twice_is_computed_once():
@@ -651,7 +651,7 @@ def test_a_prompt_said_twice_is_computed_once():
 
 
 def test_a_failed_chunk_ends_its_prompts_and_no_others():
-    bench = prefilling(prefills_ahead=2)
+    bench = prefilling(chunks_in_flight=2)
     bench.start(request("a"))
     bench.start(request("b"))
     bench.pending.popleft()
@@ -661,7 +661,7 @@ def test_a_failed_chunk_ends_its_prompts_and_no_others():
     assert [transfer.transfer.handoff for transfer in bench.made(ShipKV)] == ["b"]
 
 
-def test_a_colocated_prompt_computes_in_the_pages_of_its_bed():
+def test_a_colocated_prompt_computes_in_the_pages_of_its_reservation():
     bench, each = Bench(worker("both", Role.COLOCATED)), request("a", 9, max_tokens=6)
     assert bench.reserve(each)
     (reserved,) = bench.said(Reserved)
@@ -672,7 +672,7 @@ def test_a_colocated_prompt_computes_in_the_pages_of_its_bed():
     assert tokens_of(bench, "a") == definition(each) and bench.free_pages == 64 and not bench.made(ShipKV)
 
 
-def test_a_colocated_prompt_without_its_bed_does_not_start():
+def test_a_colocated_prompt_without_its_reservation_does_not_start():
     bench, each = Bench(worker("both", Role.COLOCATED)), request("a")
     bench.reserve(each)
     bench.abort("a")
@@ -680,8 +680,8 @@ def test_a_colocated_prompt_without_its_bed_does_not_start():
     assert not bench.made(RunPrefill) and bench.worker.idle
 
 
-def test_when_every_sequence_waits_for_pages_prompts_go_on_without_turns_between():
-    sizes = {"num_pages": 8, "reserve_tokens": 1, "prefill_buckets": (8,), "prefills_ahead": 1}
+def test_when_every_sequence_waits_for_pages_prompts_go_on_without_steps_between():
+    sizes = {"num_pages": 8, "reserve_tokens": 1, "prefill_buckets": (8,), "chunks_in_flight": 1}
     bench = Bench(worker("both", Role.COLOCATED, **sizes))
     first, second = request("first", 4, max_tokens=20), request("second", 18, max_tokens=2, arrival_s=1.0)
     assert bench.reserve(first)
@@ -689,7 +689,7 @@ def test_when_every_sequence_waits_for_pages_prompts_go_on_without_turns_between
     bench.read()
     assert bench.reserve(second)
     bench.read_all()
-    assert not bench.said(Ended), "the first was to wait for a page of the second's bed"
+    assert not bench.said(Ended), "the first was to wait for a page of the second's reservation"
     bench.start(second, decode=bench.worker.config.worker)
     bench.read_all()
     assert tokens_of(bench, "first") == definition(first) and tokens_of(bench, "second") == definition(second)[:1]

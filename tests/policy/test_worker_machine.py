@@ -54,8 +54,8 @@ class SideMachine(RuleBasedStateMachine):
                 page_size=2,
                 num_slots=slots * microbatches,
                 num_microbatches=microbatches,
-                turns_ahead=ahead,
-                prefills_ahead=ahead,
+                steps_in_flight=ahead,
+                chunks_in_flight=ahead,
                 reserve_tokens=reserve,
                 prefill_buckets=(4,),
                 table_buckets=(4, 9),
@@ -98,7 +98,7 @@ class SideMachine(RuleBasedStateMachine):
         assert self.bench.free_pages == self.bench.worker.config.num_pages
 
 
-class BedsMachine(SideMachine):
+class DecodeSideMachine(SideMachine):
     """The decode side: reservations, commits, arrivals, aborts and results in any order."""
 
     role = Role.DECODE
@@ -127,7 +127,7 @@ class BedsMachine(SideMachine):
     def arrive(self, data: st.DataObject) -> None:
         each = self.requests[data.draw(st.sampled_from(sorted(self.bench.epochs)))]
         part = data.draw(st.integers(0, parts_of(each) - 1))
-        waited = each.request_id in {owner.handoff for owner in self.bench.worker.beds.beds}
+        waited = each.request_id in {owner.handoff for owner in self.bench.worker.decode_side.sequences}
         kinds = {type(effect) for effect in self.bench.arrive(each, part, parts_of(each))}
         assert len(kinds & {InsertKV, DropKV}) == 1
         assert waited or DropKV in kinds
@@ -183,8 +183,8 @@ class PromptsMachine(SideMachine):
             assert self.tokens_of(name) == definition(self.requests[name])[:1]
 
 
-TestBedsMachine = BedsMachine.TestCase
+TestDecodeSideMachine = DecodeSideMachine.TestCase
 TestPromptsMachine = PromptsMachine.TestCase
-TestBedsMachine.settings = TestPromptsMachine.settings = settings(
+TestDecodeSideMachine.settings = TestPromptsMachine.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None
 )

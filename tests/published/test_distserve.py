@@ -7,12 +7,13 @@ is attained past saturation depends on the length of a run. Three seeds. Prompts
 batches those that together stay under the length that fills a device (512 tokens), and ours are longer in the mean.
 This was settled after a look at the results: prompts cut into chunks of 512, tried first, give a mean error of 3.0
 points and a goodput of 2.27 for opt-13b, but 8.1 points and .787 for opt-66b (and 19.2 points for vLLM on opt-13b, with
-our turn-taking in place of its prompts-first rule). Whole prompts in batches of up to 2048 tokens were tried, too, on
+our step-taking in place of its prompts-first rule). Whole prompts in batches of up to 2048 tokens were tried, too, on
 opt-13b: 97, 96 and 93 % at 2, 2.5 and 3 requests/s a GPU.
 
-DistServe parks finished prompts in its prefill worker's memory until the decode worker has room; ours holds a bed
-before it starts a prompt. So the decode worker is given its own memory, as it would be, and once both workers' memory
-("parked"), which stands for their way. What is out of its band is marked, with the reason, and printed all the same.
+DistServe parks finished prompts in its prefill worker's memory until the decode worker has room; ours holds a
+reservation before it starts a prompt. So the decode worker is given its own memory, as it would be, and once both
+workers' memory ("parked"), which stands for their way. What is out of its band is marked, with the reason, and
+printed all the same.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import pytest
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec, published
 from jdisagg.sim.cost_models import CostModel, distserve_kv_tokens
-from jdisagg.sim.fleet import Fleet, Sizes, fleet, published
 from jdisagg.sim.traces import Trace, poisson, read_lengths
 from tests.published.full_files import full_file
 from tests.published.gates import between, hold, relative
@@ -45,10 +46,12 @@ MESHES = {
 }
 SEEDS = 3
 BANDS = {"DistServe": 5.0, "vLLM": 15.0}  # mean distance of a curve's points, in points of attainment
-PLAIN = Sizes(2048, chunk_tokens=2048, reserve_tokens=32, prefills_ahead=1, turns_ahead=1)  # nothing cut, nothing ahead
+PLAIN = Sizes(
+    2048, chunk_tokens=2048, reserve_tokens=32, chunks_in_flight=1, steps_in_flight=1
+)  # nothing cut, nothing ahead
 SIZES = {
     "DistServe": replace(PLAIN, max_chunk_seqs=1),
-    "vLLM": replace(PLAIN, decode_turns_per_prefill=0),  # prompts first, as vLLM 0.2 did
+    "vLLM": replace(PLAIN, decode_steps_per_chunk=0),  # prompts first, as vLLM 0.2 did
 }
 
 
@@ -72,7 +75,7 @@ def curve(model: str, system: str) -> list[dict[str, float]]:
     return [{key: float(value) for key, value in row.items() if key not in ("model", "system")} for row in rows]
 
 
-def room(model: str, system: str, memory: str) -> Fleet:
+def room(model: str, system: str, memory: str) -> ClusterSpec:
     """Costs as published; with memory "parked" the decode worker holds what prefill's would park besides its own."""
     mesh = MeshSpec.parse(MESHES[model, system])
     cost_of = published(model, system.lower())
@@ -83,10 +86,10 @@ def room(model: str, system: str, memory: str) -> Fleet:
         cost, tokens = cost_of(place)
         return cost, tokens + (parked if place.role is Role.DECODE else 0)
 
-    return fleet(mesh, SIZES[system], with_room)
+    return cluster_spec(mesh, SIZES[system], with_room)
 
 
-def attained(work: Trace, given: Fleet, point: dict[str, float]) -> float:
+def attained(work: Trace, given: ClusterSpec, point: dict[str, float]) -> float:
     """Percent of one run."""
     cluster = Cluster(given.workers, given.costs, given.links, message_s=0.0)
     outcome = cluster.run(work)
@@ -131,7 +134,7 @@ def goodput(rates: list[float], percents: list[float], share: float = 90.0) -> f
     return rates[-1] if percents[-1] >= share else rates[0]
 
 
-BEDS_FIRST = "a bed is held before its prompt starts, so the first token waits for decode memory"
+BEDS_FIRST = "a reservation is held before its prompt starts, so the first token waits for decode memory"
 BETWEEN = "theirs, 2.31, lies between ours: 1.87 with decode's own memory, over 3 (the end) with both workers'"
 
 

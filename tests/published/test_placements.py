@@ -16,8 +16,8 @@ import pytest
 
 from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.worker_config import Role
+from jdisagg.sim.cluster_spec import ClusterSpec, cluster_spec, published
 from jdisagg.sim.cost_models import CostModel, distserve_kv_tokens
-from jdisagg.sim.fleet import Fleet, fleet, published
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.space import Candidate, Space
@@ -34,7 +34,7 @@ def lengths(request: pytest.FixtureRequest) -> Path:
     return full_file(request, LENGTHS)
 
 
-def parked(model: str, candidate: Candidate) -> Fleet:
+def parked(model: str, candidate: Candidate) -> ClusterSpec:
     """Costs as published; decode workers hold what prefill's would park, too."""
     cost_of, places = published(model), candidate.mesh.workers()
     prefills = [each for each in places if each.role is Role.PREFILL]
@@ -45,7 +45,7 @@ def parked(model: str, candidate: Candidate) -> Fleet:
         cost, tokens = cost_of(place)
         return cost, tokens + (room // decodes if place.role is Role.DECODE else 0)
 
-    return fleet(candidate.mesh, SIZES["DistServe"], with_room)
+    return cluster_spec(candidate.mesh, SIZES["DistServe"], with_room)
 
 
 def best_placements(path: Path, model: str, objectives: Objectives, candidates: list[Candidate]) -> list[tuple]:

@@ -2,10 +2,10 @@
 
 A fifth of each design's machines at a fifth of the rate, 40 s of Poisson arrivals, lengths drawn from Azure's traces
 (`--data_dir`), rates on a grid of 5 requests/s of the whole design. A rate is met when all nine slowdowns against an
-idle DGX-A100 are within the paper's limits. Prompts run whole and one by one; a baseline fuses a prompt with the turn
+idle DGX-A100 are within the paper's limits. Prompts run whole and one by one; a baseline fuses a prompt with the step
 beside it; KV crosses ports of 200 GB/s once its prompt ends; pages are those that 90 % of the memory leaves. Finished
-prompts are parked where they were computed until a token machine has room; ours holds a bed before, so token machines
-get the prompt machines' memory, too.
+prompts are parked where they were computed until a token machine has room; ours holds a reservation before, so token
+machines get the prompt machines' memory, too.
 
 Their simulator looks a step of b sequences up as a context of b tokens, so that decoding hardly slows with load. Both
 ways are held here: "as theirs", which gives back the published ratios, and ours, keyed by batch and context, which says
@@ -24,8 +24,8 @@ import pytest
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.worker_config import Role
+from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec
 from jdisagg.sim.cost_models import CostModel, Roofline
-from jdisagg.sim.fleet import Fleet, Sizes, fleet
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome, Record
@@ -110,7 +110,7 @@ def kv_tokens(device: str) -> int:
     return Roofline(IDLE.model, hardware(device), 8, "float16").kv_tokens()
 
 
-def built(design: Design, theirs: bool) -> Fleet:
+def built(design: Design, theirs: bool) -> ClusterSpec:
     def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
         if place.role is not Role.DECODE:
             runs, parked = splitwise(MODEL, design.prompt_device), 0
@@ -126,12 +126,12 @@ def built(design: Design, theirs: bool) -> Fleet:
         num_slots=SLOTS,
         chunk_tokens=16384,
         max_chunk_seqs=1,
-        prefills_ahead=1,
-        turns_ahead=1,
+        chunks_in_flight=1,
+        steps_in_flight=1,
         reserve_tokens=128,
         fused_steps=not design.token_machines,
     )
-    return fleet(design.mesh(), sizes, cost_of, PORT_BYTES_PER_S)
+    return cluster_spec(design.mesh(), sizes, cost_of, PORT_BYTES_PER_S)
 
 
 def slowdowns(outcome: Outcome) -> dict[str, np.ndarray]:
@@ -242,7 +242,7 @@ def test_split_designs_serve_more_code_than_baselines(code, split, miss):
 
 def test_a_step_is_that_of_its_batch_and_longer_for_more_context():
     """512 prompt tokens and half of 128 a sequence are what the batches were measured with."""
-    runs, turn = splitwise(MODEL, "h100"), DecodePlan(1, 0, tuple(range(64)), 1)
-    assert runs.decode_s(turn, 64 * 576) == pytest.approx(63.82e-3, rel=1e-3)
-    assert runs.decode_s(turn, 64 * 1500) > 1.15 * runs.decode_s(turn, 64 * 576)
-    assert AsTheirs(runs).decode_s(turn, 64 * 1500) < 37e-3
+    runs, step = splitwise(MODEL, "h100"), DecodePlan(1, 0, tuple(range(64)), 1)
+    assert runs.decode_s(step, 64 * 576) == pytest.approx(63.82e-3, rel=1e-3)
+    assert runs.decode_s(step, 64 * 1500) > 1.15 * runs.decode_s(step, 64 * 576)
+    assert AsTheirs(runs).decode_s(step, 64 * 1500) < 37e-3

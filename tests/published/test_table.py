@@ -5,14 +5,14 @@ from pathlib import Path
 from tests.published.gates import absolute, relative
 from tests.published.table import BEGIN, END, Collector, full_table, insert, summary
 
-MISSED = relative("goodput | 13B", 2.3, 3.0, 0.2, "beds first")
+MISSED = relative("goodput | 13B", 2.3, 3.0, 0.2, "reservations first")
 FOUND = Collector({"test_arithmetic": [absolute("nodes", 70, 70, 0), MISSED]}, {"no file in --data_dir": 3})
 
 
 def test_a_row_says_target_published_ours_band_verdict_and_why():
     table = full_table(FOUND)
     assert "| nodes | 70 | 70 | ±0 | within |  |" in table
-    assert "| goodput / 13B | 2.3 | 3 | ±20 % | outside | beds first |" in table
+    assert "| goodput / 13B | 2.3 | 3 | ±20 % | outside | reservations first |" in table
     assert "Not run: 3 tests, no file in --data_dir." in table
 
 

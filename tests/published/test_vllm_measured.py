@@ -2,7 +2,7 @@
 
 300 requests each, ShareGPT's lengths, about 10 a second, Llama-3.1-8B on one card; chunked prefill, 2048 tokens a step
 at most. Our router and worker schedule them: prompts are packed whole where vLLM cuts them to fill a step, and the
-token budget is the prompts' alone, where vLLM's counts decoding sequences, too. The engine fuses a chunk with the turn
+token budget is the prompts' alone, where vLLM's counts decoding sequences, too. The engine fuses a chunk with the step
 beside it, grows by the page and preempts the youngest, as vLLM does. One constant was chosen by looking at the first
 run: 1 ms of host work a step.
 
@@ -24,8 +24,8 @@ import pytest
 
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
+from jdisagg.sim.cluster_spec import Sizes, by_kernels, cluster_spec
 from jdisagg.sim.cost_models import Model
-from jdisagg.sim.fleet import Sizes, by_kernels, fleet
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.kernel_tables import KernelTables, shipped_kernels
 from jdisagg.sim.outcome import METRICS
@@ -38,9 +38,9 @@ VLLM = Sizes(
     32768,
     chunk_tokens=2048,
     reserve_tokens=1,
-    prefills_ahead=1,
-    turns_ahead=1,
-    beds_ahead=0,
+    chunks_in_flight=1,
+    steps_in_flight=1,
+    reservations_ahead=0,
     fused_steps=True,
 )
 
@@ -80,7 +80,7 @@ def kernels(gpu: str) -> KernelTables:
 
 def ours(run: Run, work: Trace, **sizes: int) -> dict[str, np.ndarray]:
     chosen = replace(VLLM, num_slots=run.sequences, max_chunk_seqs=run.sequences, **sizes)
-    given = fleet(MeshSpec.parse("colocated:tp1"), chosen, by_kernels(lambda _: kernels(run.gpu), run.kv_tokens))
+    given = cluster_spec(MeshSpec.parse("colocated:tp1"), chosen, by_kernels(lambda _: kernels(run.gpu), run.kv_tokens))
     cluster = simulated(given, message_s=0.0)
     outcome = cluster.run(work)
     cluster.check_all_ended()

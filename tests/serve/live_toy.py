@@ -13,8 +13,8 @@ from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.machine import PendingDecode
-from jdisagg.engine.toy import ToyMachine
+from jdisagg.engine.executor import PendingDecode
+from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -31,22 +31,22 @@ MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
 class Paused:
     """A pending decode that takes `pause_s` to read."""
 
-    turn: PendingDecode
+    step: PendingDecode
     pause_s: float
 
     def read(self) -> DecodeDone:
         time.sleep(self.pause_s)
-        return self.turn.read()
+        return self.step.read()
 
 
-class SlowToy(ToyMachine):
-    """A toy whose decode turns take `pause_s` seconds."""
+class SlowToy(ToyExecutor):
+    """A toy whose decode steps take `pause_s` seconds."""
 
     pause_s = 0.0
 
     def run_decode(self, plan: DecodePlan) -> PendingDecode:
-        turn = super().run_decode(plan)
-        return Paused(turn, self.pause_s) if self.pause_s else turn
+        step = super().run_decode(plan)
+        return Paused(step, self.pause_s) if self.pause_s else step
 
 
 def worker_config(name: str, role: Role, num_pages: int) -> WorkerConfig:

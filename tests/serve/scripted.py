@@ -67,8 +67,8 @@ def tokens(request: Request, ids: list[int], reason: FinishReason | None = None)
 
 def echo(request: Request) -> Iterator[Step]:
     """The prompt again and again, rotated by the seed where it is not greedy, until max_tokens."""
-    turn = 0 if request.sampling.greedy else request.sampling.seed % len(request.prompt)
-    turned = list(request.prompt[turn:] + request.prompt[:turn])
+    step = 0 if request.sampling.greedy else request.sampling.seed % len(request.prompt)
+    turned = list(request.prompt[step:] + request.prompt[:step])
     times = request.sampling.max_tokens // len(turned) + 1
     yield from tokens(request, turned * times)
 

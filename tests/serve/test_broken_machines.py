@@ -1,4 +1,4 @@
-"""Machines that raise, once or for ever, and a driver thread that dies: every request ends, and the front says so."""
+"""Executors that raise, once or for ever, and a driver thread that dies: every request ends, and the front says so."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.machine import GroupDone, Machine
-from jdisagg.engine.toy import ToyMachine, ToyParcel, toy_output
+from jdisagg.engine.executor import Executor, GroupDone
+from jdisagg.engine.toy import ToyExecutor, ToyParcel, toy_output
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -53,7 +53,7 @@ class Late:
 class Breakable:
     """A machine that raises at the named parts of its work while their count lasts."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Executor) -> None:
         self.machine, self.config = machine, machine.config
         self.left: dict[str, int] = {}
 
@@ -106,7 +106,7 @@ def flipped(parcel: Any) -> Any:
 
 
 class Stack:
-    def __init__(self, machines: list[Machine], router: Actor | None = None) -> None:
+    def __init__(self, machines: list[Executor], router: Actor | None = None) -> None:
         self.machines = {machine.config.worker: Breakable(machine) for machine in machines}
         configs = [machine.config for machine in machines]
         self.workers = {config.worker: Worker(config) for config in configs}
@@ -125,9 +125,9 @@ class Stack:
         return self.service.running == 0 and all(pool.free_pages == pool.num_pages for pool in pools)
 
 
-def toys(*roles: Role) -> list[Machine]:
+def toys(*roles: Role) -> list[Executor]:
     names = [f"{role}-{index}" for index, role in enumerate(roles)]
-    return [ToyMachine(worker_config(name, role, 64)) for name, role in zip(names, roles, strict=True)]
+    return [ToyExecutor(worker_config(name, role, 64)) for name, role in zip(names, roles, strict=True)]
 
 
 PAIR = (Role.PREFILL, Role.DECODE)
@@ -179,7 +179,7 @@ def test_one_failure_of_any_part_costs_time_and_no_token(roles: tuple[Role, ...]
 
 
 @pytest.mark.slow
-def test_a_real_mesh_that_fails_a_turn_or_has_a_bit_flipped_draws_the_same_tokens_again() -> None:
+def test_a_real_mesh_that_fails_a_step_or_has_a_bit_flipped_draws_the_same_tokens_again() -> None:
     asked = [Request(each.request_id, each.prompt, stacks.GREEDY, each.arrival_s) for each in requests(4)]
     with started(Stack(list(stacks.warm_pair(2, 2)))) as stack:
         right = answers(stack, asked)

@@ -138,7 +138,7 @@ def test_a_client_that_vanishes_within_its_body_is_forgotten(front: Front) -> No
     assert len(front.service.seen) == 1
 
 
-def test_choices_over_the_parallel_limit_wait_for_their_turn(front: Front) -> None:
+def test_choices_over_the_parallel_limit_wait_for_their_step(front: Front) -> None:
     most = 0
 
     def script(request: Request) -> Iterator[Step]:

@@ -137,7 +137,7 @@ def _families(metrics: Metrics, prefix: str) -> set[str]:
     return {family.name for family in found if family.name.startswith(prefix)}
 
 
-def test_waiting_turns_to_running_when_a_prefill_holds_the_request() -> None:
+def test_waiting_steps_to_running_when_a_prefill_holds_the_request() -> None:
     with toy_stack() as stack:
         folds: list[tuple[float, float]] = []
 

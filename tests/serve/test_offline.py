@@ -47,7 +47,7 @@ def test_a_failed_prompt_gets_no_line_so_that_the_next_run_takes_it_up() -> None
         assert run(stack, [offline.Job(0, [5, 6, 7], {}), offline.Job(1, [5], {})]) == (2, {})
 
 
-def test_prompts_of_a_batch_wait_for_their_turn_however_long_it_takes() -> None:
+def test_prompts_of_a_batch_wait_for_their_step_however_long_it_takes() -> None:
     with toy_stack(queue_timeout_s=0.1) as stack:
         stack.machines[WorkerId("decode-0")].pause_s = 0.02
         start_s = time.monotonic()

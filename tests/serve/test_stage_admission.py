@@ -11,8 +11,8 @@ from jdisagg.core.events import ROUTER, Cancel
 from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.engine.gates import HeldTurn
-from jdisagg.engine.toy import ToyMachine, ToyParcel, toy_output
+from jdisagg.engine.gates import HeldStep
+from jdisagg.engine.toy import ToyExecutor, ToyParcel, toy_output
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import worker_config
 from tests.serve.test_broken_machines import PAIR, Stack, answer, answers, requests, started
@@ -20,8 +20,8 @@ from tests.serve.test_broken_machines import PAIR, Stack, answer, answers, reque
 STAGES = {"layer_groups": ((0, 2), (2, 4)), "transfer": TransferMode.LAYER}
 
 
-class LateToy(ToyMachine):
-    """The parts of its last stage land `late_s` later than they did; it counts turns that had to wait."""
+class LateToy(ToyExecutor):
+    """The parts of its last stage land `late_s` later than they did; it counts steps that had to wait."""
 
     late_s = 0.0
     waited = 0
@@ -35,7 +35,7 @@ class LateToy(ToyMachine):
 
     def run_decode(self, plan: DecodePlan):
         pending = super().run_decode(plan)
-        self.waited += isinstance(pending, HeldTurn) and not pending.done
+        self.waited += isinstance(pending, HeldStep) and not pending.done
         return pending
 
 
@@ -43,7 +43,7 @@ def stack_of(late_s: float) -> tuple[Stack, LateToy]:
     prefill, decode = (worker_config(f"{role}-0", role, 64) for role in PAIR)
     late = LateToy(replace(decode, num_microbatches=2, **STAGES))
     late.late_s = late_s
-    return Stack([ToyMachine(replace(prefill, **STAGES)), late]), late
+    return Stack([ToyExecutor(replace(prefill, **STAGES)), late]), late
 
 
 def right(asked) -> list:

@@ -18,7 +18,7 @@ def chunk_s(bucket: int, tokens: float, context: float) -> float:
     return 1e-3 * bucket + 1e-4 * tokens + 1e-5 * context
 
 
-def turn_s(batch: float, context: float) -> float:
+def step_s(batch: float, context: float) -> float:
     return 2e-3 + 1e-4 * batch + 1e-5 * context
 
 
@@ -34,7 +34,7 @@ def pool(role: Role, pp: int = 1) -> Pool:
         for context in (0, 50, 100)
     )
     cells = [(batch, context) for batch in BATCHES for context in CONTEXTS] if role.decodes else []
-    decode = tuple(DecodeTime(32, *cell, turn_s(*cell), (turn_s(*cell) / pp,) * pp) for cell in cells)
+    decode = tuple(DecodeTime(32, *cell, step_s(*cell), (step_s(*cell) / pp,) * pp) for cell in cells)
     return Pool(config_of(role, pp), 1, pp, prefill, decode, admit_s=5e-4)
 
 

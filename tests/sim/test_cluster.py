@@ -12,7 +12,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.fleet import Sizes, fleet, longest, published
+from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
 from jdisagg.sim.outcome import Outcome, write_csv
 from jdisagg.sim.sequence import Sequence
 from jdisagg.sim.spans import SpanLog, Work
@@ -32,7 +32,7 @@ def one(inputs: int, outputs: int) -> Trace:
 
 
 def cluster(mesh: str, work: Trace, port_bytes_per_s: float | None = None, message_s: float = 0.0, **sizes) -> Cluster:
-    given = fleet(MeshSpec.parse(mesh), Sizes(longest(work), **sizes), published("opt-13b"), port_bytes_per_s)
+    given = cluster_spec(MeshSpec.parse(mesh), Sizes(longest(work), **sizes), published("opt-13b"), port_bytes_per_s)
     return Cluster(given.workers, given.costs, given.links, message_s=message_s)
 
 
@@ -61,7 +61,7 @@ def test_every_request_ends_once_with_the_tokens_it_asked_for_and_all_pages_come
 def test_pages_that_run_out_preempt_and_nothing_is_lost(mesh):
     """Pages for a few sequences, of which only the first tokens are reserved."""
     work = poisson(Trace(np.zeros(30), np.full(30, 50), np.full(30, 150)), 50.0)
-    given = fleet(MeshSpec.parse(mesh), Sizes(longest(work), reserve_tokens=1), published("opt-13b"))
+    given = cluster_spec(MeshSpec.parse(mesh), Sizes(longest(work), reserve_tokens=1), published("opt-13b"))
     workers = [replace(config, num_pages=40) for config in given.workers]
     hosted = Cluster(workers, given.costs, given.links)
     outcome = hosted.run(work)
@@ -80,12 +80,12 @@ def test_equal_inputs_give_equal_outcomes_and_other_seeds_do_not():
 
 
 def test_a_lone_requests_times_are_its_costs():
-    """OPT-13B at TP 1: a prefill of 1000 tokens, then 9 turns whose context grows by one."""
+    """OPT-13B at TP 1: a prefill of 1000 tokens, then 9 steps whose context grows by one."""
     record = run(MESHES[2].replace("2x", ""), one(1000, 10)).records[0]
-    turns = [(19.934702624895458 + 0.0006269356524350583 * (1001 + i) + 0.03850697740828398) / 1e3 for i in range(9)]
+    steps = [(19.934702624895458 + 0.0006269356524350583 * (1001 + i) + 0.03850697740828398) / 1e3 for i in range(9)]
     assert record.ttft_s == pytest.approx((18.10254647486372 + 101.9122572698738 + 7.122264314252114) / 1e3)
-    assert record.latency_s - record.ttft_s == pytest.approx(sum(turns))
-    assert record.tpot_s == pytest.approx(sum(turns) / 9)
+    assert record.latency_s - record.ttft_s == pytest.approx(sum(steps))
+    assert record.tpot_s == pytest.approx(sum(steps) / 9)
 
 
 def test_the_ledgers_parts_sum_to_the_latency_and_the_transfer_is_bytes_over_bandwidth():
@@ -100,7 +100,7 @@ def test_prompts_that_leave_together_share_the_way_out():
     """The second is computed well before the first has left."""
     work = Trace(np.zeros(2), np.array([900, 900]), np.array([2, 2]))
     alone_s = run(MESHES[0], one(900, 2), 1e9, transfer=TransferMode.WHOLE).parts_s()["transfer"]
-    outcome = run(MESHES[0], work, 1e9, transfer=TransferMode.WHOLE, prefills_ahead=1)
+    outcome = run(MESHES[0], work, 1e9, transfer=TransferMode.WHOLE, chunks_in_flight=1)
     marks = [dict(record.ledger.marks) for record in outcome.records if record.ledger is not None]
     began_ns, ended_ns = min(each[Mark.FIRST_TOKEN] for each in marks), max(each[Mark.COMMITTED] for each in marks)
     assert (ended_ns - began_ns) / 1e9 == pytest.approx(2 * alone_s)
@@ -114,14 +114,14 @@ def test_streamed_chunks_hide_most_of_the_transfer():
     assert chunk < whole / 3
 
 
-def test_two_stages_turn_two_microbatches_in_the_time_of_one():
+def test_two_stages_step_two_microbatches_in_the_time_of_one():
     work = Trace(np.zeros(2), np.array([4, 4]), np.array([60, 60]))
-    alone, both = (run("colocated:pp2tp1", each, turns_ahead=1).span_s for each in (one(4, 60), work))
+    alone, both = (run("colocated:pp2tp1", each, steps_in_flight=1).span_s for each in (one(4, 60), work))
     assert both < 1.1 * alone
 
 
-def test_turns_dispatched_ahead_still_wait_for_the_token_that_they_feed():
-    ends = [run("colocated:pp2tp1", one(4, 60), turns_ahead=ahead).span_s for ahead in (1, 2)]
+def test_steps_dispatched_ahead_still_wait_for_the_token_that_they_feed():
+    ends = [run("colocated:pp2tp1", one(4, 60), steps_in_flight=ahead).span_s for ahead in (1, 2)]
     assert ends[0] == pytest.approx(ends[1])
 
 
@@ -171,7 +171,7 @@ def test_clients_think_before_they_ask_again():
 
 def test_a_log_has_all_work_and_every_change_of_the_pages():
     work, log = trace(20), SpanLog()
-    given = fleet(MeshSpec.parse(MESHES[0]), Sizes(longest(work)), published("opt-13b"), 5e9)
+    given = cluster_spec(MeshSpec.parse(MESHES[0]), Sizes(longest(work)), published("opt-13b"), 5e9)
     outcome = Cluster(given.workers, given.costs, given.links, log=log).run(work)
     for name, share in outcome.busy.items():
         worker = WorkerId(name)

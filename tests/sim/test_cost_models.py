@@ -22,7 +22,7 @@ def prefill(*spans: tuple[int, int]) -> PrefillPlan:
     return PrefillPlan(1, chunks, 4096, 1)
 
 
-def turn(batch: int) -> DecodePlan:
+def step(batch: int) -> DecodePlan:
     return DecodePlan(1, 0, tuple(range(batch)), 1)
 
 
@@ -35,10 +35,10 @@ def test_distserves_lines_give_its_milliseconds():
     assert fit.prefill_s(prefill((0, 512))) == pytest.approx(
         18.1025e-3 + 0.101912e-3 * 512 + 7.1223e-9 * 512**2, rel=1e-4
     )
-    assert fit.decode_s(turn(64), 50_000) == pytest.approx(
+    assert fit.decode_s(step(64), 50_000) == pytest.approx(
         19.9347e-3 + 0.626936e-6 * 50_000 + 0.038507e-3 * 64, rel=1e-4
     )
-    assert fit.decode_s(turn(95), 50_000) == pytest.approx(7.16619e-3 + 0.5798e-6 * 50_000 + 0.158311e-3 * 95, rel=1e-4)
+    assert fit.decode_s(step(95), 50_000) == pytest.approx(7.16619e-3 + 0.5798e-6 * 50_000 + 0.158311e-3 * 95, rel=1e-4)
 
 
 @pytest.mark.parametrize("cost", [distserve_fit("opt-66b", 4), Roofline(Model(model("llama3-8b")), H100)])
@@ -52,8 +52,8 @@ def test_a_prompt_in_chunks_costs_its_squares_once_and_each_plan_its_own_fixed_p
 
 @pytest.mark.parametrize("cost", [distserve_fit("opt-13b", 2), Roofline(Model(model("llama3-70b")), H100, 4)])
 def test_decoding_slows_with_the_batch_and_with_the_context_alone(cost):
-    assert cost.decode_s(turn(64), 10_000) > cost.decode_s(turn(1), 10_000)
-    assert cost.decode_s(turn(16), 100_000) > cost.decode_s(turn(16), 10_000)
+    assert cost.decode_s(step(64), 10_000) > cost.decode_s(step(1), 10_000)
+    assert cost.decode_s(step(16), 100_000) > cost.decode_s(step(16), 10_000)
 
 
 def test_a_lone_decode_step_reads_layers_and_head_once():
@@ -61,7 +61,7 @@ def test_a_lone_decode_step_reads_layers_and_head_once():
     cost = Roofline(Model(model("llama3-8b")), H100, host_s=0.0)
     layers, head = 32 * (4096 * 10240 + 3 * 4096 * 14336) * 2, 128256 * 4096 * 2
     assert cost.weight_bytes == layers + 2 * head
-    assert cost.decode_s(turn(1), 0) == pytest.approx((layers + head) / (H100.hbm_bytes_per_s * 0.83))
+    assert cost.decode_s(step(1), 0) == pytest.approx((layers + head) / (H100.hbm_bytes_per_s * 0.83))
 
 
 def test_a_long_prefill_is_bound_by_its_flops():
@@ -74,9 +74,9 @@ def test_a_long_prefill_is_bound_by_its_flops():
 
 def test_a_fused_step_reads_the_weights_once_for_both():
     cost = Roofline(Model(model("llama3-8b")), H100)
-    alone_s = cost.prefill_s(prefill((0, 64))) + cost.decode_s(turn(8), 8_000)
+    alone_s = cost.prefill_s(prefill((0, 64))) + cost.decode_s(step(8), 8_000)
     weights_s = (cost.weight_bytes - model("llama3-8b").head_params * 2) / (H100.hbm_bytes_per_s * 0.83)
-    assert alone_s - cost.fused_s(prefill((0, 64)), turn(8), 8_000) == pytest.approx(weights_s + cost.host_s)
+    assert alone_s - cost.fused_s(prefill((0, 64)), step(8), 8_000) == pytest.approx(weights_s + cost.host_s)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "qwen3-32b"])

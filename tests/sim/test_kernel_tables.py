@@ -10,16 +10,16 @@ import pytest
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
+from jdisagg.sim.cluster_spec import Sizes, by_kernels, cluster_spec
 from jdisagg.sim.cost_models import Model, Roofline, distserve_fit
-from jdisagg.sim.fleet import Sizes, by_kernels, fleet
 from jdisagg.sim.fused import FusedCluster, simulated
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.kernel_tables import Grid, KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.traces import Trace, poisson
-from tests.sim.test_cost_models import prefill, turn
+from tests.sim.test_cost_models import prefill, step
 
 PLANE = {(x, y): 3.0 * x + 5.0 * y + 7.0 for x in (1.0, 2.0, 8.0) for y in (4.0, 16.0)}
-FUSED = Sizes(4096, prefills_ahead=1, turns_ahead=1, reserve_tokens=8, fused_steps=True)
+FUSED = Sizes(4096, chunks_in_flight=1, steps_in_flight=1, reserve_tokens=8, fused_steps=True)
 
 
 def tables(host_s: float = 0.0) -> KernelTables:
@@ -42,22 +42,22 @@ def test_a_lone_step_is_the_sum_of_its_rows():
     """One sequence of 1024 tokens: the rows of the files for 1 token, 1 sequence and (1, 1024)."""
     layer = 2 * 2.416 + 35.8297 + 2.709 + 25.664 + 159.488 + 2.67733 + 85.5257 + 14.592
     once = 3.14667 + 2.42167 + 714.006 + 24.746
-    assert tables().decode_s(turn(1), 1024) == pytest.approx((32 * layer + once) / 1e6)
+    assert tables().decode_s(step(1), 1024) == pytest.approx((32 * layer + once) / 1e6)
 
 
 def test_a_fused_step_costs_less_than_both_and_more_than_either():
     cost = tables()
-    chunk, decode = cost.prefill_s(prefill((0, 512))), cost.decode_s(turn(32), 32_000)
-    fused = cost.fused_s(prefill((0, 512)), turn(32), 32_000)
+    chunk, decode = cost.prefill_s(prefill((0, 512))), cost.decode_s(step(32), 32_000)
+    fused = cost.fused_s(prefill((0, 512)), step(32), 32_000)
     assert max(chunk, decode) < fused < chunk + decode
-    assert tables(1e-3).fused_s(prefill((0, 512)), turn(32), 32_000) == pytest.approx(fused + 1e-3)
+    assert tables(1e-3).fused_s(prefill((0, 512)), step(32), 32_000) == pytest.approx(fused + 1e-3)
 
 
 def test_shards_pay_for_two_all_reduces_a_layer():
     cost = tables()
     shard = replace(cost, tp=2, link_bytes_per_s=1e9, link_s=1e-3)
     row_s = 4096 * 2 / 1e9
-    assert shard.decode_s(turn(1), 64) - cost.decode_s(turn(1), 64) == pytest.approx(32 * 2 * (1e-3 + row_s))
+    assert shard.decode_s(step(1), 64) - cost.decode_s(step(1), 64) == pytest.approx(32 * 2 * (1e-3 + row_s))
 
 
 def work(requests: int = 40) -> Trace:
@@ -69,7 +69,7 @@ def test_a_cluster_that_fuses_ends_its_requests_sooner_and_each_of_them_once():
     latencies = {}
     for fuses in (True, False):
         sizes = replace(FUSED, fused_steps=fuses)
-        given = fleet(MeshSpec.parse("colocated:tp1"), sizes, by_kernels(lambda _: tables(), 100_000))
+        given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, by_kernels(lambda _: tables(), 100_000))
         cluster = simulated(given)
         assert isinstance(cluster, FusedCluster) is fuses
         outcome = cluster.run(work())
@@ -80,7 +80,7 @@ def test_a_cluster_that_fuses_ends_its_requests_sooner_and_each_of_them_once():
 
 
 def test_fused_prefill_and_decode_workers_hand_over_as_others_do():
-    given = fleet(MeshSpec.parse("prefill:tp1,decode:tp1"), FUSED, by_kernels(lambda _: tables(), 100_000), 1e9)
+    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), FUSED, by_kernels(lambda _: tables(), 100_000), 1e9)
     cluster = simulated(given)
     outcome = cluster.run(work(10))
     cluster.check_all_ended()
@@ -91,11 +91,11 @@ def test_fused_prefill_and_decode_workers_hand_over_as_others_do():
     ("sizes", "cost", "says"),
     [
         (FUSED, distserve_fit("opt-13b", 1), "PublishedFit has no price for a fused step"),
-        (replace(FUSED, turns_ahead=2), Roofline(Model(model("llama3-8b")), hardware("h100")), "not \\(1, 2, 1\\)"),
+        (replace(FUSED, steps_in_flight=2), Roofline(Model(model("llama3-8b")), hardware("h100")), "not \\(1, 2, 1\\)"),
     ],
 )
 def test_what_cannot_be_fused_is_refused(sizes, cost, says):
-    given = fleet(MeshSpec.parse("colocated:tp1"), sizes, lambda _: (cost, 100_000))
+    given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, lambda _: (cost, 100_000))
     with pytest.raises(ConfigError, match=says):
         simulated(given)
 

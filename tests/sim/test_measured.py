@@ -14,18 +14,18 @@ from jdisagg.core.worker_config import TransferMode, bucket
 from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.fused import simulated
-from jdisagg.sim.measured import Line, Measured, Surface, fleet_of, way_of
+from jdisagg.sim.measured import Line, Measured, Surface, cluster_spec_of, transfer_line_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import SharedCluster
 from jdisagg.sim.traces import Trace, poisson
-from tests.sim.profiles import BUCKETS, BYTES_PER_S, LATENCY_S, PAGE_BYTES, chunk_s, profile, turn_s
+from tests.sim.profiles import BUCKETS, BYTES_PER_S, LATENCY_S, PAGE_BYTES, chunk_s, profile, step_s
 
 MESHES = ["prefill:tp1,decode:tp1", "colocated:2xtp1", "prefill:2xtp1,decode:pp2tp1"]
 SLOW = {"prefill": {"prefill": 1.0, "decode": 0.5}, "decode": {"prefill": 0.25, "decode": 1.0}}
 
 
 def cost(mesh: str = MESHES[0], worker: str = "decode-0", **given) -> Measured:
-    found = fleet_of(profile(mesh, **given), MeshSpec.parse(mesh)).costs[WorkerId(worker)]
+    found = cluster_spec_of(profile(mesh, **given), MeshSpec.parse(mesh)).costs[WorkerId(worker)]
     assert isinstance(found, Measured)
     return found
 
@@ -36,12 +36,12 @@ def chunks(*spans: tuple[int, int]) -> PrefillPlan:
     return PrefillPlan(1, tuple(made), bucket(min(tokens, BUCKETS[-1]), BUCKETS), 32)
 
 
-def turn(batch: int) -> DecodePlan:
+def step(batch: int) -> DecodePlan:
     return DecodePlan(1, 0, tuple(range(batch)), 32)
 
 
 def run(mesh: str, work: Trace, **given) -> Outcome:
-    hosted = simulated(fleet_of(profile(mesh, **given), MeshSpec.parse(mesh)))
+    hosted = simulated(cluster_spec_of(profile(mesh, **given), MeshSpec.parse(mesh)))
     outcome = hosted.run(work)
     hosted.check_all_ended()
     return outcome
@@ -68,14 +68,14 @@ def test_packed_prompts_count_as_one_with_as_many_pairs():
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 4), (4, 64), (3, 20), (2, 100), (8, 300)])
-def test_a_turn_takes_what_its_batch_and_its_context_say_beyond_the_table_too(batch, context):
-    assert cost().decode_s(turn(batch), batch * context) == pytest.approx(turn_s(batch, context))
+def test_a_step_takes_what_its_batch_and_its_context_say_beyond_the_table_too(batch, context):
+    assert cost().decode_s(step(batch), batch * context) == pytest.approx(step_s(batch, context))
 
 
-def test_who_joins_a_turn_and_the_host_are_paid_for():
-    joined = replace(turn(1), admit=("somebody",))
+def test_who_joins_a_step_and_the_host_are_paid_for():
+    joined = replace(step(1), admit=("somebody",))
     with_host = cost(host=Host(1e-3, 2e-3, 0.0))
-    assert with_host.decode_s(joined, 4) == pytest.approx(turn_s(1, 4) + 2e-3 + 5e-4)
+    assert with_host.decode_s(joined, 4) == pytest.approx(step_s(1, 4) + 2e-3 + 5e-4)
 
 
 def test_nothing_is_faster_than_the_least_that_was_timed_and_nothing_falls_beyond_the_table():
@@ -92,11 +92,11 @@ def test_parts_of_kv_are_whole_pages_of_their_own_layers():
 
 
 def test_the_way_is_a_line_through_the_transfers():
-    way = way_of(profile().transfers)
+    way = transfer_line_of(profile().transfers)
     assert way.latency_s == pytest.approx(LATENCY_S) and way.bytes_per_s == pytest.approx(BYTES_PER_S)
-    assert way_of(()) == (way_of([], "int8"))
+    assert transfer_line_of(()) == (transfer_line_of([], "int8"))
     falling = [TransferTime("chunk", "raw", 1, size, seconds, 0.0) for size, seconds in ((10, 3.0), (20, 2.0))]
-    assert way_of(falling).bytes_per_s is None and way_of(falling).latency_s == 2.5
+    assert transfer_line_of(falling).bytes_per_s is None and transfer_line_of(falling).latency_s == 2.5
 
 
 # ---------------------------------------------------------------------- fleets
@@ -107,7 +107,7 @@ def test_the_way_is_a_line_through_the_transfers():
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_request_ends_on_a_profiled_fleet(mesh, slowdown, mode):
     work = trace()
-    hosted = simulated(fleet_of(profile(mesh, slowdown=slowdown), MeshSpec.parse(mesh), mode))
+    hosted = simulated(cluster_spec_of(profile(mesh, slowdown=slowdown), MeshSpec.parse(mesh), mode))
     outcome = hosted.run(work)
     hosted.check_all_ended()
     assert isinstance(hosted, SharedCluster) == bool(slowdown)
@@ -115,11 +115,11 @@ def test_every_request_ends_on_a_profiled_fleet(mesh, slowdown, mode):
 
 
 def test_one_profile_answers_for_other_numbers_and_roles_of_workers_and_says_what_it_lacks():
-    fleet = fleet_of(profile(), MeshSpec.parse("colocated:3xtp1"))
-    assert [config.worker for config in fleet.workers] == ["colocated-0", "colocated-1", "colocated-2"]
-    assert {config.role for config in fleet.workers} == {"colocated"}
+    cluster_spec = cluster_spec_of(profile(), MeshSpec.parse("colocated:3xtp1"))
+    assert [config.worker for config in cluster_spec.workers] == ["colocated-0", "colocated-1", "colocated-2"]
+    assert {config.role for config in cluster_spec.workers} == {"colocated"}
     with pytest.raises(ConfigError, match=r"decode-0 is decode:pp2tp1; the profile is of decode:pp1tp1"):
-        fleet_of(profile(), MeshSpec.parse("prefill:tp1,decode:pp2"))
+        cluster_spec_of(profile(), MeshSpec.parse("prefill:tp1,decode:pp2"))
 
 
 def test_a_profile_is_read_as_it_was_written_and_other_files_are_refused(tmp_path):
@@ -141,7 +141,7 @@ def test_a_profile_is_read_as_it_was_written_and_other_files_are_refused(tmp_pat
 @pytest.mark.parametrize("mesh", [*MESHES, "colocated:pp2tp1"])
 def test_devices_that_do_not_hold_each_other_up_are_the_clusters_own(mesh):
     """The same times, up to the last bits of sums."""
-    found = fleet_of(profile(mesh), MeshSpec.parse(mesh), TransferMode.LAYER)
+    found = cluster_spec_of(profile(mesh), MeshSpec.parse(mesh), TransferMode.LAYER)
     given = found.workers, found.costs
     ends = [
         [(each.first_s, each.end_s) for each in hosted.run(trace()).records]
@@ -157,7 +157,7 @@ def test_two_prompts_on_two_workers_take_as_much_longer_as_was_measured():
     assert together - host_s == pytest.approx(2 * (alone - host_s), rel=0.02)
 
 
-def test_a_turn_beside_a_prompt_is_held_up_only_as_long_as_the_prompt_is_there():
+def test_a_step_beside_a_prompt_is_held_up_only_as_long_as_the_prompt_is_there():
     """A long answer, and a prompt that arrives while it is made."""
     lone = Trace(np.zeros(1), np.array([8]), np.array([60]))
     both = Trace(np.array([0.0, 0.08]), np.array([8, 16]), np.array([60, 1]))

@@ -19,7 +19,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.sim import plots, report
 from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.fleet import Sizes, fleet, longest, published
+from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
 from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, Outcome, Point, columns, goodput_rps, write_csv
 from jdisagg.sim.parquet import write_parquet
 from jdisagg.sim.report import Story
@@ -32,7 +32,7 @@ GOOD = SLO(0.4, 0.1)
 def simulated(mesh: str, requests: int = 40) -> tuple[Outcome, SpanLog]:
     draw = np.random.default_rng(0)
     work = poisson(Trace(np.zeros(requests), draw.integers(50, 900, requests), draw.integers(1, 40, requests)), 4.0)
-    given, log = fleet(MeshSpec.parse(mesh), Sizes(longest(work)), published("opt-13b"), 5e9), SpanLog()
+    given, log = cluster_spec(MeshSpec.parse(mesh), Sizes(longest(work)), published("opt-13b"), 5e9), SpanLog()
     return Cluster(given.workers, given.costs, given.links, log=log).run(work), log
 
 
@@ -131,7 +131,7 @@ def test_a_gantt_shows_a_window_of_the_busiest_worker_and_no_more_rows_than_fit(
     assert plots.in_order(log.workers)[:3] == ["prefill-0", "prefill-1", "prefill-2"]
 
 
-def test_decode_turns_without_a_gap_and_of_one_batch_are_one_span():
+def test_decode_steps_without_a_gap_and_of_one_batch_are_one_span():
     log = SpanLog()
     for start_s, amount in ((0.0, 2), (1.0, 2), (2.0, 3), (4.0, 3)):
         log.did(WorkSpan(WorkerId("decode-0"), Work.DECODE, start_s, start_s + 1, amount))

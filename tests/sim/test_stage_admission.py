@@ -11,9 +11,9 @@ from jdisagg.core.request import FinishReason, Request
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
 from jdisagg.sim.costs import Costs
 from jdisagg.sim.faults import Faults
-from jdisagg.sim.fleet import Sizes, fleet, longest, published
 from jdisagg.sim.world import World
 from tests.sim.cases import definition, reasons, request, worker
 from tests.sim.test_cluster import one
@@ -88,9 +88,9 @@ def test_a_sequence_begins_before_its_last_part_and_has_its_second_token_sooner(
     assert second_s[True] < second_s[False]
 
 
-def test_a_simulated_turn_begins_when_its_gates_are_open():
+def test_a_simulated_step_begins_when_its_gates_are_open():
     work = one(900, 12)
-    given = fleet(MeshSpec.parse("prefill:tp1,decode:pp2tp1"), Sizes(longest(work)), published("opt-13b"), 1e9)
+    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:pp2tp1"), Sizes(longest(work)), published("opt-13b"), 1e9)
     ended_s = {}
     for on in (True, False):
         workers = [

@@ -28,7 +28,7 @@ from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import TransferMode, WorkerConfig
-from jdisagg.engine.toy import VOCAB, ToyMachine
+from jdisagg.engine.toy import VOCAB, ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -62,7 +62,7 @@ class Late:
         time.sleep(self.late_s)
 
 
-class LateToy(ToyMachine):
+class LateToy(ToyExecutor):
     """A toy that answers up to 3 ms late."""
 
     luck = random.Random(5)
@@ -189,7 +189,7 @@ def test_the_replay_takes_a_journal_through_the_simulator(toys, tmp_path, capsys
     assert f"{len(entries)} events, same decisions in virtual time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [{"num_slots": 2}, {"turns_ahead": 1}, {"num_pages": 39}])
+@pytest.mark.parametrize("change", [{"num_slots": 2}, {"steps_in_flight": 1}, {"num_pages": 39}])
 def test_another_scheduler_is_found_out(toys, change):
     header, entries = toys
     measured = measure(header, entries)

@@ -56,7 +56,7 @@ def test_a_stop_token_ends_the_output_wherever_it_comes(workers, after):
     assert len(world.output(each.request_id)) == after
 
 
-def test_a_stop_at_the_first_token_gives_the_reserved_bed_back():
+def test_a_stop_at_the_first_token_gives_the_reserved_reservation_back():
     world, each = World(pair()), stopping("first", after=1)
     run_all(world, [each])
     assert not sent(world, Commit) and len(sent(world, Abort)) == 1
@@ -88,7 +88,7 @@ def test_the_first_token_is_told_before_its_kv_is_shipped():
     assert times[EmitTokens] < times[ShipKV] + 0.001 < committed
 
 
-def test_a_bed_is_reserved_before_its_prefill_starts():
+def test_a_reservation_is_reserved_before_its_prefill_starts():
     world = World(pair())
     run_all(world, [request(f"r{i}") for i in range(6)])
     kinds = [type(effect.message) for _, who, effect in world.effects if who == "router" and isinstance(effect, Send)]
@@ -102,8 +102,8 @@ def test_decode_goes_on_while_kv_is_on_its_way():
     world = World(pair(), costs=Costs(ship_s=0.5))
     run_all(world, [request("a", max_tokens=100), request("b", max_tokens=100, arrival_s=0.55)])
     shipped = next(at_s for at_s, _, effect in reversed(world.effects) if isinstance(effect, ShipKV))
-    turns = [at_s for at_s, _, effect in world.effects if isinstance(effect, RunDecode)]
-    assert sum(shipped < at_s < shipped + 0.05 for at_s in turns) > 10
+    steps = [at_s for at_s, _, effect in world.effects if isinstance(effect, RunDecode)]
+    assert sum(shipped < at_s < shipped + 0.05 for at_s in steps) > 10
 
 
 def test_a_colocated_worker_ships_nothing():
@@ -113,8 +113,8 @@ def test_a_colocated_worker_ships_nothing():
     assert not sent(world, Commit)
 
 
-def test_in_a_colocated_worker_turns_and_chunks_alternate():
-    world = World(colocated(decode_turns_per_prefill=1, prefill_buckets=(8,)))
+def test_in_a_colocated_worker_steps_and_chunks_alternate():
+    world = World(colocated(decode_steps_per_chunk=1, prefill_buckets=(8,)))
     run_all(world, [request("runs", max_tokens=60), *(request(f"p{i}", 40, arrival_s=0.01) for i in range(3))])
     plans = [type(effect) for _, _, effect in world.effects if isinstance(effect, RunDecode | RunPrefill)]
     after = plans[plans.index(RunDecode) :]
@@ -124,7 +124,7 @@ def test_in_a_colocated_worker_turns_and_chunks_alternate():
 
 @both_layouts
 def test_a_preempted_request_loses_no_token_and_gets_none_twice(workers):
-    world = World([replace(each, num_pages=12, reserve_tokens=1, beds_ahead=0) for each in workers])
+    world = World([replace(each, num_pages=12, reserve_tokens=1, reservations_ahead=0) for each in workers])
     requests = [request(f"r{i}", 5, max_tokens=30, arrival_s=i * 1e-3) for i in range(4)]
     run_all(world, requests)
     assert sent(world, Preempted)
@@ -138,7 +138,7 @@ def test_the_oldest_of_the_highest_priority_is_never_preempted():
 
 
 def test_priority_goes_first_and_then_arrival():
-    world = World(colocated(num_slots=1, beds_ahead=0))
+    world = World(colocated(num_slots=1, reservations_ahead=0))
     requests = [
         request("a"),
         request("b", arrival_s=1e-4),
@@ -211,7 +211,7 @@ def test_a_request_that_no_pool_could_hold_ends_with_both_numbers():
 
 
 def test_a_wait_in_the_queue_has_a_deadline():
-    world = World(colocated(num_slots=1, beds_ahead=0), RouterConfig(queue_timeout_s=0.01))
+    world = World(colocated(num_slots=1, reservations_ahead=0), RouterConfig(queue_timeout_s=0.01))
     requests = [request("long", max_tokens=100), request("waits", arrival_s=1e-3)]
     for each in requests:
         world.submit(each, each.arrival_s)
@@ -372,7 +372,7 @@ def test_outstanding_work_is_struck_off_when_all_is_over():
 
 
 def test_a_reservation_that_is_refused_waits_for_capacity():
-    world = World(pair(num_slots=1, beds_ahead=0), costs=Costs(message_s=1e-3))
+    world = World(pair(num_slots=1, reservations_ahead=0), costs=Costs(message_s=1e-3))
     run_all(world, [request(f"r{i}", arrival_s=i * 1e-4) for i in range(5)])
     assert len(sent(world, StartPrefill)) == 5
     assert len(sent(world, Refused)) <= 5

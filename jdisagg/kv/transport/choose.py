@@ -16,12 +16,12 @@ import jax
 
 import jdisagg
 from jdisagg.core.errors import ConfigError, PeerMismatch, TransferRefused
+from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.inproc import Inproc
 from jdisagg.kv.transport.jax_transfer import jax_transfer
 from jdisagg.kv.transport.protocol import Transport
 from jdisagg.kv.transport.shm import shm
 from jdisagg.kv.transport.tcp import tcp
-from jdisagg.kv.transport.terms import Terms
 
 PROCESS = secrets.token_hex(8)  # of this process, for as long as it lives
 NAMES = ("inproc", "shm", "jax_transfer", "tcp", "nixl")
@@ -108,9 +108,9 @@ def _shared(name: str, mine: Capability, theirs: Capability) -> bool:
     return anywhere and name in mine.transports and name in theirs.transports
 
 
-def open_transport(name: str, terms: Terms) -> Transport:
+def open_transport(name: str, terms: TransportConfig) -> Transport:
     """A new transport of that name. Raises ConfigError where there is none."""
-    makers: dict[str, Callable[[Terms], Transport]] = {
+    makers: dict[str, Callable[[TransportConfig], Transport]] = {
         "inproc": Inproc,
         "shm": shm,
         "jax_transfer": jax_transfer,

@@ -14,8 +14,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from jdisagg.core.errors import BadTicket, PeerMismatch
-from jdisagg.kv.transport.patience import Patience
-from jdisagg.kv.transport.terms import Identity, Terms
+from jdisagg.kv.transport.config import Identity, TransportConfig
+from jdisagg.kv.transport.deadlines import Deadlines
 from jdisagg.kv.transport.wire import Wire
 
 PROTOCOL = 1
@@ -23,27 +23,27 @@ NONCE_BYTES = 32
 HELLO_BYTES = 8 << 10  # the longest record of a handshake
 
 
-def answer(wire: Wire, terms: Terms, patience: Patience) -> None:
+def answer(wire: Wire, terms: TransportConfig, deadlines: Deadlines) -> None:
     """The source's part. Raises PeerMismatch after telling the peer."""
     nonce = secrets.token_hex(NONCE_BYTES)
-    wire.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, patience)
-    theirs = wire.receive_record(patience, HELLO_BYTES)
+    wire.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, deadlines)
+    theirs = wire.receive_record(deadlines, HELLO_BYTES)
     if not _proves(theirs, "pulls", nonce + _nonce(theirs), terms.secret):
-        wire.send_record({"refused": "secret"}, patience)
+        wire.send_record({"refused": "secret"}, deadlines)
         raise PeerMismatch(f"{wire.peer} does not share our secret")
-    wire.send_record(_proof("offers", nonce + _nonce(theirs), terms), patience)
+    wire.send_record(_proof("offers", nonce + _nonce(theirs), terms), deadlines)
     compare(terms.identity, theirs["identity"], wire.peer)
 
 
-def greet(wire: Wire, terms: Terms, patience: Patience) -> None:
+def greet(wire: Wire, terms: TransportConfig, deadlines: Deadlines) -> None:
     """The destination's part. Raises PeerMismatch."""
-    theirs = wire.receive_record(patience, HELLO_BYTES)
+    theirs = wire.receive_record(deadlines, HELLO_BYTES)
     if theirs.get("jdisagg") != PROTOCOL:
         raise PeerMismatch(f"{wire.peer} speaks protocol {theirs.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
     nonce = secrets.token_hex(NONCE_BYTES)
     both = _nonce(theirs) + nonce
-    wire.send_record({"nonce": nonce} | _proof("pulls", both, terms), patience)
-    reply = wire.receive_record(patience, HELLO_BYTES)
+    wire.send_record({"nonce": nonce} | _proof("pulls", both, terms), deadlines)
+    reply = wire.receive_record(deadlines, HELLO_BYTES)
     if not _proves(reply, "offers", both, terms.secret):
         raise PeerMismatch(f"{wire.peer} does not share our secret")
     compare(terms.identity, reply["identity"], wire.peer)
@@ -69,7 +69,7 @@ def _nonce(record: dict[str, Any]) -> str:
     return nonce
 
 
-def _proof(role: str, nonces: str, terms: Terms) -> dict[str, Any]:
+def _proof(role: str, nonces: str, terms: TransportConfig) -> dict[str, Any]:
     identity = asdict(terms.identity)
     return {"identity": identity, "mac": _mac(role, nonces, identity, terms.secret)}
 

@@ -10,10 +10,10 @@ import jax
 from jax import Array
 
 from jdisagg.core.errors import TransferRefused
+from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.deadlines import Deadlines
 from jdisagg.kv.transport.offers import Ended, Offer, OfferTable
-from jdisagg.kv.transport.patience import Patience
 from jdisagg.kv.transport.protocol import Held
-from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, verify
 
 
@@ -22,7 +22,7 @@ class Inproc:
 
     name = "inproc"
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: TransportConfig) -> None:
         self.terms = terms
         self.address = f"inproc:{secrets.token_hex(8)}"
         self._offers = OfferTable(terms.offer_limit_bytes, terms.clock, _nothing_else_to_free)
@@ -38,8 +38,8 @@ class Inproc:
             raise TransferRefused(f"ticket {ticket.id} is for {ticket.address!r} and not for {self.address!r}")
         assert len(devices) == len(ticket.arrays), (len(devices), len(ticket.arrays))
         self._offers.expire(self.terms.clock())
-        patience = Patience(f"pull {ticket.id}", deadline_s, self.terms.clock)
-        patience.left_s()
+        deadlines = Deadlines(f"pull {ticket.id}", deadline_s, self.terms.clock)
+        deadlines.left_s()
         offer = self._offers.grant(ticket.id)
         sources = list(offer.arrays)
         try:
@@ -48,17 +48,17 @@ class Inproc:
             self._offers.end(ticket.id, Ended.BROKEN)
             raise TransferRefused(f"pull {ticket.id}: an offered array is lost ({error})") from error
         if self.terms.link is not None:
-            self._crawl(offer, sources, patience)
+            self._crawl(offer, sources, deadlines)
         return landed
 
-    def _crawl(self, offer: Offer, sources: list[Array], patience: Patience) -> None:
+    def _crawl(self, offer: Offer, sources: list[Array], deadlines: Deadlines) -> None:
         """Takes as long as the emulated link would, from the moment the arrays are computed."""
         assert self.terms.link is not None
-        offer.on_end = lambda: patience.call_off("the ticket ended")
-        if offer.patience.is_off:  # it ended before it could tell
+        offer.on_end = lambda: deadlines.call_off("the ticket ended")
+        if offer.deadlines.is_off:  # it ended before it could tell
             offer.on_end()
-        patience.wait_computed(sources)
-        patience.wait_until(self.terms.link.send(self.terms.clock(), offer.ticket.nbytes))
+        deadlines.wait_computed(sources)
+        deadlines.wait_until(self.terms.link.send(self.terms.clock(), offer.ticket.nbytes))
 
     def ack(self, ticket: Ticket) -> bool:
         self._offers.end(ticket.id, Ended.ACKED)

@@ -5,7 +5,7 @@ Its server is left nothing to decide. What was measured of it, and what is done 
   destination polls `is_ready` under its deadline;
 - the only way to end a pending pull is to poison its connection, and one whose server has died stays broken: so a
   connection carries one pull at a time, and after any failure it is poisoned and never used again;
-- timeouts are swept only when the server next hears something: the desk's tick makes it hear something;
+- timeouts are swept only when the server next hears something: the listener's tick makes it hear something;
 - an offer never pulled is kept for ever: at its end its arrays are deleted, which frees them at once.
 """
 
@@ -25,11 +25,11 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferFull
-from jdisagg.kv.transport.courier import Courier
-from jdisagg.kv.transport.desk import listen_tcp, split_address
+from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.endpoint import Endpoint
+from jdisagg.kv.transport.listener import listen_tcp, split_address
 from jdisagg.kv.transport.offers import Ended, Offer
-from jdisagg.kv.transport.patience import Patience
-from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import DTYPES, ID_BITS, Ticket
 from jdisagg.kv.transport.wire import Wire
 
@@ -38,15 +38,15 @@ COPIES, CHUNK_BYTES = 8, 4 << 20  # the defaults, 256 MiB chunks, reserve 6.4 GB
 LINGER_S = 5.0  # the server's own timeout is only a net under ours
 
 
-def jax_transfer(terms: Terms) -> Courier:
+def jax_transfer(terms: TransportConfig) -> Endpoint:
     """Between two processes of one jax version; each array goes between single devices of one platform."""
-    return Courier(terms, JaxCargo(terms))
+    return Endpoint(terms, JaxBackend(terms))
 
 
-class JaxCargo:
+class JaxBackend:
     name = "jax_transfer"
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: TransportConfig) -> None:
         self._terms = terms
         host = split_address(terms.advertise + ":0" if terms.advertise else terms.listen)[0]
         here = f"[{host}]:0" if ":" in host else f"{host}:0"
@@ -67,14 +67,14 @@ class JaxCargo:
     def listen(self) -> tuple[socket.socket, str]:
         return listen_tcp(self._terms)
 
-    def stow(self, offer: Offer) -> None:
+    def prepare_offer(self, offer: Offer) -> None:
         """Nothing yet: an offer that no one has asked for is not the server's to keep."""
 
     def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
         arrays = list(offer.arrays)
-        offer.patience.wait_computed(arrays, wire.must_be_quiet)
+        offer.deadlines.wait_computed(arrays, wire.must_be_quiet)
         offer.stowed = arrays
-        self._server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.patience.left_s() + LINGER_S))
+        self._server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.deadlines.left_s() + LINGER_S))
         return {"server": self._server.address()}
 
     def send(self, offer: Offer, wire: Wire) -> None:
@@ -92,7 +92,7 @@ class JaxCargo:
         return ticket.id
 
     def receive(
-        self, ticket: Ticket, room: int, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+        self, ticket: Ticket, room: int, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
     ) -> list[Array]:
         address = grant.get("server")
         if not isinstance(address, str):
@@ -121,7 +121,7 @@ class JaxCargo:
     def may_ack(self, ticket: Ticket) -> bool:
         return True
 
-    def let_go(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: Ended) -> None:
         """Deletes what was handed to the server and not fetched: it would keep it."""
         if how not in (Ended.ACKED, Ended.ACKED_HERE):
             for array in offer.stowed or ():
@@ -152,15 +152,15 @@ class JaxCargo:
         self._server.await_pull(secrets.randbits(ID_BITS), [self._tiny], timeout=in_seconds(0.0))
 
 
-def wait_landed(arrays: Sequence[Any], wire: Wire, patience: Patience) -> None:
-    """Raises PeerDead where the other server went away, or what the patience raises."""
+def wait_landed(arrays: Sequence[Any], wire: Wire, deadlines: Deadlines) -> None:
+    """Raises PeerDead where the other server went away, or what the deadlines raises."""
     while not all(array.is_ready() for array in arrays):
         wire.must_be_quiet()
-        patience.sleep(0.0005)
+        deadlines.sleep(0.0005)
     try:
         jax.block_until_ready(arrays)
     except RuntimeError as error:
-        raise PeerDead(f"{patience.what}: the transfer from {wire.peer} broke off ({str(error)[:200]})") from error
+        raise PeerDead(f"{deadlines.what}: the transfer from {wire.peer} broke off ({str(error)[:200]})") from error
 
 
 def in_seconds(seconds: float) -> datetime.datetime:

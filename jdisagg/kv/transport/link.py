@@ -36,7 +36,7 @@ class TokenBucket:
 
 
 class Link:
-    """A token bucket that many threads share. Give one to the `Terms` of the destination."""
+    """A token bucket that many threads share. Give one to the `TransportConfig` of the destination."""
 
     def __init__(self, gbit_per_s: float, latency_s: float = 0.0) -> None:
         self.gbit_per_s, self.latency_s = gbit_per_s, latency_s

@@ -57,7 +57,7 @@ def lend(buffer: Any, specs: Sequence[ArraySpec], note: Callable[[], None]) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class BufferLease:
     """A buffer cut into one view per array; `views` is emptied by whoever takes them."""
 
     id: int
@@ -83,7 +83,7 @@ class Buffers:
         self._dead: deque[int] = deque()
         self._numbers = itertools.count()
 
-    def take(self, specs: Sequence[ArraySpec]) -> Loan:
+    def take(self, specs: Sequence[ArraySpec]) -> BufferLease:
         """Raises TransferFull where it would not fit beside what is lent."""
         size = size_class(offsets_of(specs)[1])
         with self._lock:
@@ -101,9 +101,9 @@ class Buffers:
                 buffer = self._make(size)
             number = next(self._numbers)
             self._lent[number] = buffer
-        return Loan(number, lend(buffer, specs, lambda: self._dead.append(number)))
+        return BufferLease(number, lend(buffer, specs, lambda: self._dead.append(number)))
 
-    def give_back(self, loan: Loan) -> None:
+    def give_back(self, loan: BufferLease) -> None:
         """Ends a loan whose views went nowhere."""
         loan.views.clear()
         self._dead.append(loan.id)

@@ -27,14 +27,14 @@ from jax import Array
 from nixl_cu12 import nixl_agent, nixl_agent_config, nixl_thread_sync_t  # pyright: ignore[reportMissingImports]
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferRefused
-from jdisagg.kv.transport.courier import Courier
-from jdisagg.kv.transport.desk import listen_tcp
-from jdisagg.kv.transport.lines import exchange
-from jdisagg.kv.transport.memory import Buffers, Loan, offsets_of
+from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.connection_pool import exchange
+from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.endpoint import Endpoint
+from jdisagg.kv.transport.listener import listen_tcp
+from jdisagg.kv.transport.memory import BufferLease, Buffers, offsets_of
 from jdisagg.kv.transport.offers import Ended, Offer
-from jdisagg.kv.transport.patience import Patience
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
-from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Ticket
 from jdisagg.kv.transport.wire import Wire
 
@@ -42,22 +42,22 @@ POLL_S = 0.0002
 logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints to stdout
 
 
-def nixl(terms: Terms) -> Courier:
+def nixl(terms: TransportConfig) -> Endpoint:
     """Between two processes that both have the wheel."""
-    return Courier(terms, NixlCargo(terms))
+    return Endpoint(terms, NixlBackend(terms))
 
 
 @dataclass(eq=False, slots=True)
 class Room:
     """A receive buffer; `loan` is None where a read may still land in it."""
 
-    loan: Loan | None
+    loan: BufferLease | None
 
 
-class NixlCargo:
+class NixlBackend:
     name = "nixl"
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: TransportConfig) -> None:
         self._terms = terms
         self._agent = nixl_agent(
             f"jdisagg-{secrets.token_hex(8)}",  # new with every life of the process
@@ -68,26 +68,26 @@ class NixlCargo:
         self._incoming = Buffers(terms.pull_limit_bytes, self._make)
         self._lock = threading.Lock()
         self._known: dict[str, bytes] = {}  # other agents and the metadata that was loaded of them
-        self._stuck: list[tuple[Any, Loan]] = []  # reads that were given up and may still land
+        self._stuck: list[tuple[Any, BufferLease]] = []  # reads that were given up and may still land
 
     def listen(self) -> tuple[socket.socket, str]:
         return listen_tcp(self._terms)
 
-    def stow(self, offer: Offer) -> None:
+    def prepare_offer(self, offer: Offer) -> None:
         start_host_copies(offer.arrays)
 
     def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
         arrays = list(offer.arrays)
-        offer.patience.wait_computed(arrays, wire.must_be_quiet)
-        started_s = offer.patience.clock()
+        offer.deadlines.wait_computed(arrays, wire.must_be_quiet)
+        started_s = offer.deadlines.clock()
         offer.stowed = loan = self._outgoing.take(offer.ticket.arrays)  # given back as the offer dies
         for view, array in zip(loan.views, arrays, strict=True):
-            offer.patience.left_s()
+            offer.deadlines.left_s()
             np.copyto(view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8))
         offer.arrays.clear()
         with self._lock:
             metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        copied_s = offer.patience.clock() - started_s
+        copied_s = offer.deadlines.clock() - started_s
         return {"metadata": metadata, "at": loan.views[0].ctypes.data, "copied_s": copied_s}
 
     def send(self, offer: Offer, wire: Wire) -> None:
@@ -97,7 +97,7 @@ class NixlCargo:
         return Room(self._incoming.take(ticket.arrays))
 
     def receive(
-        self, ticket: Ticket, room: Room, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+        self, ticket: Ticket, room: Room, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
     ) -> list[Array]:
         metadata, at = grant.get("metadata"), grant.get("at")
         if not isinstance(metadata, str) or not isinstance(at, int) or room.loan is None:
@@ -122,7 +122,7 @@ class NixlCargo:
             self._known[name] = metadata
             return name
 
-    def _read(self, agent: str, at: int, nbytes: int, room: Room, wire: Wire, p: Patience) -> None:
+    def _read(self, agent: str, at: int, nbytes: int, room: Room, wire: Wire, p: Deadlines) -> None:
         """Fills the room from the agent's memory, or leaves it where a late read can do no harm."""
         assert room.loan is not None
         here = self._agent.get_xfer_descs([(room.loan.views[0].ctypes.data, nbytes, 0)], "DRAM")
@@ -159,7 +159,7 @@ class NixlCargo:
     def may_ack(self, ticket: Ticket) -> bool:
         return True
 
-    def let_go(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: Ended) -> None:
         """The buffer goes back with the offer itself: no peer that reads it late takes what it read."""
 
     def sweep(self) -> None:

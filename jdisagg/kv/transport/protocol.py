@@ -26,7 +26,9 @@ class Held:
 
 
 class Transport(Protocol):
-    """Any thread may call any method. Deadlines are absolute seconds of the transport's clock (`Terms.clock`)."""
+    """Any thread may call any method. Deadlines are absolute seconds of the transport's clock
+    (`TransportConfig.clock`).
+    """
 
     name: str
     address: str  # where its offers are pulled from; tickets carry it
@@ -35,7 +37,8 @@ class Transport(Protocol):
         """Source. Holds `arrays`, each on one device, computed or still being computed; returns at once.
 
         They are the transport's until the ticket ends: do not donate or delete them. At `deadline_s` the offer ends
-        by itself. Raises TransferFull (over `Terms.offer_limit_bytes`; nothing is held), BadTicket (cannot travel).
+        by itself. Raises TransferFull (over `TransportConfig.offer_limit_bytes`; nothing is held), BadTicket (cannot
+        travel).
         """
         ...
 
@@ -52,7 +55,8 @@ class Transport(Protocol):
     def ack(self, ticket: Ticket) -> bool:
         """Either end. The arrays are where they belong: the source lets go. False where the source was not reached.
 
-        From the destination it takes one round trip, `Terms.control_timeout_s` at the most; at the source, none.
+        From the destination it takes one round trip, `TransportConfig.control_timeout_s` at the most; at the source,
+        none.
         """
         ...
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jdisagg.core.errors import TransferCancelled, TransferFull, TransferRefused
+from jdisagg.kv.transport.deadlines import Clock
 from jdisagg.kv.transport.memory import lend, offsets_of, size_class
-from jdisagg.kv.transport.patience import Clock
 from jdisagg.kv.transport.ticket import ArraySpec
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

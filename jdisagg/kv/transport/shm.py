@@ -19,33 +19,33 @@ import numpy as np
 from jax import Array
 
 from jdisagg.core.errors import BadTicket, PeerDead
-from jdisagg.kv.transport.courier import Courier
-from jdisagg.kv.transport.desk import BACKLOG
-from jdisagg.kv.transport.lines import UNIX
+from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.connection_pool import UNIX
+from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.endpoint import Endpoint
+from jdisagg.kv.transport.listener import BACKLOG
 from jdisagg.kv.transport.memory import SPARE_SHARE, offsets_of
 from jdisagg.kv.transport.offers import Ended, Offer
-from jdisagg.kv.transport.patience import Patience
 from jdisagg.kv.transport.segments import Mappings, Segments
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
-from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Ticket
 from jdisagg.kv.transport.wire import Wire
 
 LONG_BYTES = 4 << 20  # worth another thread, and a word ahead
-PIECE_BYTES = 4 << 20  # between two looks at the patience
+PIECE_BYTES = 4 << 20  # between two looks at the deadlines
 COPIERS = 1  # beside the connection's own thread
 NOT_YET, WRITTEN = b"\0", b"\1"  # what comes with the descriptor, or after it
 
 
-def shm(terms: Terms) -> Courier:
+def shm(terms: TransportConfig) -> Endpoint:
     """Between two processes of one Linux host and user."""
-    return Courier(terms, ShmCargo(terms))
+    return Endpoint(terms, ShmBackend(terms))
 
 
-class ShmCargo:
+class ShmBackend:
     name = "shm"
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: TransportConfig) -> None:
         self._segments = Segments(terms.offer_limit_bytes * SPARE_SHARE)
         self._mappings = Mappings(terms.pull_limit_bytes, terms.clock)
         self._copiers = ThreadPoolExecutor(COPIERS, "kv-copier")
@@ -58,16 +58,16 @@ class ShmCargo:
         listener.listen(BACKLOG)
         return listener, UNIX + name
 
-    def stow(self, offer: Offer) -> None:
+    def prepare_offer(self, offer: Offer) -> None:
         start_host_copies(offer.arrays)
 
     def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
         """Takes a segment; what is in it follows."""
-        offer.patience.wait_computed(list(offer.arrays), wire.must_be_quiet)
+        offer.deadlines.wait_computed(list(offer.arrays), wire.must_be_quiet)
         number = offer.ticket.id
         offer.stowed = self._segments.take(number, offsets_of(offer.ticket.arrays)[1])
         try:
-            offer.patience.left_s()
+            offer.deadlines.left_s()
         except BaseException:
             self._segments.release(number, reuse=False)  # the ticket ended before the segment was taken
             raise
@@ -79,13 +79,13 @@ class ShmCargo:
         A long copy is announced by the descriptor, so that the destination maps the segment meanwhile.
         """
         arrays, segment, long = list(offer.arrays), offer.stowed, offer.ticket.nbytes >= LONG_BYTES
-        offer.patience.left_s()  # an offer is called off before its arrays are dropped: now these are all
+        offer.deadlines.left_s()  # an offer is called off before its arrays are dropped: now these are all
         if long:
             self._send_descriptor(offer, wire, NOT_YET)
-        self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.patience)
+        self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.deadlines)
         segment.written = True
         if long:
-            wire.send(memoryview(WRITTEN), offer.patience)
+            wire.send(memoryview(WRITTEN), offer.deadlines)
         else:
             self._send_descriptor(offer, wire, WRITTEN)
         offer.arrays.clear()  # after the word: to unmap what was copied takes as long as to copy it
@@ -93,14 +93,14 @@ class ShmCargo:
     def _send_descriptor(self, offer: Offer, wire: Wire, state: bytes) -> None:
         descriptor = self._segments.descriptor(offer.ticket.id)
         try:
-            wire.socket.settimeout(offer.patience.left_s())
+            wire.socket.settimeout(offer.deadlines.left_s())
             socket.send_fds(wire.socket, [state], [descriptor])
         except OSError as error:
-            raise PeerDead(f"{offer.patience.what}: {wire.peer} is gone ({error})") from error
+            raise PeerDead(f"{offer.deadlines.what}: {wire.peer} is gone ({error})") from error
         finally:
             os.close(descriptor)
 
-    def _copy(self, pairs: Sequence[tuple[np.ndarray, Array]], patience: Patience) -> None:
+    def _copy(self, pairs: Sequence[tuple[np.ndarray, Array]], deadlines: Deadlines) -> None:
         """By several threads where there is much of it: one alone does not fill the memory's bandwidth."""
         pieces = iter([piece for view, array in pairs for piece in _pieces(view, array)])
         lock = threading.Lock()
@@ -111,7 +111,7 @@ class ShmCargo:
                     piece = next(pieces, None)
                 if piece is None:
                     return
-                patience.left_s()
+                deadlines.left_s()
                 np.copyto(*piece)
 
         more = sum(view.nbytes for view, _ in pairs) // LONG_BYTES
@@ -130,7 +130,7 @@ class ShmCargo:
         self._mappings.check_room(ticket.nbytes)
 
     def receive(
-        self, ticket: Ticket, room: None, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+        self, ticket: Ticket, room: None, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
     ) -> list[Array]:
         alive = grant.get("segments")
         if not isinstance(alive, list):
@@ -149,7 +149,7 @@ class ShmCargo:
     def may_ack(self, ticket: Ticket) -> bool:
         return not self._mappings.is_read(ticket.id)
 
-    def let_go(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: Ended) -> None:
         segment = offer.stowed
         self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED and segment is not None and segment.written)
 

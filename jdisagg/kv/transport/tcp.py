@@ -15,48 +15,48 @@ import jax
 import numpy as np
 from jax import Array
 
-from jdisagg.kv.transport.courier import Courier
-from jdisagg.kv.transport.desk import listen_tcp
-from jdisagg.kv.transport.memory import Buffers, Loan
+from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.endpoint import Endpoint
+from jdisagg.kv.transport.listener import listen_tcp
+from jdisagg.kv.transport.memory import BufferLease, Buffers
 from jdisagg.kv.transport.offers import Ended, Offer
-from jdisagg.kv.transport.patience import Patience
-from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Ticket
 from jdisagg.kv.transport.wire import Wire
 
 
-def tcp(terms: Terms) -> Courier:
+def tcp(terms: TransportConfig) -> Endpoint:
     """The default between hosts."""
-    return Courier(terms, TcpCargo(terms))
+    return Endpoint(terms, TcpBackend(terms))
 
 
-class TcpCargo:
+class TcpBackend:
     name = "tcp"
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: TransportConfig) -> None:
         self._terms = terms
         self._buffers = Buffers(terms.pull_limit_bytes)
 
     def listen(self) -> tuple[socket.socket, str]:
         return listen_tcp(self._terms)
 
-    def stow(self, offer: Offer) -> None:
+    def prepare_offer(self, offer: Offer) -> None:
         """Accelerators begin to copy to the host as soon as they have computed; on a CPU there is nothing to do."""
         start_host_copies(offer.arrays)
 
     def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
-        offer.patience.wait_computed(list(offer.arrays), wire.must_be_quiet)
+        offer.deadlines.wait_computed(list(offer.arrays), wire.must_be_quiet)
         return {}
 
     def send(self, offer: Offer, wire: Wire) -> None:
         for array in list(offer.arrays):
-            wire.send(host_bytes(array), offer.patience)
+            wire.send(host_bytes(array), offer.deadlines)
 
-    def prepare(self, ticket: Ticket) -> Loan:
+    def prepare(self, ticket: Ticket) -> BufferLease:
         return self._buffers.take(ticket.arrays)
 
     def receive(
-        self, ticket: Ticket, room: Loan, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Patience
+        self, ticket: Ticket, room: BufferLease, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
     ) -> list[Array]:
         for view in room.views:
             wire.receive_into(view.reshape(-1).view(np.uint8).data, p)
@@ -64,13 +64,13 @@ class TcpCargo:
         room.views.clear()  # jax's own references keep the buffer lent
         return arrays
 
-    def abandon(self, room: Loan) -> None:
+    def abandon(self, room: BufferLease) -> None:
         self._buffers.give_back(room)
 
     def may_ack(self, ticket: Ticket) -> bool:
         return True
 
-    def let_go(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: Ended) -> None:
         """The table drops the arrays."""
 
     def sweep(self) -> None:

@@ -1,4 +1,4 @@
-"""A wire: one connected socket, read and written by one thread at a time, every wait of it under a `Patience`.
+"""A wire: one connected socket, read and written by one thread at a time, every wait of it under a `Deadlines`.
 
 Two kinds of things cross it: records (four bytes of length, then JSON of at most 1 MiB, checked before a byte of it is
 allocated) and raw bytes whose number both ends know.
@@ -14,10 +14,10 @@ import socket
 from typing import Any
 
 from jdisagg.core.errors import BadTicket, PeerDead
-from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.deadlines import Deadlines
 
 MAX_RECORD_BYTES = 1 << 20
-SEND_BYTES = 1 << 20  # in one call: short enough to look at the patience between two
+SEND_BYTES = 1 << 20  # in one call: short enough to look at the deadlines between two
 
 
 class Wire:
@@ -26,53 +26,53 @@ class Wire:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.socket, self.peer = sock, peer
 
-    def send(self, data: memoryview, patience: Patience) -> None:
-        """All of it. Raises PeerDead, or what `patience` raises."""
+    def send(self, data: memoryview, deadlines: Deadlines) -> None:
+        """All of it. Raises PeerDead, or what `deadlines` raises."""
         done = 0
         while done < len(data):
             try:
-                self.socket.settimeout(patience.slice_s())
+                self.socket.settimeout(deadlines.slice_s())
                 done += self.socket.send(data[done : done + SEND_BYTES])
             except OSError as error:
-                self._judge(error, patience, f"{done} of {len(data)} bytes sent")
+                self._judge(error, deadlines, f"{done} of {len(data)} bytes sent")
 
-    def receive_into(self, data: memoryview, patience: Patience | None) -> None:
-        """Fills `data`. Without patience it waits until the wire is cut."""
+    def receive_into(self, data: memoryview, deadlines: Deadlines | None) -> None:
+        """Fills `data`. Without deadlines it waits until the wire is cut."""
         done = 0
         while done < len(data):
             try:
-                self.socket.settimeout(patience.slice_s() if patience else None)
+                self.socket.settimeout(deadlines.slice_s() if deadlines else None)
                 count = self.socket.recv_into(data[done:])
             except OSError as error:
-                self._judge(error, patience, f"{done} of {len(data)} bytes received")
+                self._judge(error, deadlines, f"{done} of {len(data)} bytes received")
                 continue
             if not count:
-                self._judge(ConnectionResetError("closed"), patience, f"{done} of {len(data)} bytes received")
+                self._judge(ConnectionResetError("closed"), deadlines, f"{done} of {len(data)} bytes received")
             done += count
 
-    def _judge(self, error: OSError, patience: Patience | None, so_far: str) -> None:
+    def _judge(self, error: OSError, deadlines: Deadlines | None, so_far: str) -> None:
         """Returns where it was only a slice of the wait that ran out."""
-        if patience is not None:
-            patience.left_s()
+        if deadlines is not None:
+            deadlines.left_s()
         if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-            what = f"{patience.what}: " if patience else ""
+            what = f"{deadlines.what}: " if deadlines else ""
             raise PeerDead(f"{what}{self.peer} is gone ({error}), {so_far}") from error
 
-    def send_record(self, record: dict[str, Any], patience: Patience) -> None:
+    def send_record(self, record: dict[str, Any], deadlines: Deadlines) -> None:
         text = json.dumps(record, separators=(",", ":")).encode()
         if len(text) > MAX_RECORD_BYTES:
             raise BadTicket(f"a record of {len(text)} bytes is over the limit of {MAX_RECORD_BYTES}")
-        self.send(memoryview(len(text).to_bytes(4, "big") + text), patience)
+        self.send(memoryview(len(text).to_bytes(4, "big") + text), deadlines)
 
-    def receive_record(self, patience: Patience | None, limit_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+    def receive_record(self, deadlines: Deadlines | None, limit_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
         """Raises BadTicket where it is no record, or too long a one."""
         head = bytearray(4)
-        self.receive_into(memoryview(head), patience)
+        self.receive_into(memoryview(head), deadlines)
         length = int.from_bytes(head, "big")
         if length > limit_bytes:
             raise BadTicket(f"{self.peer} announces a record of {length} bytes, the limit is {limit_bytes}")
         text = bytearray(length)
-        self.receive_into(memoryview(text), patience)
+        self.receive_into(memoryview(text), deadlines)
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -81,28 +81,28 @@ class Wire:
             raise BadTicket(f"{self.peer} sent {bytes(text[:40])!r}, which is no record")
         return record
 
-    def receive_byte(self, patience: Patience) -> bytes:
+    def receive_byte(self, deadlines: Deadlines) -> bytes:
         data = bytearray(1)
-        self.receive_into(memoryview(data), patience)
+        self.receive_into(memoryview(data), deadlines)
         return bytes(data)
 
-    def receive_descriptor(self, patience: Patience) -> tuple[int, bytes]:
+    def receive_descriptor(self, deadlines: Deadlines) -> tuple[int, bytes]:
         """An open file and the byte that comes with it, over a Unix socket. The caller closes the file."""
         while True:
             try:
-                self.socket.settimeout(patience.slice_s())
+                self.socket.settimeout(deadlines.slice_s())
                 data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
-                self._judge(error, patience, "no descriptor received")
+                self._judge(error, deadlines, "no descriptor received")
                 continue
             if not data:
-                self._judge(ConnectionResetError("closed"), patience, "no descriptor received")
+                self._judge(ConnectionResetError("closed"), deadlines, "no descriptor received")
             if len(descriptors) != 1:
                 raise BadTicket(f"{self.peer} sent {len(descriptors)} descriptors where 1 was due")
             return descriptors[0], data
 
     def must_be_quiet(self) -> None:
-        """Raises PeerDead where the peer has hung up, or speaks out of turn."""
+        """Raises PeerDead where the peer has hung up, or speaks out of step."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         if poll.poll(0):

@@ -26,16 +26,16 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.warmup import Job
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
-from jdisagg.kv.transport.terms import SHORTEST_SECRET, Identity, Terms
+from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.blueprint import Blueprint
-from jdisagg.serve.build import Progress, load_machines, router_config, warm, watching
+from jdisagg.serve.build import Progress, load_executors, router_config, warm, watching
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
 from jdisagg.serve.cluster.link import Pulse
@@ -114,7 +114,7 @@ def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
-def far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
+def far_jobs(plan: Blueprint, machine: MeshExecutor) -> list[Job]:
     """Shipments to and from workers of other processes."""
     tps = {role: {place.tp for place in plan.mesh.workers() if place.role is role} for role in Role}
     if machine.config.role is Role.PREFILL:
@@ -127,7 +127,7 @@ def far_jobs(plan: Blueprint, machine: MeshMachine) -> list[Job]:
 
 def crossing_of(plan: Blueprint, settings: Settings) -> Crossing:
     server, client = kv_contexts(settings)
-    terms = Terms(
+    terms = TransportConfig(
         read_secret(settings),
         identity_of(plan, settings),
         listen=settings.kv_listen,
@@ -139,7 +139,7 @@ def crossing_of(plan: Blueprint, settings: Settings) -> Crossing:
     return Crossing(terms, mine, settings.transport, settings.handoff_timeout_s)
 
 
-def peers_of(machines: Mapping[WorkerId, MeshMachine], crossing: Crossing) -> list[PeerRecord]:
+def peers_of(machines: Mapping[WorkerId, MeshExecutor], crossing: Crossing) -> list[PeerRecord]:
     return [PeerRecord(machine.config, tuple(shapes_of(machine.pages)), crossing.mine) for machine in machines.values()]
 
 
@@ -194,7 +194,7 @@ def build_workers(
     own = own_workers(plan, roles_of(settings))
     credentials = channel_credentials(settings)
     crossing = crossing_of(plan, settings)
-    machines = load_machines(plan, settings, devices, own)
+    machines = load_executors(plan, settings, devices, own)
     warm(machines, progress, partial(far_jobs, plan))
     node = WorkerNode(crossing, machines, peers_of(machines, crossing), ended)
     metrics = _metrics(plan, settings, node)
@@ -253,7 +253,7 @@ def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], pr
     credentials = server_credentials(settings)
     crossing = crossing_of(plan, settings)
     tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
-    machines = load_machines(plan, settings, devices, own)
+    machines = load_executors(plan, settings, devices, own)
     node = RouterNode(crossing, machines, peers_of(machines, crossing))
     address = f"{settings.host}:{settings.control_port}"
     terms = crossing.terms

@@ -24,14 +24,14 @@ from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
 from jdisagg.core.request import WorkerId
+from jdisagg.core.reshard import StageShape
 from jdisagg.core.worker_config import MOST, WorkerConfig
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.shipping import Departure, Move, devices_of, joined
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
+from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.terms import Terms
 from jdisagg.kv.transport.ticket import Parcel, read_ticket
-from jdisagg.policy.reshard import StageShape
 from jdisagg.serve.cluster.tickets import Tickets
 
 log = logging.getLogger("jdisagg.cluster")
@@ -123,7 +123,7 @@ class FarParcel:
 class Crossing:
     """This process's transports, opened when first used. Any thread may call."""
 
-    def __init__(self, terms: Terms, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0) -> None:
+    def __init__(self, terms: TransportConfig, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0) -> None:
         """`wanted` names the transport to use with everybody; offers and pulls end after `timeout_s`."""
         self.terms, self.mine, self.wanted, self._timeout_s = terms, mine, wanted, timeout_s
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class Crossing:
 
     # ------------------------------------------------------------ source
 
-    def ship(self, machine: MeshMachine, transfer: KVTransfer, peer: PeerRecord) -> dict[str, Any]:
+    def ship(self, machine: MeshExecutor, transfer: KVTransfer, peer: PeerRecord) -> dict[str, Any]:
         """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
         departures = machine.pack(transfer, peer.stages)
         transport = self._open(choose(self.mine, peer.capability, self.wanted))
@@ -156,7 +156,7 @@ class Crossing:
 
     # ------------------------------------------------------------ destination
 
-    def fetch(self, machine: MeshMachine, notice: dict[str, Any]) -> tuple[FarParcel, KVArrived]:
+    def fetch(self, machine: MeshExecutor, notice: dict[str, Any]) -> tuple[FarParcel, KVArrived]:
         """Pulls what the notice offers; blocks. A failed pull is a part that is not intact."""
         transfer = decode_as(KVTransfer, notice["transfer"])
         began_s = time.monotonic()
@@ -167,7 +167,7 @@ class Crossing:
             parcel = FarParcel(transfer, [])
         return parcel, KVArrived(transfer, parcel.came, time.monotonic() - began_s)
 
-    def _pull(self, machine: MeshMachine, notice: dict[str, Any], deadline_s: float) -> list[Move]:
+    def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[Move]:
         ticket = read_ticket(notice["ticket"])
         places = [machine.pages[stage].place for stage, *_ in notice["moves"]]
         counts = [atoms for *_, atoms in notice["moves"]]

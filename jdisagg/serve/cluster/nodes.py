@@ -23,7 +23,7 @@ from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import choose
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.bodies import read_shift_s, read_tidings, read_word
@@ -47,7 +47,9 @@ class Node:
     driver: LiveDriver
     counted: Everywhere
 
-    def __init__(self, crossing: Crossing, machines: Mapping[WorkerId, MeshMachine], own: Sequence[PeerRecord]) -> None:
+    def __init__(
+        self, crossing: Crossing, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
+    ) -> None:
         self.crossing, self.machines, self.own = crossing, machines, tuple(own)
         self.peers: dict[WorkerId, PeerRecord] = {}  # workers of other processes
         self._readers = Readers()
@@ -151,7 +153,7 @@ class WorkerNode(Node):
     def __init__(
         self,
         crossing: Crossing,
-        machines: Mapping[WorkerId, MeshMachine],
+        machines: Mapping[WorkerId, MeshExecutor],
         own: Sequence[PeerRecord],
         ended: Callable[[str], None],
     ) -> None:
@@ -228,7 +230,9 @@ class WorkerNode(Node):
 class RouterNode(Node):
     """The process with the router, and perhaps workers of its own; a `reception.Host`."""
 
-    def __init__(self, crossing: Crossing, machines: Mapping[WorkerId, MeshMachine], own: Sequence[PeerRecord]) -> None:
+    def __init__(
+        self, crossing: Crossing, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
+    ) -> None:
         super().__init__(crossing, machines, own)
         self._links: dict[WorkerId, Link] = {}
         self._shifts: dict[Link, deque[float]] = {}

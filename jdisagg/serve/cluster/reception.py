@@ -20,9 +20,9 @@ import grpc
 
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch
 from jdisagg.core.wire import Seal, mac_of
+from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.hello import compare
 from jdisagg.kv.transport.lobby import Lobby
-from jdisagg.kv.transport.terms import Identity
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
     METHOD,

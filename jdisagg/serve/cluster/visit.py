@@ -14,8 +14,8 @@ import grpc
 
 from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
 from jdisagg.core.wire import Seal, mac_of
+from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.hello import compare
-from jdisagg.kv.transport.terms import Identity
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
     METHOD,
@@ -112,13 +112,13 @@ class Visit:
         with channel:
             nonce, opening = new_nonce(), Opening()
             self._call = call = channel.stream_stream(METHOD)(opening.records(nonce))
-            patience = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
-            patience.start()
+            deadlines = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
+            deadlines.start()
             try:
                 link = self._shake_hands(call, nonce, opening)
                 welcome = self._welcome(link, call)
             finally:
-                patience.cancel()
+                deadlines.cancel()
                 opening.give_up()
             self._stay(link, welcome, call)
 

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
-from jdisagg.engine.mesh_machine import MeshMachine
+from jdisagg.core.reshard import StageShape, group_pages, plan_heads
+from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.warmup import Job, ship_jobs
 from jdisagg.kv.shipping import (
     Move,
@@ -22,10 +23,9 @@ from jdisagg.kv.shipping import (
     pack_pages,
     piece_shapes,
 )
-from jdisagg.policy.reshard import StageShape, group_pages, plan_heads
 
 
-def departure_jobs(machine: MeshMachine, stages: Sequence[StageShape]) -> list[Job]:
+def departure_jobs(machine: MeshExecutor, stages: Sequence[StageShape]) -> list[Job]:
     """Packs null pages for such stages, every declared page count and wire once."""
     group = group_pages(machine.config.page_size, stages[0].page_size)
 
@@ -40,7 +40,7 @@ def departure_jobs(machine: MeshMachine, stages: Sequence[StageShape]) -> list[J
     ]
 
 
-def arrival_jobs(machine: MeshMachine, layout: KVLayout, source_tp: int) -> list[Job]:
+def arrival_jobs(machine: MeshExecutor, layout: KVLayout, source_tp: int) -> list[Job]:
     """Inserts null pages as they would come from a mesh of `source_tp` shards with such pages and our layer groups."""
     sizes = group_pages(layout.page_size, machine.config.page_size).buckets()
     return [
@@ -52,7 +52,7 @@ def arrival_jobs(machine: MeshMachine, layout: KVLayout, source_tp: int) -> list
     ]
 
 
-def _insert_nulls(machine: MeshMachine, layout: KVLayout, source_tp: int, wire: str, groups: int) -> Any:
+def _insert_nulls(machine: MeshExecutor, layout: KVLayout, source_tp: int, wire: str, groups: int) -> Any:
     moves = []
     group = group_pages(layout.page_size, machine.config.page_size)
     for index, stage in enumerate(machine.pages):

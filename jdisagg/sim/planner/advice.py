@@ -1,4 +1,4 @@
-"""What a search means: whether to disaggregate, by how much, and which resource each of the finalists runs out of."""
+"""What a search means: whether to disaggregate, by how much, and which resource each of the shortlist runs out of."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.planner.limits import RESOURCES, Limits
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Finalist, Found
+from jdisagg.sim.planner.search import Found, Shortlisted
 from jdisagg.sim.planner.space import Kind, devices_of
 
-FIRST_TOKEN = ("prefill", "queue", "memory")  # what makes first tokens late: without a bed no prompt starts
+FIRST_TOKEN = ("prefill", "queue", "memory")  # what makes first tokens late: without a reservation no prompt starts
 LATER_TOKENS = ("decode", "link", "memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Of one finalist over another, relative; `noise` is what runs of another seed may differ by."""
+    """Of one shortlisted over another, relative; `noise` is what runs of another seed may differ by."""
 
     mean: float
     noise: float
@@ -29,7 +29,7 @@ class Gain:
         return self.mean > self.noise
 
 
-def gain(one: Finalist, other: Finalist, tolerance: float) -> Gain:
+def gain(one: Shortlisted, other: Shortlisted, tolerance: float) -> Gain:
     """Seed by seed: both saw the same requests. Two standard errors, or the bisections' own tolerance if greater."""
     ratios = np.array(one.goodputs) / np.maximum(other.goodputs, 1e-12) - 1.0
     spread = 2 * float(ratios.std(ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
@@ -37,34 +37,34 @@ def gain(one: Finalist, other: Finalist, tolerance: float) -> Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Recommendation:
     """The winner and the runner-up; `lines` say it in words."""
 
-    winner: Finalist
-    runner_up: Finalist | None
+    winner: Shortlisted
+    runner_up: Shortlisted | None
     disaggregate: bool
     lines: tuple[str, ...]
 
 
-def advise(problem: Problem, found: Found, tolerance: float) -> Advice:
+def recommend(problem: Problem, found: Found, tolerance: float) -> Recommendation:
     """Disaggregation has to win by more than noise: it is the more complicated of the two."""
     split, whole = found.of(Kind.DISAGGREGATED), found.of(Kind.SINGLE, Kind.REPLICATED)
     assert split or whole, "a search that found nothing has raised"
     if not split or not whole:
-        winner = found.finalists[0]
+        winner = found.shortlist[0]
         lines = [_alone(problem, winner)]
     else:
         over = gain(split, whole, tolerance)
         winner = split if over.told_apart else whole
         lines = [_told_apart(problem, split, whole, over)]
-    rest = [each for each in found.finalists if each is not winner]
+    rest = [each for each in found.shortlist if each is not winner]
     if rest:
         told = split is not None and whole is not None and rest[0] in (split, whole)
         lines.append(_second(problem, winner, rest[0], told))
-    return Advice(winner, rest[0] if rest else None, winner is split, tuple(lines))
+    return Recommendation(winner, rest[0] if rest else None, winner is split, tuple(lines))
 
 
-def _alone(problem: Problem, winner: Finalist) -> str:
+def _alone(problem: Problem, winner: Shortlisted) -> str:
     if winner.candidate.kind is Kind.DISAGGREGATED:
         return f"disaggregate: no worker of both roles keeps {problem.objectives}"
     if problem.devices == 1:
@@ -72,7 +72,7 @@ def _alone(problem: Problem, winner: Finalist) -> str:
     return f"do not disaggregate: no pair of pools on {problem.devices} devices keeps {problem.objectives}"
 
 
-def _told_apart(problem: Problem, split: Finalist, whole: Finalist, over: Gain) -> str:
+def _told_apart(problem: Problem, split: Shortlisted, whole: Shortlisted, over: Gain) -> str:
     rates = f"{total(problem, split):.3g} requests/s within the objectives against {total(problem, whole):.3g}"
     if over.told_apart:
         return (
@@ -85,73 +85,73 @@ def _told_apart(problem: Problem, split: Finalist, whole: Finalist, over: Gain) 
     )
 
 
-def _second(problem: Problem, winner: Finalist, second: Finalist, told: bool) -> str:
+def _second(problem: Problem, winner: Shortlisted, second: Shortlisted, told: bool) -> str:
     """`told`: the line above has said what binds it."""
     less = 1.0 - second.goodput / winner.goodput
     words = f"{less:.0%} less" if less > 0 else f"{-less:.0%} more, which is noise"
     return f"runner-up: {second.candidate}, {words}" + ("" if told else f": {why(problem, second)}")
 
 
-def total(problem: Problem, finalist: Finalist) -> float:
+def total(problem: Problem, shortlisted: Shortlisted) -> float:
     """Requests a second of all its devices."""
-    return finalist.goodput * problem.paid(finalist.candidate)
+    return shortlisted.goodput * problem.paid(shortlisted.candidate)
 
 
 # ---------------------------------------------------------------------- which resource binds
 
 
-def binding(finalist: Finalist) -> str:
+def binding(shortlisted: Shortlisted) -> str:
     """The scarcest resource among those that make late what was late just above the goodput."""
-    above = finalist.above
+    above = shortlisted.above
     names = FIRST_TOKEN if above.first_in_time <= above.steps_in_time else LATER_TOKENS
-    rates = finalist.limits.rates()
+    rates = shortlisted.limits.rates()
     return min(names, key=lambda name: rates[name])
 
 
-def why(problem: Problem, finalist: Finalist) -> str:
+def why(problem: Problem, shortlisted: Shortlisted) -> str:
     """One sentence from numbers."""
-    name = binding(finalist)
-    return f"{RESOURCES[name]} binds: {_SENTENCES[name](problem, finalist)}"
+    name = binding(shortlisted)
+    return f"{RESOURCES[name]} binds: {_SENTENCES[name](problem, shortlisted)}"
 
 
-def _prefill(problem: Problem, finalist: Finalist) -> str:
-    limits, objectives, above = finalist.limits, problem.objectives, finalist.above
-    pool = finalist.candidate.mesh.pools[0]
+def _prefill(problem: Problem, shortlisted: Shortlisted) -> str:
+    limits, objectives, above = shortlisted.limits, problem.objectives, shortlisted.above
+    pool = shortlisted.candidate.mesh.pools[0]
     return (
         f"a prompt takes {1e3 * limits.prompt_device_s:.3g} ms of a device, so {devices_of(pool)} of them do"
         f" {limits.prefill:.3g} a second at most, and at {above.rate_rps:.3g} {above.first_in_time:.0%} of first tokens"
-        f" came within {1e3 * objectives.ttft_s:g} ms{_spare(finalist)}"
+        f" came within {1e3 * objectives.ttft_s:g} ms{_spare(shortlisted)}"
     )
 
 
-def _decode(problem: Problem, finalist: Finalist) -> str:
-    limits, objectives, above = finalist.limits, problem.objectives, finalist.above
-    between = ", with prompts between them" if finalist.candidate.kind is not Kind.DISAGGREGATED else ""
+def _decode(problem: Problem, shortlisted: Shortlisted) -> str:
+    limits, objectives, above = shortlisted.limits, problem.objectives, shortlisted.above
+    between = ", with prompts between them" if shortlisted.candidate.kind is not Kind.DISAGGREGATED else ""
     return (
         f"steps{between} read weights and KV within {1e3 * objectives.tpot_s:g} ms up to {limits.decode:.3g} a second,"
-        f" and at {above.rate_rps:.3g} {above.steps_in_time:.0%} of the requests kept it{_spare(finalist)}"
+        f" and at {above.rate_rps:.3g} {above.steps_in_time:.0%} of the requests kept it{_spare(shortlisted)}"
     )
 
 
-def _memory(problem: Problem, finalist: Finalist) -> str:
+def _memory(problem: Problem, shortlisted: Shortlisted) -> str:
     context = problem.workload.means.context_tokens
     return (
-        f"pages are full at {finalist.limits.memory:.3g} requests/s with {context:,.0f} tokens a sequence"
-        f"{_spare(finalist)}"
+        f"pages are full at {shortlisted.limits.memory:.3g} requests/s with {context:,.0f} tokens a sequence"
+        f"{_spare(shortlisted)}"
     )
 
 
-def _link(problem: Problem, finalist: Finalist) -> str:
+def _link(problem: Problem, shortlisted: Shortlisted) -> str:
     tokens = problem.workload.means.input_tokens
-    return f"the KV of {tokens:,.0f} tokens a prompt fills the ports at {finalist.limits.link:.3g} requests/s"
+    return f"the KV of {tokens:,.0f} tokens a prompt fills the ports at {shortlisted.limits.link:.3g} requests/s"
 
 
 _SENTENCES = {"prefill": _prefill, "queue": _prefill, "decode": _decode, "memory": _memory, "link": _link}
 
 
-def _spare(finalist: Finalist) -> str:
+def _spare(shortlisted: Shortlisted) -> str:
     """How busy the other pool is meanwhile."""
-    busy = finalist.at_goodput.busy
+    busy = shortlisted.at_goodput.busy
     if Role.COLOCATED in busy:
         return ""
     return f" (at its goodput prefill works {busy[Role.PREFILL]:.0%} of the time, decode {busy[Role.DECODE]:.0%})"
@@ -169,7 +169,7 @@ class Headroom:
     devices: int  # that would do, by goodput a device
 
 
-def headroom(problem: Problem, winner: Finalist, asked_rps: float) -> Headroom:
+def headroom(problem: Problem, winner: Shortlisted, asked_rps: float) -> Headroom:
     devices = max(1, math.ceil(asked_rps / winner.goodput - 1e-9))
     return Headroom(asked_rps, total(problem, winner) / asked_rps - 1.0, devices)
 

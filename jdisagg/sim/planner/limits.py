@@ -21,8 +21,8 @@ from jdisagg.core.mesh_spec import PoolSpec
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel
-from jdisagg.sim.fleet import Fleet
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.space import Candidate
 from jdisagg.sim.sequence import Sequence
@@ -113,14 +113,14 @@ class Arithmetic:
             step_s=step_s,
         )
 
-    def _prefill(self, given: Fleet, pool: PoolSpec) -> tuple[Hashable, Prefill]:
+    def _prefill(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, Prefill]:
         config = next(each for each in given.workers if each.role is pool.role)
         key = (pool.pp, pool.tp, config)
         return key, self._once(
             self._prefills, key, lambda: Prefill(given.costs[config.worker], config, self.problem.workload)
         )
 
-    def _decode(self, given: Fleet, pool: PoolSpec) -> tuple[Hashable, Decode]:
+    def _decode(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, Decode]:
         config = next(each for each in given.workers if each.role is pool.role)
         key = (pool.pp, pool.tp, config)
         return key, self._once(
@@ -202,12 +202,12 @@ def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode:
     )
 
     def in_time(rate: float) -> bool:
-        turn_s = decode.turn_s(rate / workers, prefill) if decode else 0.0
-        if turn_s == math.inf:
+        step_s = decode.loaded_step_s(rate / workers, prefill) if decode else 0.0
+        if step_s == math.inf:
             return False
-        turns = chunks * turn_s  # colocated: each chunk waits for a turn of decode
-        waits = _waits(arrivals / rate, service_s + turns, workers)
-        return float((waits + alone_s + turns <= objectives.ttft_s).mean()) >= objectives.share
+        steps = chunks * step_s  # colocated: each chunk waits for a step of decode
+        waits = _waits(arrivals / rate, service_s + steps, workers)
+        return float((waits + alone_s + steps <= objectives.ttft_s).mean()) >= objectives.share
 
     return _highest(in_time, workers / prefill.mean_s)
 
@@ -257,15 +257,15 @@ class Decode:
         return rate, self.step_s(min(slots, rate * self.means.output_tokens * tpot_s / stages))
 
     def held(self, shared: Prefill | None) -> float:
-        """Rate at which its pages are full. A prompt's beds are held for the mean context of its steps."""
+        """Rate at which its pages are full. A prompt's reservations are held for the mean context of its steps."""
         room = self.config.num_pages * self.config.page_size / self.means.context_tokens
         stages = self.config.num_microbatches
         seconds = self.means.output_tokens * self.step_s(min(room, self.config.num_slots) / stages)
-        prompt_s = float(shared.mean_s) * room if shared else 0.0  # every turn of the residents' prompts
+        prompt_s = float(shared.mean_s) * room if shared else 0.0  # every step of the residents' prompts
         return room / (seconds + prompt_s)
 
-    def turn_s(self, rate: float, shared: Prefill) -> float:
-        """A decode turn between two chunks, at the batch that `rate` keeps; inf where the rate cannot be kept."""
+    def loaded_step_s(self, rate: float, shared: Prefill) -> float:
+        """A decode step between two chunks, at the batch that `rate` keeps; inf where the rate cannot be kept."""
         tpot_s, stages = self.step_s(1), self.config.num_microbatches
         for _ in range(20):
             batch = rate * self.means.output_tokens * tpot_s / stages
@@ -278,7 +278,7 @@ class Decode:
 # ---------------------------------------------------------------------- link
 
 
-def _link_limit(given: Fleet, cost: CostModel, workload: Workload) -> float:
+def _link_limit(given: ClusterSpec, cost: CostModel, workload: Workload) -> float:
     """Ports of all senders, or of all receivers, over the bytes of a mean prompt."""
     tokens = round(workload.means.input_tokens)
     pages = (0,) * given.workers[0].pages_for(tokens)

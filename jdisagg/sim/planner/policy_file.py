@@ -9,11 +9,11 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.planner.space import Candidate, Kind
 
 
-def settings_of(candidate: Candidate, given: Fleet) -> dict[str, Any]:
+def settings_of(candidate: Candidate, given: ClusterSpec) -> dict[str, Any]:
     """What was simulated, by the names of `Settings`."""
     prefill = next(each for each in given.workers if each.role.prefills)
     decode = next(each for each in given.workers if each.role.decodes)
@@ -24,7 +24,7 @@ def settings_of(candidate: Candidate, given: Fleet) -> dict[str, Any]:
         "max_num_batched_tokens": prefill.prefill_buckets[-1],
         "max_chunk_seqs": prefill.max_chunk_seqs,
         "page_size": decode.page_size,
-        "turns_ahead": decode.turns_ahead,
+        "steps_in_flight": decode.steps_in_flight,
         "reserve_tokens": decode.reserve_tokens,
     }
     if candidate.kind is Kind.DISAGGREGATED:

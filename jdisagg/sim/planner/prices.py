@@ -9,17 +9,17 @@ from __future__ import annotations
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import PoolPrices, pool_prices
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Finalist
+from jdisagg.sim.planner.search import Shortlisted
 from jdisagg.sim.planner.space import Kind, devices_of
 
 HOUR_S = 3600.0
 
 
-def token_prices(problem: Problem, finalist: Finalist, rate_rps: float, usd_per_hour: float) -> PoolPrices:
+def token_prices(problem: Problem, shortlisted: Shortlisted, rate_rps: float, usd_per_hour: float) -> PoolPrices:
     """At `rate_rps` requests a second, with every paid device at `usd_per_hour`."""
     means = problem.workload.means
-    usd_per_s = usd_per_hour / HOUR_S * problem.paid(finalist.candidate)
-    share = prefill_share(finalist)
+    usd_per_s = usd_per_hour / HOUR_S * problem.paid(shortlisted.candidate)
+    share = prefill_share(shortlisted)
     later_tokens = max(means.output_tokens - 1.0, 1e-9)
     return pool_prices(
         share * usd_per_s,
@@ -30,10 +30,10 @@ def token_prices(problem: Problem, finalist: Finalist, rate_rps: float, usd_per_
     )
 
 
-def prefill_share(finalist: Finalist) -> float:
+def prefill_share(shortlisted: Shortlisted) -> float:
     """Of the devices in use, or of their busy time where they do both."""
-    candidate = finalist.candidate
+    candidate = shortlisted.candidate
     if candidate.kind is Kind.DISAGGREGATED:
         return devices_of(candidate.mesh.pools[0]) / candidate.devices
-    busy_devices = finalist.at_goodput.busy[Role.COLOCATED] * candidate.devices
-    return min(1.0, finalist.at_goodput.rate_rps * finalist.limits.prompt_device_s / max(busy_devices, 1e-9))
+    busy_devices = shortlisted.at_goodput.busy[Role.COLOCATED] * candidate.devices
+    return min(1.0, shortlisted.at_goodput.rate_rps * shortlisted.limits.prompt_device_s / max(busy_devices, 1e-9))

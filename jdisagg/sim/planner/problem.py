@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.sim.fleet import Fleet
+from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.planner.space import Candidate
 from jdisagg.sim.traces import Trace, poisson
 
@@ -86,7 +86,7 @@ class Problem:
 
     workload: Workload
     objectives: Objectives
-    build: Callable[[Candidate], Fleet]
+    build: Callable[[Candidate], ClusterSpec]
     devices: int = 0  # paid for, used or not; 0: those that a candidate uses
     seed: int = 0
 

@@ -23,7 +23,7 @@ from jdisagg.sim.planner.trials import Effort, Trial, highest, try_rate
 SLACK = 1.05  # bounds are of mean requests: a workload may do this much better
 SHORT = Effort(0.75, 0.5, 0.1, least_ttfts=8, least_devices=16)  # of the race
 LONG = Effort(least_requests=400, least_ttfts=20)  # of the finals
-SEEDS = 3  # that finalists are measured with
+SEEDS = 3  # that shortlist are measured with
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Finalist:
+class Shortlisted:
     """Measured for long. Goodputs are by seed, requests/s a paid device."""
 
     entrant: Entrant
@@ -82,13 +82,13 @@ class Counts:
 class Found:
     """Finalists, best first."""
 
-    finalists: tuple[Finalist, ...]
+    shortlist: tuple[Shortlisted, ...]
     counts: Counts
     field: tuple[Entrant, ...]  # all that arithmetic left in, best bound first
 
-    def of(self, *kinds: Kind) -> Finalist | None:
+    def of(self, *kinds: Kind) -> Shortlisted | None:
         """The best of some architectures."""
-        return next((each for each in self.finalists if each.candidate.kind in kinds), None)
+        return next((each for each in self.shortlist if each.candidate.kind in kinds), None)
 
 
 Told = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
@@ -124,7 +124,7 @@ class Search:
             ranked = self.race([each for each in entrants if each.candidate.kind is kind], str(kind))
             leaders += self.refine(space, ranked)[:2]
         leaders.sort(key=lambda scored: -scored.goodput)
-        return Found(self.finals(_finalists(leaders)), self.counts, tuple(entrants))
+        return Found(self.finals(_shortlist(leaders)), self.counts, tuple(entrants))
 
     # ------------------------------------------------------------ arithmetic
 
@@ -215,16 +215,16 @@ class Search:
 
     # ------------------------------------------------------------ more seeds
 
-    def finals(self, leaders: list[Scored]) -> tuple[Finalist, ...]:
+    def finals(self, leaders: list[Scored]) -> tuple[Shortlisted, ...]:
         """Measured with the same seeds each, best first."""
         measured = []
         for index, leader in enumerate(leaders):
-            self.told("finalists", index, len(leaders))
+            self.told("shortlist", index, len(leaders))
             measured.append(self.measure(leader))
-        self.told("finalists", 1, 1)
+        self.told("shortlist", 1, 1)
         return tuple(sorted((each for each in measured if each.goodput > 0), key=lambda each: -each.goodput))
 
-    def measure(self, leader: Scored) -> Finalist:
+    def measure(self, leader: Scored) -> Shortlisted:
         """Goodput by seed, sought near what the race said."""
         entrant = leader.entrant
         goodputs = tuple(self._near(entrant, leader.goodput, seed) for seed in range(self.seeds))
@@ -232,7 +232,7 @@ class Search:
         trials = sorted(self._trials[entrant.candidate, self.long, 0].values(), key=lambda trial: trial.rate_rps)
         kept = [trial for trial in trials if trial.met >= share] or trials[:1]
         missed = [trial for trial in trials if trial.met < share] or trials[-1:]
-        return Finalist(entrant, goodputs, kept[-1], missed[0])
+        return Shortlisted(entrant, goodputs, kept[-1], missed[0])
 
     def _near(self, entrant: Entrant, near: float, seed: int) -> float:
         share, effort = self.problem.objectives.share, self.long
@@ -244,7 +244,7 @@ class Search:
         return self._goodput(entrant, 0.0, low, effort, seed)
 
 
-def _finalists(leaders: list[Scored]) -> list[Scored]:
+def _shortlist(leaders: list[Scored]) -> list[Scored]:
     """The best of each architecture, and the best two of all."""
     chosen = leaders[:2]
     for kind in Kind:

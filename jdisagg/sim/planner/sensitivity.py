@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Counts, Entrant, Finalist, Found, Search
+from jdisagg.sim.planner.search import Counts, Entrant, Found, Search, Shortlisted
 from jdisagg.sim.planner.space import Candidate, Kind, Space
 
-CHALLENGERS = 2  # of each architecture, besides the finalists
+CHALLENGERS = 2  # of each architecture, besides the shortlist
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Varied:
 
 
 def vary(
-    found: Found, winner: Finalist, space: Space, questions: Mapping[str, Problem], like: Search
+    found: Found, winner: Shortlisted, space: Space, questions: Mapping[str, Problem], like: Search
 ) -> tuple[list[Varied], Counts]:
-    """Each of the questions, with one seed: the winner against the finalists and the best bounds of each kind."""
+    """Each of the questions, with one seed: the winner against the shortlist and the best bounds of each kind."""
     counts = Counts()
     return [_varied(name, problem, found, winner, space, like, counts) for name, problem in questions.items()], counts
 
 
 def _varied(
-    name: str, problem: Problem, found: Found, winner: Finalist, space: Space, like: Search, counts: Counts
+    name: str, problem: Problem, found: Found, winner: Shortlisted, space: Space, like: Search, counts: Counts
 ) -> Varied:
     search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.slack, like.told, counts)
     entrants = _challengers(search, found, winner, space)
@@ -48,17 +48,17 @@ def _varied(
     return Varied(name, goodput, winner.candidate, goodput, False)
 
 
-def _challengers(search: Search, found: Found, winner: Finalist, space: Space) -> list[Entrant]:
+def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space) -> list[Entrant]:
     """Best bound first."""
     try:
         entrants = search.enter(space)
     except ConfigError:
         return []
-    finalists = {each.candidate for each in found.finalists}
-    chosen = [each for each in entrants if each.candidate in finalists]
-    missing = finalists - {each.candidate for each in chosen}
+    shortlist = {each.candidate for each in found.shortlist}
+    chosen = [each for each in entrants if each.candidate in shortlist]
+    missing = shortlist - {each.candidate for each in chosen}
     chosen += [each for each in map(search.entrant, sorted(missing, key=str)) if each]
     for kind in Kind:
-        new = [each for each in entrants if each.candidate.kind is kind and each.candidate not in finalists]
+        new = [each for each in entrants if each.candidate.kind is kind and each.candidate not in shortlist]
         chosen += new[:CHALLENGERS]
     return sorted(chosen, key=lambda each: -each.bound)

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from jdisagg.core.profile import Profile
-from jdisagg.sim.fleet import CostOf, Fleet, Sizes, fleet
+from jdisagg.sim.cluster_spec import ClusterSpec, CostOf, Sizes, cluster_spec
 from jdisagg.sim.links import FairLinks
-from jdisagg.sim.measured import fleet_of
+from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.planner.space import Candidate
 
 
@@ -20,7 +20,7 @@ class Site:
     cost_of: CostOf
     device_bytes_per_s: float = 0.0
 
-    def build(self, candidate: Candidate) -> Fleet:
+    def build(self, candidate: Candidate) -> ClusterSpec:
         """Raises ConfigError where weights or a page have no room."""
         sizes = replace(self.sizes, chunk_tokens=candidate.chunk_tokens, transfer=candidate.transfer)
         ports: dict[Hashable, float] = {
@@ -29,7 +29,7 @@ class Site:
             for way in ("out", "in")
             if self.device_bytes_per_s
         }
-        return replace(fleet(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
+        return replace(cluster_spec(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
 
     def half_the_link(self) -> Site:
         return replace(self, device_bytes_per_s=self.device_bytes_per_s / 2)
@@ -42,9 +42,9 @@ class ProfiledSite:
     profile: Profile
     link_share: float = 1.0
 
-    def build(self, candidate: Candidate) -> Fleet:
+    def build(self, candidate: Candidate) -> ClusterSpec:
         """Raises ConfigError for shapes that were not timed."""
-        given = fleet_of(self.profile, candidate.mesh, candidate.transfer)
+        given = cluster_spec_of(self.profile, candidate.mesh, candidate.transfer)
         ports = {port: self.link_share * rate for port, rate in given.links.bytes_per_s.items()}
         return replace(given, links=FairLinks(ports))
 

@@ -16,7 +16,7 @@ class Kind(StrEnum):
     """Architectures."""
 
     SINGLE = "single"  # one worker of both roles
-    REPLICATED = "replicated"  # several of them, chunks of prefill between decode turns
+    REPLICATED = "replicated"  # several of them, chunks of prefill between decode steps
     DISAGGREGATED = "disaggregated"
 
 

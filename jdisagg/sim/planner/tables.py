@@ -11,23 +11,23 @@ from jdisagg.sim.planner.advice import Headroom, bounds_in_words, total
 from jdisagg.sim.planner.formulas import Estimate
 from jdisagg.sim.planner.prices import token_prices
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Counts, Entrant, Finalist, Found
+from jdisagg.sim.planner.search import Counts, Entrant, Found, Shortlisted
 from jdisagg.sim.planner.sensitivity import Varied
 from jdisagg.sim.planner.space import Kind
 
 
-def finalists(problem: Problem, found: Found, usd_per_hour: float, asked_rps: float) -> Table:
+def shortlist(problem: Problem, found: Found, usd_per_hour: float, asked_rps: float) -> Table:
     """Goodput, what the first seed's run at it was like, and prices at the asked rate or at the goodput."""
     table = Table(title=f"best of each architecture, {problem.objectives}", box=box.SIMPLE_HEAD)
     table.add_column("mesh, tokens of a chunk, KV leaves by", overflow="fold")
     for name in ("req/s", "a device", "TTFT, TPOT ms", "busy", "$/M in, out"):
         table.add_column(name, justify="right")
-    for each in found.finalists:
+    for each in found.shortlist:
         table.add_row(*_row(problem, each, usd_per_hour, asked_rps))
     return table
 
 
-def _row(problem: Problem, each: Finalist, usd_per_hour: float, asked_rps: float) -> list[str]:
+def _row(problem: Problem, each: Shortlisted, usd_per_hour: float, asked_rps: float) -> list[str]:
     at, carried = each.at_goodput, total(problem, each)
     candidate = each.candidate
     leaves = f", {candidate.transfer}" if candidate.kind is Kind.DISAGGREGATED else ""

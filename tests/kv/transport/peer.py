@@ -17,8 +17,8 @@ import numpy as np
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.kv.transport.choose import open_transport
+from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import DTYPES, Parcel, read_ticket
 
 SECRET = b"a secret of the conformance tests"
@@ -61,7 +61,7 @@ class Side:
         self.transports: dict[str, Transport] = {}
         for name in names:
             at = (listen or {}).get(name, "127.0.0.1:0")
-            self.transports[name] = open_transport(name, Terms(SECRET, IDENTITY, at, **terms))
+            self.transports[name] = open_transport(name, TransportConfig(SECRET, IDENTITY, at, **terms))
 
     def offer(self, transport: str, in_s: float = 30.0, parcel: str = "h", **what: Any) -> dict[str, Any]:
         arrays = make_arrays(**what)

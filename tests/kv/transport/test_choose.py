@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.errors import ConfigError, PeerMismatch, TransferRefused
 from jdisagg.kv.transport.choose import Capability, capability, choose, open_transport, read_capability
-from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.config import TransportConfig
 from tests.kv.transport.peer import IDENTITY, SECRET
 
 ME = Capability("host-a", "process-1", "cpu", "0.1.0", "0.10.2", ("inproc", "shm", "jax_transfer", "nixl", "tcp"))
@@ -62,4 +62,4 @@ def test_a_capability_survives_its_json_and_anything_else_is_refused():
 
 def test_a_transport_that_is_none_is_refused_by_name():
     with pytest.raises(ConfigError, match="'carrier pigeon'"):
-        open_transport("carrier pigeon", Terms(SECRET, IDENTITY))
+        open_transport("carrier pigeon", TransportConfig(SECRET, IDENTITY))

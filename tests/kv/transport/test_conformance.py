@@ -15,7 +15,7 @@ import pytest
 
 from jdisagg.core.errors import PeerDead, TransferCancelled, TransferFull, TransferRefused, TransferTimeout
 from jdisagg.kv.transport.choose import available
-from jdisagg.kv.transport.courier import Courier
+from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.ticket import DTYPES, read_ticket
 from tests.kv.transport.peer import Side
 from tests.kv.transport.peers import Peer
@@ -187,9 +187,9 @@ def test_the_source_cancels_a_pull_in_the_middle(name: str, here: Side, peer: Pe
 
 def is_granted(side: Side, ticket: dict[str, Any]) -> bool:
     """Whether the source has heard of the pull, and is at work on it."""
-    courier = side.transports[ticket["transport"]]
-    assert isinstance(courier, Courier)
-    return courier._offers._offers[ticket["id"]].pulled
+    endpoint = side.transports[ticket["transport"]]
+    assert isinstance(endpoint, Endpoint)
+    return endpoint._offers._offers[ticket["id"]].pulled
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,32 +22,32 @@ import pytest
 
 from jdisagg.core.errors import BadTicket, ConfigError, PeerDead, PeerMismatch, TransferRefused
 from jdisagg.kv.transport import hello
-from jdisagg.kv.transport.courier import Courier
-from jdisagg.kv.transport.desk import split_address
-from jdisagg.kv.transport.patience import Patience
+from jdisagg.kv.transport.config import Identity, TransportConfig
+from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.endpoint import Endpoint
+from jdisagg.kv.transport.listener import split_address
 from jdisagg.kv.transport.segments import make_segment
 from jdisagg.kv.transport.tcp import tcp
-from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, read_ticket, tag_of, verify
 from jdisagg.kv.transport.wire import MAX_RECORD_BYTES, Wire
 from tests.kv.transport.peer import IDENTITY, SECRET
 
-TERMS = Terms(SECRET, IDENTITY, control_timeout_s=1.0)
+TERMS = TransportConfig(SECRET, IDENTITY, control_timeout_s=1.0)
 
 
 @pytest.fixture
-def source() -> Iterator[Courier]:
+def source() -> Iterator[Endpoint]:
     transport = tcp(TERMS)
     yield transport
     transport.close()
 
 
-def offered(transport: Courier) -> Ticket:
+def offered(transport: Endpoint) -> Ticket:
     array = jax.device_put(np.arange(1024, dtype=np.float32))
     return transport.offer(Parcel("h", 1), [array], time.monotonic() + 20)
 
 
-def pull_by(terms: Terms, ticket: Ticket) -> None:
+def pull_by(terms: TransportConfig, ticket: Ticket) -> None:
     other = tcp(terms)
     try:
         other.pull(ticket, jax.devices()[:1], time.monotonic() + 5)
@@ -57,30 +57,30 @@ def pull_by(terms: Terms, ticket: Ticket) -> None:
         other.close()
 
 
-def dialled(source: Courier) -> Wire:
+def dialled(source: Endpoint) -> Wire:
     return Wire(socket.create_connection(split_address(source.address)), "the source")
 
 
-def soon(what: str = "test") -> Patience:
-    return Patience(what, time.monotonic() + 5)
+def soon(what: str = "test") -> Deadlines:
+    return Deadlines(what, time.monotonic() + 5)
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("model", "model-b"), ("layout", "4x64x32"), ("dtype", "bfloat16"), ("version", "9.9.9")]
 )
-def test_a_peer_of_another_kind_is_refused_with_both_fingerprints(source: Courier, field: str, value: str):
+def test_a_peer_of_another_kind_is_refused_with_both_fingerprints(source: Endpoint, field: str, value: str):
     theirs = replace(IDENTITY, **{field: value})
     with pytest.raises(PeerMismatch) as refused:
-        pull_by(Terms(SECRET, theirs), offered(source))
+        pull_by(TransportConfig(SECRET, theirs), offered(source))
     for said in (IDENTITY.fingerprint, theirs.fingerprint, repr(value), repr(getattr(IDENTITY, field))):
         assert said in str(refused.value)
 
 
-def test_a_peer_of_another_secret_learns_nothing(source: Courier):
+def test_a_peer_of_another_secret_learns_nothing(source: Endpoint):
     ticket = offered(source)
     with pytest.raises(BadTicket, match="not signed by our secret"):
-        pull_by(Terms(b"another secret of any length", IDENTITY), ticket)
-    stranger = Terms(b"another secret of any length", IDENTITY)
+        pull_by(TransportConfig(b"another secret of any length", IDENTITY), ticket)
+    stranger = TransportConfig(b"another secret of any length", IDENTITY)
     wire = dialled(source)
     with pytest.raises(PeerMismatch, match="does not share our secret"):
         hello.greet(wire, stranger, soon())
@@ -89,13 +89,13 @@ def test_a_peer_of_another_secret_learns_nothing(source: Courier):
     wire.close()
 
 
-def test_a_recorded_handshake_is_worth_nothing_the_next_time(source: Courier):
+def test_a_recorded_handshake_is_worth_nothing_the_next_time(source: Endpoint):
     heard, wire = [], dialled(source)
     send = wire.send_record
 
-    def recorded(record: dict[str, Any], patience: Patience) -> None:
+    def recorded(record: dict[str, Any], deadlines: Deadlines) -> None:
         heard.append(record)
-        send(record, patience)
+        send(record, deadlines)
 
     wire.send_record = recorded  # an eavesdropper
     hello.greet(wire, TERMS, soon())
@@ -135,7 +135,7 @@ NOISE = {
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_noise_at_the_desk_ends_its_connection_and_nothing_else(source: Courier, noise: bytes):
+def test_noise_at_the_desk_ends_its_connection_and_nothing_else(source: Endpoint, noise: bytes):
     ticket = offered(source)
     wire = dialled(source)
     wire.socket.sendall(noise)
@@ -146,7 +146,7 @@ def test_noise_at_the_desk_ends_its_connection_and_nothing_else(source: Courier,
     pull_by(TERMS, ticket)
 
 
-def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout(source: Courier):
+def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout(source: Endpoint):
     wire = dialled(source)
     wire.receive_record(soon())
     started_s = time.monotonic()
@@ -187,7 +187,7 @@ def test_a_handshake_that_trickles_in_ends_in_its_time_by_tls_too(certificate: t
         transport.close()
 
 
-def test_a_stranger_may_not_announce_more_than_a_handshake_needs(source: Courier):
+def test_a_stranger_may_not_announce_more_than_a_handshake_needs(source: Endpoint):
     wire = dialled(source)
     wire.receive_record(soon())
     wire.socket.sendall((hello.HELLO_BYTES + 1).to_bytes(4, "big"))
@@ -196,7 +196,7 @@ def test_a_stranger_may_not_announce_more_than_a_handshake_needs(source: Courier
     wire.close()
 
 
-def test_a_desk_without_descriptors_waits_for_one_and_does_not_spin(source: Courier):
+def test_a_desk_without_descriptors_waits_for_one_and_does_not_spin(source: Endpoint):
     wire = Wire(socket.socket(), "the source")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
@@ -225,7 +225,7 @@ def test_segments_are_their_owners_alone_and_have_no_name():
     os.close(segment.descriptor)
 
 
-def test_a_guessed_id_without_its_tag_is_unknown(source: Courier):
+def test_a_guessed_id_without_its_tag_is_unknown(source: Endpoint):
     ticket = offered(source)
     wire = dialled(source)
     hello.greet(wire, TERMS, soon())
@@ -278,7 +278,7 @@ def test_a_ticket_that_cannot_be_is_refused_as_it_is_read(forge: dict[str, Any])
         read_ticket(record | forge)
 
 
-def test_a_ticket_of_another_transport_is_refused(source: Courier):
+def test_a_ticket_of_another_transport_is_refused(source: Endpoint):
     ticket = replace(offered(source), transport="shm")
     ticket = replace(ticket, tag=tag_of(ticket, SECRET))
     verify(ticket, SECRET)
@@ -286,7 +286,7 @@ def test_a_ticket_of_another_transport_is_refused(source: Courier):
         pull_by(TERMS, ticket)
 
 
-def test_a_sharded_array_is_offered_by_its_shards(source: Courier):
+def test_a_sharded_array_is_offered_by_its_shards(source: Endpoint):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
     whole = jax.device_put(np.zeros(8, np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp")))
     with pytest.raises(BadTicket, match="2 devices"):
@@ -296,9 +296,9 @@ def test_a_sharded_array_is_offered_by_its_shards(source: Courier):
 
 def test_short_secrets_and_half_a_tls_are_refused():
     with pytest.raises(ConfigError, match=r"5 bytes, fewer than 16"):
-        Terms(b"short", IDENTITY)
+        TransportConfig(b"short", IDENTITY)
     with pytest.raises(ConfigError, match="TLS"):
-        Terms(SECRET, IDENTITY, tls_client=ssl.create_default_context())
+        TransportConfig(SECRET, IDENTITY, tls_client=ssl.create_default_context())
     assert SECRET.decode() not in repr(TERMS)
 
 

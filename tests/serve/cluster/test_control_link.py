@@ -22,8 +22,8 @@ import pytest
 from jdisagg.core.errors import ConfigError, TransportError
 from jdisagg.core.settings import Settings
 from jdisagg.core.wire import MAX_RECORD_BYTES, Seal
+from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.tcp import tcp
-from jdisagg.kv.transport.terms import Identity, Terms
 from jdisagg.kv.transport.ticket import Parcel
 from jdisagg.serve import blueprint
 from jdisagg.serve.cluster.assemble import identity_of
@@ -326,7 +326,7 @@ def test_a_recorded_handshake_is_worth_nothing_the_next_time(open_reception):
     replayed.close()
 
 
-def test_words_out_of_turn_cut_short_or_in_wrong_pieces_end_the_peer_that_says_them(open_reception, visit):
+def test_words_out_of_step_cut_short_or_in_wrong_pieces_end_the_peer_that_says_them(open_reception, visit):
     reception, host = open_reception()
     for spoil in (lambda word: word[:-1], lambda word: b"x" + word[1:], lambda word: LAST + word[:9]):
         guest = RawGuest(reception.port)
@@ -467,8 +467,8 @@ def test_by_tls_a_guest_joins_and_one_without_a_certificate_does_not(open_recept
 
 def test_kv_crosses_by_the_same_certificates(certified: Settings):
     server, client = kv_contexts(certified)
-    source = tcp(Terms(SECRET, KIND, tls_server=server, tls_client=client))
-    sink, plain = tcp(source.terms), tcp(Terms(SECRET, KIND))
+    source = tcp(TransportConfig(SECRET, KIND, tls_server=server, tls_client=client))
+    sink, plain = tcp(source.terms), tcp(TransportConfig(SECRET, KIND))
     try:
         array = jnp.arange(1000.0)
         ticket = source.offer(Parcel("r", 1, 0), [array], time.monotonic() + 20)

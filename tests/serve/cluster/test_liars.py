@@ -33,9 +33,9 @@ from jdisagg.core.messages import (
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.toy import ToyMachine
+from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.transport.choose import capability
-from jdisagg.kv.transport.terms import Terms
+from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, records
 from jdisagg.serve.cluster.link import Link, Pulse
@@ -139,8 +139,8 @@ LIES = {
     "more pages than there are": (from_liar(ROUTER, View(65, 1, 0, 0)), "free_pages is 65 of 64"),
     "a time that is no number": (from_liar(ROUTER, REACHED, at_s=math.nan), "Progress.at_s"),
     "a time without end": (from_liar(ROUTER, Ended(A, 1, FinishReason.STOP, math.inf, 1)), "at_s is inf"),
-    "a bed of pages that are not": (from_liar(ROUTER, Reserved("a", 1, (0, 65))), "2 pages that are not"),
-    "a bed of other pages than its own": (from_liar(ROUTER, Reserved("a", 1, (1,), page_size=7)), "page_size 7"),
+    "a reservation of pages that are not": (from_liar(ROUTER, Reserved("a", 1, (0, 65))), "2 pages that are not"),
+    "a reservation of foreign pages": (from_liar(ROUTER, Reserved("a", 1, (1,), page_size=7)), "page_size 7"),
     "a token that is none": (from_liar(ROUTER, Drawn((Draw(A, 1, 0, (Sampled(-1),)),))), "-1 is no token"),
     "output that is none": (from_liar(ROUTER, Preempted(A, 1, (1 << 40,), "")), "is no token"),
     "a Commit of a million parts": (from_liar(VICTIM, replace(COMMIT, num_parts=10**6)), "1000000 parts of 6 tokens"),
@@ -230,8 +230,8 @@ class Workplace:
 @pytest.fixture
 def workplace() -> Iterator[Workplace]:
     peer, ended, fake = worker(VICTIM), [], Fake()
-    machines: Any = {peer.worker: ToyMachine(peer.config)}
-    node = WorkerNode(Crossing(Terms(SECRET, KIND), capability("cpu")), machines, [peer], ended.append)
+    machines: Any = {peer.worker: ToyExecutor(peer.config)}
+    node = WorkerNode(Crossing(TransportConfig(SECRET, KIND), capability("cpu")), machines, [peer], ended.append)
     node.driver = LiveDriver(
         None, {peer.worker: Worker(peer.config)}, machines,
         deliver=lambda told: None, died=lambda error: ended.append(repr(error)), observers=(node.observe,), far=node,

@@ -21,7 +21,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.wire import Seal
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.kv.transport.choose import capability
-from jdisagg.kv.transport.terms import Identity, Terms
+from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, records
@@ -53,7 +53,7 @@ class House:
 
     def __init__(self) -> None:
         here = capability("cpu")
-        crossing = Crossing(Terms(SECRET, Identity("model", "layout", "float32")), here)
+        crossing = Crossing(TransportConfig(SECRET, Identity("model", "layout", "float32")), here)
         self.node = RouterNode(crossing, {}, [])
         self.router = Router(RouterConfig(workers_return=True), [])
         self.metrics = Metrics("model")

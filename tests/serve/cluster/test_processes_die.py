@@ -63,7 +63,7 @@ def town(whole: Town) -> Iterator[Town]:
 
 
 def test_a_decode_process_killed_at_any_moment_is_replaced_by_the_other(town: Town, pool):
-    """Some decode; of the others some wait for a bed, some for their prefill, some for their KV."""
+    """Some decode; of the others some wait for a reservation, some for their prefill, some for their KV."""
     answers = [town.cluster.begin(pool, pieces=3 if number < 3 else 0, **body) for number, body in enumerate(BODIES)]
     town.busy(town.decodes).kill()
     for number, answer in enumerate(answers):
@@ -86,7 +86,7 @@ def test_a_prefill_process_killed_with_a_prompt_in_hand_is_replaced_by_the_other
     for prefill in town.prefills:
         prefill.send(signal.SIGSTOP)
     answers = [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
-    until(lambda: sum(town.cluster.used(each.worker) for each in town.decodes) > 0, "a bed")
+    until(lambda: sum(town.cluster.used(each.worker) for each in town.decodes) > 0, "a reservation")
     dead, alive = town.prefills
     dead.kill()
     alive.send(signal.SIGCONT)

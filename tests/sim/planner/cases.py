@@ -9,8 +9,8 @@ import numpy as np
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.sim.cluster_spec import Sizes
 from jdisagg.sim.cost_models import Contexts, Times
-from jdisagg.sim.fleet import Sizes
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.site import Site
@@ -24,20 +24,20 @@ QUICK = Effort(0.5, 0.5, 0.1, least_requests=60)
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """`tp` devices do a plan's tokens `tp` times as fast; a turn costs the same however many take part."""
+    """`tp` devices do a plan's tokens `tp` times as fast; a step costs the same however many take part."""
 
     tp: int = 1
     prompt_token_s: float = 1e-4
-    turn_s: float = 10e-3
+    step_s: float = 10e-3
 
     def prefill_s(self, plan: PrefillPlan) -> float:
         return 1e-3 + self.prompt_token_s * plan.num_tokens / self.tp
 
     def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
-        return self.turn_s / self.tp
+        return self.step_s / self.tp
 
-    def turns_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
-        return np.full(context_tokens.shape, self.turn_s / self.tp, np.float64)
+    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+        return np.full(context_tokens.shape, self.step_s / self.tp, np.float64)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return TOKEN_BYTES * transfer.num_tokens

@@ -23,14 +23,14 @@ def test_prefill_carries_what_its_devices_compute():
     assert hasty.queue < 0.9 * hasty.prefill and hasty.binding == "queue"
 
 
-def test_decode_carries_its_slots_where_turns_are_short_enough():
+def test_decode_carries_its_slots_where_steps_are_short_enough():
     found = limits(problem("mix:1000+20"), "prefill:tp1,decode:2xtp1")
     assert found.decode == pytest.approx(2 * 64 / (20 * 10e-3), rel=1e-3)
 
 
-def test_prompts_between_turns_cost_a_worker_of_both_roles_its_decode():
+def test_prompts_between_steps_cost_a_worker_of_both_roles_its_decode():
     split, whole = (limits(problem("mix:1000+20"), mesh) for mesh in ("prefill:tp1,decode:tp1", "colocated:tp1"))
-    assert whole.decode == pytest.approx((1 - 10 / 30) / (1000e-4 + 2e-3), rel=0.02)  # turns of 10 ms within 30
+    assert whole.decode == pytest.approx((1 - 10 / 30) / (1000e-4 + 2e-3), rel=0.02)  # steps of 10 ms within 30
     assert whole.decode < split.decode / 10
 
 
@@ -58,7 +58,7 @@ def test_objectives_that_one_request_alone_misses_are_refused_with_both_values()
 
 @pytest.mark.parametrize("mesh", ["prefill:tp1,decode:tp1", "colocated:2xtp1"])
 def test_no_simulation_beats_its_bound(mesh):
-    asked = replace(problem("mix:1000+5,300+8", lines=Lines(turn_s=5e-3)), devices=0)
+    asked = replace(problem("mix:1000+5,300+8", lines=Lines(step_s=5e-3)), devices=0)
     trying = search(asked, seeds=1)
     entrant = trying.entrant(candidate(mesh))
     assert entrant

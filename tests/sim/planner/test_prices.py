@@ -1,4 +1,4 @@
-"""Prices by pool: DeepSeek's published day, and the parts of a finalist's bill."""
+"""Prices by pool: DeepSeek's published day, and the parts of a shortlisted's bill."""
 
 import pytest
 
@@ -6,18 +6,20 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim.planner.limits import Limits
 from jdisagg.sim.planner.prices import prefill_share, token_prices
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Entrant, Finalist
+from jdisagg.sim.planner.search import Entrant, Shortlisted
 from jdisagg.sim.planner.trials import Trial
 from tests.sim.planner.cases import candidate, problem
 
 DAY_S = 86400.0
 
 
-def finalist(mesh: str, busy: dict[Role, float], rate_rps: float = 10.0, prompt_device_s: float = 0.1) -> Finalist:
+def shortlisted(
+    mesh: str, busy: dict[Role, float], rate_rps: float = 10.0, prompt_device_s: float = 0.1
+) -> Shortlisted:
     one = candidate(mesh)
     limits = Limits(99.0, 99.0, 99.0, 99.0, 99.0, prompt_device_s, 0.01)
     trial = Trial(rate_rps, 0.95, 0.96, 0.97, 0.5, 0.02, busy)
-    return Finalist(Entrant(one, limits, 9.0), (rate_rps / one.devices,), trial, trial)
+    return Shortlisted(Entrant(one, limits, 9.0), (rate_rps / one.devices,), trial, trial)
 
 
 def day() -> tuple[Problem, float]:
@@ -34,7 +36,7 @@ def test_deepseeks_day_has_its_published_prices():
     asked, rate = day()
     prefill, decode = (round(20 * tokens / DAY_S / speed) for tokens, speed in ((608e9, 73.7e3), (168e9, 14.8e3)))
     mesh = f"prefill:{prefill}xtp1,decode:{decode}xtp1"
-    one = finalist(mesh, {Role.PREFILL: 1.0, Role.DECODE: 1.0})
+    one = shortlisted(mesh, {Role.PREFILL: 1.0, Role.DECODE: 1.0})
     asked = Problem(asked.workload, asked.objectives, asked.build)  # paid for what it uses
     prices = token_prices(asked, one, rate, usd_per_hour=8 * 2.0 / 20)
     assert prices.uncached_input_tokens == pytest.approx(0.0603, rel=1e-3)
@@ -42,7 +44,7 @@ def test_deepseeks_day_has_its_published_prices():
 
 
 def test_idle_devices_are_paid_by_both_pools_alike():
-    used = finalist("prefill:tp1,decode:tp1", {Role.PREFILL: 0.9, Role.DECODE: 0.9})
+    used = shortlisted("prefill:tp1,decode:tp1", {Role.PREFILL: 0.9, Role.DECODE: 0.9})
     exact, idle = (token_prices(problem(devices=devices), used, 10.0, 3.6) for devices in (2, 4))
     assert idle.input_tokens == pytest.approx(2 * exact.input_tokens)
     assert idle.output_tokens == pytest.approx(2 * exact.output_tokens)
@@ -50,7 +52,7 @@ def test_idle_devices_are_paid_by_both_pools_alike():
 
 
 def test_workers_of_both_roles_are_split_by_their_busy_time():
-    both = finalist("colocated:2xtp1", {Role.COLOCATED: 0.8})
+    both = shortlisted("colocated:2xtp1", {Role.COLOCATED: 0.8})
     assert prefill_share(both) == pytest.approx(10 * 0.1 / 1.6)
     prices = token_prices(problem(devices=2), both, 10.0, 3.6)
     assert prices.input_tokens * 10_000 + prices.output_tokens * 50 == pytest.approx(2 * 1e-3 * 1e6)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.sim.planner.advice import advise, binding, headroom, total
+from jdisagg.sim.planner.advice import binding, headroom, recommend, total
 from jdisagg.sim.planner.limits import Infeasible
 from jdisagg.sim.planner.problem import Objectives
 from jdisagg.sim.planner.sensitivity import vary
@@ -11,14 +11,14 @@ from jdisagg.sim.planner.trials import highest
 from tests.sim.planner.cases import Lines, problem, search
 
 SMALL = Space(3, tps=(1,), pps=(1,), chunks=(512,))
-TIGHT = Objectives(1.0, 0.015)  # prompts between turns of 10 ms leave no time
+TIGHT = Objectives(1.0, 0.015)  # prompts between steps of 10 ms leave no time
 LOOSE = Objectives(1.0, 0.2)
 
 
 def planned(asked, seeds: int = 1):
     trying = search(asked, seeds)
     found = trying.over(SMALL)
-    return found, advise(asked, found, trying.tolerance)
+    return found, recommend(asked, found, trying.tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_thin_link_and_patient_clients_are_not(loose):
 def test_equal_seeds_give_equal_answers(tight):
     asked, found, advice = tight
     again, also = planned(asked)
-    assert [each.goodputs for each in again.finalists] == [each.goodputs for each in found.finalists]
+    assert [each.goodputs for each in again.shortlist] == [each.goodputs for each in found.shortlist]
     assert also.lines == advice.lines and again.counts == found.counts
 
 
@@ -82,9 +82,9 @@ def test_other_objectives_can_have_another_winner(tight):
 
 
 def test_one_device_is_nothing_to_split():
-    asked = problem(devices=1, lines=Lines(turn_s=1e-3))
+    asked = problem(devices=1, lines=Lines(step_s=1e-3))
     trying = search(asked, 1)
-    advice = advise(asked, trying.over(Space(1, (1,), (1,), (512,))), trying.tolerance)
+    advice = recommend(asked, trying.over(Space(1, (1,), (1,), (512,))), trying.tolerance)
     assert not advice.disaggregate and "1 device" in advice.lines[0]
 
 

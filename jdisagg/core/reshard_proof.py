@@ -1,0 +1,111 @@
+"""The proof of a plan between two meshes: every (layer, head, token) moves exactly once, from where it is.
+
+It knows nothing of how plans are made: all it uses is which heads a shard holds, which layers a stage, which tokens a
+page. A plan that is wrong is named with its first culprit.
+"""
+
+from __future__ import annotations
+
+from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
+from jdisagg.core.reshard import Atom, Move, Reshard, Route, layers_within, shards_with
+
+
+class BrokenPlan(AssertionError):
+    """A plan that loses something, moves it twice, or takes it from where it is not; says what and where."""
+
+
+def prove(plan: Reshard) -> None:
+    """Raises BrokenPlan unless each destination shard gets each (layer, head, token) it wants once, from a holder.
+
+    It knows nothing of how plans are made: all it uses is which heads a shard holds and which tokens a page.
+    """
+    landed: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    sent: dict[tuple[int, int, int], dict[int, int]] = {}
+    for move in plan.moves:
+        tokens = _tokens(plan, move)
+        for shard, row in enumerate(move.route.heads.pieces):
+            for place, atom in enumerate(row):
+                for head in _heads(plan, move.route, shard, place, atom):
+                    for layer in _layers(plan, move.route):
+                        landed.setdefault((move.route.destination_stage, shard, layer, head), []).append(tokens)
+                        by = sent.setdefault((move.route.destination_stage, layer, head), {})
+                        by[atom.shard] = by.get(atom.shard, 0) + 1
+    _prove_whole(plan, landed)
+    _prove_shared(plan, sent)
+
+
+def _tokens(plan: Reshard, move: Move) -> tuple[int, int]:
+    """First and one past the last token of a move, the same at both ends."""
+    stages = plan.source[move.route.source_stage], plan.destination[move.route.destination_stage]
+    spans = move.span.source, move.span.destination
+    here, there = (
+        (start * stage.page_size, min(stop * stage.page_size, plan.num_tokens))
+        for stage, (start, stop) in zip(stages, spans, strict=True)
+    )
+    if here != there:
+        raise BrokenPlan(f"pages of tokens {here[0]} to {here[1]} are to land in pages of {there[0]} to {there[1]}")
+    group, size = move.route.group, move.span.groups
+    if group.source * stages[0].page_size != group.destination * stages[1].page_size:
+        raise BrokenPlan(f"{group} does not hold the same tokens of {stages[0].page_size} and {stages[1].page_size}")
+    for (start, stop), pages in zip(spans, (group.source, group.destination), strict=True):
+        if stop - start > size * pages or size not in group.buckets():
+            raise BrokenPlan(f"{stop - start} pages do not fit a move of {size} groups, declared: {group.buckets()}")
+    return here
+
+
+def _layers(plan: Reshard, route: Route) -> range:
+    for stage in (plan.source[route.source_stage], plan.destination[route.destination_stage]):
+        for layer in route.layers:
+            if layer not in stage.layers:
+                raise BrokenPlan(f"layer {layer} moves by a stage that holds {stage.layers}")
+    return route.layers
+
+
+def _heads(plan: Reshard, route: Route, shard: int, place: int, atom: Atom) -> range:
+    """The heads of an atom, numbered over the model, which are those that belong where it goes."""
+    number, size = plan.num_kv_heads, route.heads.atom_heads
+    source_tp = plan.source[route.source_stage].tp
+    destination_tp = plan.destination[route.destination_stage].tp
+    held = heads_per_shard(number, source_tp)
+    if not (0 <= atom.shard < source_tp and atom.index >= 0 and (atom.index + 1) * size <= held):
+        raise BrokenPlan(f"{atom} of {size} heads is to come from {source_tp} shards of {held} heads")
+    first = kv_head_of_shard(number, source_tp, atom.shard) + atom.index * size
+    wanted = kv_head_of_shard(number, destination_tp, shard) + place * size
+    if first != wanted:
+        raise BrokenPlan(f"head {first} is to land in the place of head {wanted} on shard {shard}")
+    return range(first, first + size)
+
+
+def _prove_whole(plan: Reshard, landed: dict[tuple[int, int, int, int], list[tuple[int, int]]]) -> None:
+    """Every place is filled from the first token to the last, none twice, and nothing goes elsewhere."""
+    for index, stage in enumerate(plan.destination):
+        for shard in range(stage.tp):
+            first = kv_head_of_shard(plan.num_kv_heads, stage.tp, shard)
+            for layer in layers_within(stage.layers, plan.layers):
+                for head in range(first, first + heads_per_shard(plan.num_kv_heads, stage.tp)):
+                    where = f"layer {layer}, head {head} of shard {shard} of stage {index}"
+                    _prove_row(where, landed.pop((index, shard, layer, head), []), plan.num_tokens)
+    for index, shard, layer, head in landed:
+        raise BrokenPlan(f"layer {layer}, head {head} has no place on shard {shard} of stage {index}")
+
+
+def _prove_row(where: str, spans: list[tuple[int, int]], num_tokens: int) -> None:
+    reached = 0
+    for start, stop in sorted(spans):
+        if start != reached:
+            what = "never moves" if start > reached else "moves twice"
+            raise BrokenPlan(f"{where}: token {min(start, reached)} {what}")
+        reached = stop
+    if reached != num_tokens:
+        raise BrokenPlan(f"{where}: token {reached} never moves")
+
+
+def _prove_shared(plan: Reshard, sent: dict[tuple[int, int, int], dict[int, int]]) -> None:
+    """Shards that hold the same head send it equally often, but for one move's pieces."""
+    for (stage, layer, head), by in sent.items():
+        source = next(each for each in plan.source if layer in each.layers)
+        holders = shards_with(head, plan.num_kv_heads, source.tp)
+        counts = [by.get(shard, 0) for shard in holders]
+        moves = sum(move.route.destination_stage == stage and layer in move.route.layers for move in plan.moves)
+        if max(counts) - min(counts) > moves:
+            raise BrokenPlan(f"layer {layer}, head {head}: shards {holders} send it {counts} times")

@@ -1,0 +1,285 @@
+"""Every program of a stack as it would be warmed, over shapes instead of arrays: to compile where nothing can run.
+
+The programs are the engine's own (`SectionPrograms`, `DrawPrograms`, `FirstDrawPrograms`, `Dock`); only their arguments
+are described here once more, and a test holds this list to what a warm machine has compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.reshard import Route, StageShape, plan_routes
+from jdisagg.core.worker_config import RAW, WorkerConfig
+from jdisagg.engine.decode import DrawPrograms
+from jdisagg.engine.mesh_executor import places_of
+from jdisagg.engine.prefill import FirstDrawPrograms
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
+from jdisagg.engine.section import SCORE_ROWS, SectionPrograms
+from jdisagg.kv.packing import sorted_atoms
+from jdisagg.kv.pools import abstract_pool
+from jdisagg.kv.shipping import ATOM_SPEC, Dock, piece_shapes
+from jdisagg.model.params import abstract_stage_params
+from jdisagg.parallel.place import WHOLE, Device, Place, Program
+
+
+@dataclass(frozen=True)
+class Task:
+    """One program for one set of shapes."""
+
+    kind: str  # "prefill", "head", "score", "decode", "draw ...", "pack", "check", "insert"
+    stage: int  # section of the worker that it runs on
+    size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
+    program: Program
+    arguments: tuple[Any, ...]
+    place: Place
+    layers: int = 0
+    traits: tuple[Any, ...] = ()  # what else tells two tasks of one kind apart, besides the numbers above
+    batch_bytes: int = 0  # of one device: what temporaries may hold of the batch itself, generously
+    donated_bytes: int = 0  # of one device: what the program must update in place
+    collectives: dict[str, int] = field(default_factory=dict)  # what it is expected to hold, by HLO name
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """Equal for tasks that are the same program but for the devices they run on."""
+        return (*self.family, self.layers, self.size)
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Equal for tasks that are the same program but for sizes."""
+        return (self.kind, self.place.tp, *self.traits)
+
+
+class AbstractPrograms:
+    """One worker's sections, and the tasks that its `warm` would run; sizes and shapes only."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: ModelConfig,
+        layout: KVLayout,
+        layers: Sequence[range],
+        devices: Sequence[Device],
+        dtype: DTypeLike,
+    ) -> None:
+        """Arguments as those of `MeshExecutor`; the devices may be those of a topology."""
+        self.config, self.model, self.layout, self.dtype = config, model, layout, dtype
+        places = places_of(config.role, len(layers), devices)
+        self.sections = [
+            SectionPrograms(model, run, place, abstract_stage_params(model, run, place.mesh, dtype))
+            for run, place in zip(layers, places, strict=True)
+        ]
+        self.docks = {place: Dock(place, config.digests, config.error_bound) for place in places}
+        self.draws, self.first_draws = DrawPrograms(), FirstDrawPrograms()
+
+    def tasks(self) -> list[Task]:
+        """Everything this worker runs on its own; shipments are `shipments`."""
+        found: list[Task] = []
+        if self.config.role.prefills:
+            found += [task for tokens in self.config.prefill_buckets for task in self._prefills(tokens)]
+            found += self._first_draws()
+        if self.config.role.decodes:
+            found += [task for width in self.config.table_buckets for task in self._decodes(width)]
+            found += self._draws()
+        return found
+
+    def weight_bytes(self, stage: int) -> int:
+        """Of one device of the section."""
+        return sum(local_bytes(leaf) for leaf in self.sections[stage].params.leaves)
+
+    def pool_bytes(self, stage: int, layers: int | None = None) -> int:
+        """Of one device: the pages of `layers` layers of the section (None: all), without padding."""
+        section = self.sections[stage]
+        return (len(section.layers) if layers is None else layers) * local_bytes(self._pool(section.place))
+
+    # ------------------------------------------------------------ one kind after the other
+
+    def _pool(self, place: Place) -> jax.ShapeDtypeStruct:
+        return abstract_pool(self.layout, self.config.num_pages, place)
+
+    def _section_task(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> Task:
+        section = self.sections[stage]
+        windows = tuple({self.model.window(layer) for layer in section.layers})
+        pools = [self._pool(section.place)] * len(section.layers)
+        sums = 2 * len(section.layers) if section.place.tp > 1 else 0
+        gathers = _gathers(section) if kind == "decode" and section.is_last else {}
+        return Task(
+            kind,
+            stage,
+            size,
+            program,
+            (section.params.leaves, pools, *batch),
+            section.place,
+            len(section.layers),
+            (section.is_first, section.is_last, windows),
+            self._activation_bytes(rows, section.place.tp) + (self._logit_bytes(rows) if gathers else 0),
+            self.pool_bytes(stage),
+            {**({"all-reduce": sums} if sums else {}), **gathers},
+        )
+
+    def _prefills(self, tokens: int) -> Iterator[Task]:
+        sequences, width = self.config.max_chunk_seqs, self.config.table_buckets[-1]
+        for stage, section in enumerate(self.sections):
+            place = section.place
+            ints = [(3, tokens), (2, sequences + 1), (sequences, width)]
+            batch = (*(whole(place, shape) for shape in ints), self._activations(section, tokens))
+            yield self._section_task("prefill", stage, tokens, tokens, section.prefill_program, batch)
+        last, stage = self.sections[-1], len(self.sections) - 1
+        x = whole(last.place, (tokens, self.model.hidden_size), self.dtype)
+        for kind, program, rows in (("head", last.head_program, sequences), ("score", last.score_program, tokens)):
+            arguments, room = (last.params.leaves, x, whole(last.place, (rows,))), 2 * local_bytes(x)
+            room += self._logit_bytes(min(rows, max(sequences, SCORE_ROWS)))
+            yield Task(kind, stage, tokens, program, arguments, last.place, 0, (), room, 0, _gathers(last))
+
+    def _decodes(self, width: int) -> Iterator[Task]:
+        slots = self.config.slots_per_microbatch
+        for stage, section in enumerate(self.sections):
+            place = section.place
+            batch = (whole(place, (slots, width)), whole(place, (4, slots)), self._activations(section, slots))
+            yield self._section_task("decode", stage, width, slots, section.decode_program, batch)
+
+    def _activation_bytes(self, rows: int, tp: int) -> int:
+        """Four copies of the residual stream in f32, and two of the widest product of a layer."""
+        widest = 2 * self.model.intermediate_size // tp
+        return rows * (4 * 4 * self.model.hidden_size + 2 * widest * jnp.dtype(self.dtype).itemsize)
+
+    def _logit_bytes(self, rows: int) -> int:
+        """Eight copies of the logits: sampling keeps several at once, and the least tile has eight rows."""
+        return 8 * max(rows, 8) * self.model.vocab_size * 4
+
+    def _activations(self, section: SectionPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
+        return None if section.is_first else whole(section.place, (rows, self.model.hidden_size), self.dtype)
+
+    def _first_draws(self) -> list[Task]:
+        """As `Prefiller.draw`: on the first device of the last section."""
+        rows, programs = self.config.max_chunk_seqs, self.first_draws
+        state = DrawShapes(self.sections[-1].place.devices[0], rows, self.model.vocab_size)
+        positions = state.ints(rows)
+        return [
+            self._draw("draw first greedy", programs.greedy, state, (state.logits,)),
+            self._draw("draw first", programs.pick, state, (state.logits, state.metadata, state.counts, positions)),
+            self._draw("draw first logprobs", programs.logprobs, state, (state.logits, positions)),
+        ]
+
+    def _draws(self) -> list[Task]:
+        """As `Decoder`: on the first device of the last stage."""
+        rows, programs = self.config.slots_per_microbatch, self.draws
+        state = DrawShapes(self.sections[-1].place.devices[0], rows, self.model.vocab_size)
+        feed, tokens = state.ints(4, rows), state.ints(rows)
+        row = (state.ints(), state.of((self.model.vocab_size,), jnp.bool_), state.ints(self.model.vocab_size))
+        output, both = local_bytes(state.counts.output), sum(map(local_bytes, state.counts))
+        return [
+            self._draw("draw steer", programs.steer, state, (feed, feed)),
+            self._draw("draw greedy", programs.draw_greedy, state, (state.logits, feed, state.metadata)),
+            self._draw("draw", programs.draw, state, (state.logits, feed, state.metadata, state.counts)),
+            self._draw("draw logprobs", programs.logprobs, state, (state.logits, tokens)),
+            self._draw("draw count", programs.count, state, (state.counts, tokens), output),
+            self._draw("draw set row", programs.set_row, state, (state.counts, *row), both),
+        ]
+
+    def _draw(self, kind: str, program: Program, state: DrawShapes, arguments: tuple, donated: int = 0) -> Task:
+        stage = len(self.sections) - 1
+        place, room = Place([state.device]), self._logit_bytes(state.rows)
+        return Task(kind, stage, state.rows, program, arguments, place, batch_bytes=room, donated_bytes=donated)
+
+
+@dataclass(frozen=True)
+class DrawShapes:
+    """What drawing reads, on the one device that draws."""
+
+    device: Device
+    rows: int
+    vocab_size: int
+
+    def of(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self.device))
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self.of(shape, jnp.int32)
+
+    @property
+    def logits(self) -> Any:
+        return self.of((self.rows, self.vocab_size), jnp.float32)
+
+    @property
+    def metadata(self) -> Any:
+        return SamplingMetadata(self.ints(self.rows, INT_COLUMNS), self.of((self.rows, FLOAT_COLUMNS), jnp.float32))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def counts(self) -> Any:
+        shape = (self.rows, self.vocab_size)
+        return Counts(self.of(shape, jnp.bool_), self.of(shape, jnp.int32))  # pyright: ignore[reportArgumentType]
+
+
+def shipments(source: AbstractPrograms, destination: AbstractPrograms) -> list[Task]:
+    """Packs on the source, checks and inserts on the destination for all sizes and wires declared, as `ship_pages`."""
+    return [
+        task
+        for route in plan_routes(_shapes(source), _shapes(destination), source.layout.num_kv_heads)
+        for wire in source.config.wires
+        for groups in route.group.buckets()
+        for task in _shipment(source, destination, route, wire, groups)
+    ]
+
+
+def _shapes(outline: AbstractPrograms) -> tuple[StageShape, ...]:
+    kv = outline.layout
+    return tuple(StageShape(each.layers, each.place.tp, kv.page_size, kv.dtype) for each in outline.sections)
+
+
+def _shipment(
+    source: AbstractPrograms, destination: AbstractPrograms, route: Route, wire: str, groups: int
+) -> Iterator[Task]:
+    held = source.sections[route.source_stage].place
+    wanted = destination.sections[route.destination_stage].place
+    number, heads, kind = len(route.layers), route.heads, () if wire == RAW else (wire,)
+    pages = groups * route.group.source
+    pools = [source._pool(held)] * number
+    program = source.docks[held].pack_program(heads.atom_heads, wire, route.dtype)
+    moved = number * pages * local_bytes(source._pool(held)) // (source.config.num_pages + 1)
+    arguments = pools, whole(held, (pages,))
+    yield Task("pack", route.source_stage, pages, program, arguments, held, number, kind, 2 * moved)
+    form = source.layout, destination.layout.dtype
+    atoms = landed(piece_shapes(*form, number, pages, heads, source.config.digests, wire), wanted)
+    found = sorted_atoms(atoms)
+    stage, dock = route.destination_stage, destination.docks[wanted]
+    if found.digests or found.errors:
+        yield Task("check", stage, pages, dock.check_program, (atoms,), wanted, number, kind, moved)
+    pools = [destination._pool(wanted)] * number
+    arguments = pools, whole(wanted, (groups * route.group.destination,)), [*found.values, *found.scales]
+    donated = destination.pool_bytes(stage, number)
+    moved = donated * groups * route.group.destination // (destination.config.num_pages + 1)
+    yield Task("insert", stage, pages, dock.insert_program, arguments, wanted, number, kind, 2 * moved, donated)
+
+
+def landed(pieces: Sequence[jax.ShapeDtypeStruct], place: Place) -> list[Any]:
+    """Pieces of one shard as the place holds them: cut on heads, axis 2."""
+    cut = place.sharding(ATOM_SPEC)
+    shapes = [((*piece.shape[:2], piece.shape[2] * place.tp, *piece.shape[3:]), piece.dtype) for piece in pieces]
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=cut) for shape, dtype in shapes]
+
+
+def whole(place: Place, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+    """An array that every shard of the place has."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place.sharding(WHOLE))
+
+
+def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's shard, without padding."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return jnp.dtype(leaf.dtype).itemsize * prod(shape)
+
+
+def _gathers(section: SectionPrograms) -> dict[str, int]:
+    """The head's logits, gathered where the vocabulary is split."""
+    shards = section.place.tp
+    return {"all-gather": 1} if shards > 1 and section.config.vocab_size % shards == 0 else {}

@@ -1,0 +1,82 @@
+"""What a driver needs of a machine: a mesh with parameters and KV pages that runs plans and decides nothing.
+
+All methods are called from one thread, return before the device is done, and take effect in program order: pages that
+an earlier call wrote are what a later call reads. `read` and `wait` block, and are called from reader threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jdisagg.core.events import DecodeDone, PrefillDone
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.worker_config import WorkerConfig
+
+
+class PendingPrefill(Protocol):
+    def read(self) -> PrefillDone:
+        """Blocks until the drawn tokens are on the host."""
+        ...
+
+
+class PendingDecode(Protocol):
+    def read(self) -> DecodeDone:
+        """Blocks until the drawn tokens are on the host."""
+        ...
+
+
+GroupDone = Callable[[int], None]  # layers of the model whose programs are dispatched so far
+
+
+class Parcel(Protocol):
+    """Packed pages on their way to another machine."""
+
+    @property
+    def transfer(self) -> KVTransfer: ...
+
+    def wait_packed(self) -> None:
+        """Blocks until the source's devices have packed them: from then on they are on their way."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until the bytes are on the destination's devices (not yet in its pages)."""
+        ...
+
+
+class Executor(Protocol):
+    config: WorkerConfig
+
+    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
+        """`group_done(n)` is called between layer groups: layers 0 to n - 1 are dispatched, the others are not.
+
+        What it ships of these layers leaves while the next are computed. After the last group it is not called: the
+        rest may be shipped when this returns, behind the draw of the first token.
+        """
+        ...
+
+    def run_decode(self, plan: DecodePlan) -> PendingDecode:
+        """A step with gates runs as far as its KV is in; `insert` and `open_gates` let the rest of it follow."""
+        ...
+
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        """Steps that wait for parts of this handoff run now, whatever is in those pages."""
+        ...
+
+    def ship(self, transfer: KVTransfer, destination: Any) -> Parcel:
+        """Packs the source pages in program order and starts them on their way to `destination`, another machine."""
+        ...
+
+    def check(self, parcel: Any) -> Callable[[], bool] | None:
+        """At the destination, once the parcel has landed: starts to compare its digests.
+
+        The result says, after a wait, whether what landed is what was packed; None where no digest came with it.
+        """
+        ...
+
+    def insert(self, parcel: Any) -> None:
+        """At the destination, once the parcel has landed: scatters it into the transfer's destination pages.
+
+        Where this raises, the caller opens the handoff's gates: nothing else would let a step go on that waits for it.
+        """
+        ...

@@ -1,0 +1,224 @@
+"""`MeshExecutor`: one worker's devices, for every role. It owns weights and pages, runs plans, and decides nothing.
+
+A decode or colocated worker has one place a stage, a prefill worker one place for all its layer groups; everything
+else is the same code (`section.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from jdisagg.core.events import WireCost
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.reshard import PageGroup, StageShape, group_pages
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.decode import Decoder
+from jdisagg.engine.executor import GroupDone, PendingDecode
+from jdisagg.engine.prefill import PendingPrefill, Prefiller
+from jdisagg.engine.section import Section
+from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
+from jdisagg.kv.guard import Guard
+from jdisagg.kv.pools import StagePages
+from jdisagg.kv.shipping import (
+    Departure,
+    Dock,
+    Move,
+    check_moves,
+    insert_moves,
+    null_lists,
+    pack_pages,
+    send,
+    shapes_of,
+    ship_pages,
+)
+from jdisagg.model.sources import Source
+from jdisagg.parallel.place import Device, Place, Program
+
+TIMINGS = 3  # of one pack; the least counts
+
+
+@dataclass(frozen=True)
+class MeshParcel:
+    """Packed pages on their way; see `machine.Parcel`."""
+
+    transfer: KVTransfer
+    moves: list[Move]
+    packed: list[Array]  # at the source
+
+    def wait_packed(self) -> None:
+        jax.block_until_ready(self.packed)
+
+    def wait(self) -> None:
+        jax.block_until_ready([move.atoms for move in self.moves])
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a machine holds, for people."""
+
+    weights_bytes: int
+    pool_bytes: int
+    num_programs: int  # compiled so far
+
+
+class MeshExecutor:
+    """Implements `machine.Executor`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: ModelConfig,
+        source: Source,
+        layout: KVLayout,
+        layers: Sequence[range],
+        devices: Sequence[Device],
+        dtype: DTypeLike,
+    ) -> None:
+        """Reads the weights and allocates the pages; `warm` must follow before the first plan.
+
+        `layers` are the runs of layers of the decode stages, whatever this worker's role; `devices` are this worker's,
+        stage-major. KV pages have the layout's dtype.
+        """
+        self.config, self.model = config, model
+        places = places_of(config.role, len(layers), devices)
+        self.sections = [
+            Section(source, model, run, place, layout, config.num_pages, dtype)
+            for run, place in zip(layers, places, strict=True)
+        ]
+        self.docks = {place: Dock(place, config.digests, config.error_bound) for place in places}
+        self.guard = Guard(config.error_bound)
+        self.prefiller = Prefiller(self.sections, config, model.vocab_size) if config.role.prefills else None
+        self.decoder = Decoder(self.sections, config, model.vocab_size) if config.role.decodes else None
+        self._compiled_when_warm: int | None = None
+
+    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
+        assert self.prefiller is not None, f"{self.config.worker} does not prefill"
+        return self.prefiller.run(plan, group_done)
+
+    def run_decode(self, plan: DecodePlan) -> PendingDecode:
+        assert self.decoder is not None, f"{self.config.worker} does not decode"
+        return self.decoder.run(plan)
+
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        assert self.decoder is not None, f"{self.config.worker} does not decode"
+        self.decoder.gates.open(handoff, epoch)
+
+    def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshParcel:
+        departures = self.pack(transfer, shapes_of(destination.pages))
+        moves = [send(departure, destination.pages[departure.stage].place) for departure in departures]
+        return MeshParcel(transfer, moves, [array for departure in departures for array in departure.packed])
+
+    def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[Departure]:
+        """Packs what is to leave for stages of these shapes, now in program order."""
+        pages = transfer.source_pages, transfer.destination_pages
+        how = transfer.layers, transfer.wire, self.guard
+        return pack_pages(self.pages, self.docks, shapes, *pages, *how)
+
+    def check(self, parcel: MeshParcel) -> Callable[[], bool] | None:
+        verdicts = check_moves(self.pages, self.docks, parcel.moves)
+        return (lambda: all(np.asarray(each).all() for each in verdicts)) if verdicts else None
+
+    def insert(self, parcel: MeshParcel) -> None:
+        insert_moves(self.pages, self.docks, parcel.moves)
+        if self.decoder is not None:
+            self.decoder.gates.inserted(parcel.transfer)
+
+    @property
+    def pages(self) -> list[StagePages]:
+        """The KV pages of each section, in layer order."""
+        return [section.kv for section in self.sections]
+
+    # ------------------------------------------------------------ warm-up
+
+    def warm(
+        self,
+        progress: Progress = lambda label, done, total: None,
+        peers: Sequence[MeshExecutor] = (),
+        more: Sequence[Job] = (),
+    ) -> None:
+        """Compiles every declared program by running it on null pages and idle slots, and `more` jobs like these.
+
+        `peers` are the machines this one ships to (their inserts are compiled too). `progress(label, done, total)` is
+        called before each program and once after the last, with done == total.
+        """
+        jobs = [*self._warm_jobs(peers), *more]
+        for done, (label, job) in enumerate(jobs):
+            progress(label, done, len(jobs))
+            jax.block_until_ready(job())
+        progress("ready", len(jobs), len(jobs))
+        for machine in (self, *peers):
+            machine._compiled_when_warm = machine.num_compiled
+
+    def _warm_jobs(self, peers: Sequence[MeshExecutor]) -> list[Job]:
+        jobs = prefill_jobs(self.prefiller) if self.prefiller else []
+        jobs += decode_jobs(self.decoder) if self.decoder else []
+        for peer, wire in product(peers, self.config.wires):
+            sizes = self.group_to(peer.config).buckets()
+            jobs += ship_jobs(partial(self._ship_null, peer, wire), f"{peer.config.worker} {wire}", sizes)
+        return jobs
+
+    def _ship_null(self, peer: MeshExecutor, wire: str, groups: int) -> list:
+        nulls = null_lists(self.group_to(peer.config), groups)
+        moves, _ = ship_pages(self.pages, self.docks, peer.pages, *nulls, wire=wire)
+        jax.block_until_ready(check_moves(peer.pages, peer.docks, moves))
+        insert_moves(peer.pages, peer.docks, moves)
+        return [stage.pools for stage in peer.pages]
+
+    def group_to(self, peer: WorkerConfig) -> PageGroup:
+        return group_pages(self.config.page_size, peer.page_size)
+
+    def time_packs(self, shapes: Sequence[StageShape]) -> tuple[WireCost, ...]:
+        """What a page costs as each wire, on warm programs with nothing else under way; shapes: of a peer's stages."""
+        group = group_pages(self.config.page_size, shapes[0].page_size)
+        nulls = null_lists(group, group.buckets()[-1])
+        costs = []
+        for wire in self.config.wires:
+            seconds, size = [], 0
+            for _ in range(TIMINGS):
+                began_s = time.perf_counter()
+                departures = pack_pages(self.pages, self.docks, shapes, *nulls, wire=wire)
+                packed = jax.block_until_ready([piece for each in departures for piece in each.pieces])
+                seconds.append(time.perf_counter() - began_s)
+                size = sum(piece.nbytes for piece in packed)
+            costs.append(WireCost(wire, min(seconds) / len(nulls[0]), size // len(nulls[0])))
+        return tuple(costs)
+
+    def recompiles(self) -> int:
+        """Programs compiled since `warm`; stays 0 unless a shape was left undeclared."""
+        return self.num_compiled - (self._compiled_when_warm or 0)
+
+    @property
+    def programs(self) -> list[Program]:
+        owners = [*self.sections, *self.docks.values(), self.prefiller, self.decoder]
+        return [program for owner in owners if owner is not None for program in owner.programs]
+
+    @property
+    def num_compiled(self) -> int:
+        return sum(program.num_compiled for program in self.programs)
+
+    def figures(self) -> Figures:
+        return Figures(
+            sum(section.params.num_bytes for section in self.sections),
+            sum(section.kv.num_bytes for section in self.sections),
+            self.num_compiled,
+        )
+
+
+def places_of(role: Role, num_sections: int, devices: Sequence[Device]) -> list[Place]:
+    """One place a section: a prefill worker's groups share all its devices, stages split them evenly."""
+    if not role.decodes:
+        return [Place(devices)] * num_sections
+    tp = len(devices) // num_sections
+    assert tp * num_sections == len(devices), (num_sections, len(devices))
+    return [Place(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_sections)]

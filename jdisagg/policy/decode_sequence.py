@@ -1,0 +1,131 @@
+"""One sequence's place on a decode worker, and what a turn in flight remembers of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.plans import Admission, KVTransfer
+from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
+from jdisagg.policy.handoff import Handoff, Signal, State
+from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.planning import Order, history_of
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """One sequence's place: from its reservation to its last token."""
+
+    handoff: Handoff
+    request: Request
+    order: Order
+    num_output: int  # tokens the client had before this attempt
+    source: WorkerId  # whose parts and COMMIT it waits for
+    lease_s: float
+    pages: list[int]  # the leading `cached_pages` are not its own
+    cached_pages: int = 0
+    parts: set[int] = field(default_factory=set)  # that are inserted
+    num_parts: int | None = None  # that COMMIT counts
+    layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all
+    asked: Counter[int] = field(default_factory=Counter)  # times each part was asked for again
+    moved_s: float = 0.0  # when a part last came or was asked for again
+    wire: list[tuple[float, float]] = field(default_factory=list)  # when each part was on its way
+    num_tokens: int = 0  # tokens in the KV when it was committed
+    output: list[int] = field(default_factory=list)  # tokens of this attempt, as read
+    first: Sampled | None = None  # known from COMMIT on
+    dispatched: int = 0  # output tokens drawn or on their way
+    slot: int | None = None
+    on_device: bool = False  # its admission has been dispatched
+    stepped: bool = False  # a decoded token has been read
+
+    @property
+    def owner(self) -> Owner:
+        return self.handoff.owner
+
+    @property
+    def drained(self) -> bool:
+        """All its turns are dispatched, and no stage of them waits for KV: it only waits for tokens."""
+        return self.dispatched == self.request.sampling.max_tokens and admitted(self)
+
+    @property
+    def own_pages(self) -> list[int]:
+        return self.pages[self.cached_pages :]
+
+    @property
+    def missing(self) -> list[int]:
+        """Parts that COMMIT counts and that have not come."""
+        return [part for part in range(self.num_parts or 0) if part not in self.parts]
+
+    @property
+    def wire_s(self) -> float:
+        """For how long at least one of its parts was on its way."""
+        total_s, until_s = 0.0, -math.inf
+        for began_s, landed_s in sorted(self.wire):
+            total_s += max(0.0, landed_s - max(began_s, until_s))
+            until_s = max(until_s, landed_s)
+        return total_s
+
+    def part_holds(self, part: int, layers: tuple[int, int]) -> bool:
+        """Whether the part holds any of these layers."""
+        if not self.layers:
+            return True
+        first, stop = self.layers[part % len(self.layers)]
+        return first < layers[1] and layers[0] < stop
+
+    def commit(self, first: Sampled, num_tokens: int, num_parts: int, layers: tuple[tuple[int, int], ...] = ()) -> None:
+        """What COMMIT says; the first token is out, and the sequence's steps follow it."""
+        self.handoff.take(Signal.COMMIT)
+        self.first, self.num_tokens, self.num_parts, self.layers = first, num_tokens, num_parts, layers
+        self.output.append(first.token)
+        self.dispatched = 1
+
+    def renew(self, now_s: float) -> None:
+        self.handoff.deadline_s = now_s + self.lease_s
+
+    def is_for(self, transfer: KVTransfer) -> bool:
+        """Whether it comes from this bed's source, for pages that are this bed's to fill."""
+        ours = {NULL_PAGE, *self.own_pages}
+        return transfer.source == self.source and ours.issuperset(transfer.destination_pages)
+
+    def wants(self, part: int) -> bool:
+        """Whether this part is still to come; one that COMMIT does not count is none of this sequence's."""
+        known = self.num_parts is None or part < self.num_parts
+        return known and part not in self.parts and self.handoff.can_take(Signal.ARRIVE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A decode plan in flight, and whose its slots were when it was dispatched."""
+
+    microbatch: int
+    sequences: dict[int, DecodeSequence]
+    retired: tuple[int, ...]
+
+
+def admitted(sequence: DecodeSequence) -> bool:
+    return sequence.handoff.state is State.ADMITTED
+
+
+def admission(slot: int, sequence: DecodeSequence) -> Admission:
+    assert sequence.first is not None, "an admitted sequence has its first token"
+    return Admission(
+        slot=slot,
+        request_id=sequence.request.request_id,
+        token=sequence.first.token,
+        position=sequence.num_tokens,
+        pages=tuple(sequence.pages),
+        sampling=sequence.request.sampling,
+        num_output=sequence.num_output + 1,
+        history=history_of(sequence.request, sequence.num_output, (sequence.first.token,)),
+    )
+
+
+def end_of(request: Request, sampled: Sampled, num_output: int) -> FinishReason | None:
+    """Why a request is over with this token, its `num_output`th of this attempt; None where it goes on."""
+    if sampled.broken:
+        return FinishReason.ERROR
+    if sampled.token in request.sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= request.sampling.max_tokens else None

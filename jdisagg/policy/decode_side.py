@@ -1,0 +1,388 @@
+"""The decode side of a worker: sequences held for requests, sequences in slots, steps dispatched ahead of their tokens.
+
+A sequence is assumed to advance one token a step. Its pages are granted before the step that needs them, its slot and
+pages are free once its last step is dispatched (later plans run later on the device), and a stop is learnt late: steps
+dispatched meanwhile find the slot masked.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from jdisagg.core.events import DecodeDone, DropKV, InsertKV, KVArrived, RunDecode
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Renew, Resend, Reserve, Reserved
+from jdisagg.core.plans import DecodePlan, PageGrant
+from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
+from jdisagg.core.worker_config import WorkerConfig, bucket
+from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted, end_of
+from jdisagg.policy.early_admission import Ahead
+from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages
+from jdisagg.policy.slots import Slots
+
+HeldPrefix = Callable[[Request], tuple[int, ...]]  # pages, in order, that hold the KV of the prompt's first tokens
+
+
+def no_prefix(_: Request) -> tuple[int, ...]:
+    """Nothing is held of any prompt."""
+    return ()
+
+
+class DecodeSide:
+    """All sequences of one worker."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pool: PagePool,
+        out: Outbox,
+        new_plan_id: Callable[[], int],
+        held_prefix: HeldPrefix = no_prefix,
+    ) -> None:
+        self.config, self.pool, self.out, self.new_plan_id = config, pool, out, new_plan_id
+        self.held_prefix = held_prefix
+        self.slots: Slots[DecodeSequence] = Slots(config)
+        self.sequences: dict[Owner, DecodeSequence] = {}
+        self.steps: dict[int, Step] = {}
+        self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
+        self.ahead = Ahead(config, self.slots, self.steps, out)
+        self._drained = 0
+
+    # ------------------------------------------------------------ what is free
+
+    @property
+    def free_slots(self) -> int:
+        return self.config.num_slots + self.config.reservations_ahead - (len(self.sequences) - self._drained)
+
+    @property
+    def num_ready(self) -> int:
+        """Whole sequences that wait for a slot."""
+        return len(self._ready)
+
+    @property
+    def reservable_pages(self) -> int:
+        """Free pages, less one for each sequence that may still grow."""
+        growing = sum(self._may_grow(sequence) for sequence in self.sequences.values())
+        return max(0, self.pool.free_pages - growing)
+
+    def _may_grow(self, sequence: DecodeSequence) -> bool:
+        return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.request))
+
+    # ------------------------------------------------------------ the handoff
+
+    def reserve(self, message: Reserve, now_s: float) -> None:
+        owner = Owner(message.handoff, message.epoch)
+        sequence = self.sequences.get(owner)
+        if sequence is None:
+            sequence = self._make_sequence(owner, message, now_s)
+        if sequence is None:
+            detail = f"{self.free_slots} slots and {self.reservable_pages} pages are free"
+            self.out.tell_router(Refused(*owner, detail))
+        elif sequence.handoff.state is State.RESERVED:
+            self.out.tell_router(Reserved(*owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
+
+    def _make_sequence(self, owner: Owner, message: Reserve, now_s: float) -> DecodeSequence | None:
+        cached = self.held_prefix(message.request)[: len(message.request.prompt) // self.config.page_size]
+        need = predicted_pages(message.request, self.config) - len(cached)
+        if self.free_slots < 1 or need > self.reservable_pages:
+            return None
+        pages = self.pool.take(need, owner, PageState.IN_FLIGHT)
+        assert pages is not None, "reservable pages are free"
+        handoff = Handoff(owner, End.DESTINATION, now_s + message.lease_s)
+        handoff.take(Signal.RESERVE)
+        self.out.arm(handoff)
+        sequence = DecodeSequence(
+            handoff=handoff,
+            request=message.request,
+            order=order_of(message.request),
+            num_output=message.num_output,
+            source=message.prefill_worker,
+            lease_s=message.lease_s,
+            pages=[*cached, *pages],
+            cached_pages=len(cached),
+        )
+        self.sequences[owner] = sequence
+        return sequence
+
+    def renew(self, message: Renew, source: WorkerId, now_s: float) -> None:
+        """The source is at it still; one that waits for an Ack though the sequence is complete has missed it."""
+        sequence = self.sequences.get(Owner(message.handoff, message.epoch))
+        if sequence is None:
+            self.out.send(source, Abort(message.handoff, message.epoch, "no such reservation"))
+        elif admitted(sequence):
+            self.out.send(source, Ack(*sequence.owner, sequence.wire_s))
+        else:
+            sequence.renew(now_s)
+
+    def commit(self, message: Commit, source: WorkerId, now_s: float) -> None:
+        owner = Owner(message.handoff, message.epoch)
+        sequence = self.sequences.get(owner)
+        if sequence is None or sequence.source != source:
+            self.out.send(source, Abort(*owner, "no such reservation"))
+        elif admitted(sequence):
+            self.out.send(source, Ack(*owner, sequence.wire_s))  # it was said twice: the Ack may have been lost
+        elif sequence.handoff.can_take(Signal.COMMIT):
+            self._commit(sequence, message, now_s)
+
+    def _commit(self, sequence: DecodeSequence, message: Commit, now_s: float) -> None:
+        ours, theirs = self.config.kv_layout, message.layout
+        if ours and theirs and ours != theirs:
+            self._give_up(sequence, f"{sequence.source} shipped pages of {theirs}, {self.config.worker} holds {ours}")
+            return
+        if message.num_tokens != len(sequence.request.prompt):
+            self._give_up(
+                sequence, f"{sequence.source} commits {message.num_tokens} tokens of {len(sequence.request.prompt)}"
+            )
+            return
+        sequence.commit(message.first, message.num_tokens, message.num_parts, message.layers)
+        sequence.renew(now_s)
+        if not self._admit_if_complete(sequence, now_s):
+            self.ahead.wait(sequence)
+            self._watch_parts(sequence, now_s)
+
+    def arrive(self, event: KVArrived, now_s: float) -> None:
+        """A part landed: inserted where its sequence still waits for it, dropped where it is late or came before."""
+        transfer = event.transfer
+        sequence = self.sequences.get(Owner(transfer.handoff, transfer.epoch))
+        if sequence is None or not sequence.wants(transfer.part) or not sequence.is_for(transfer):
+            self.out.put(DropKV(transfer))
+            return
+        sequence.renew(now_s)
+        sequence.moved_s = now_s
+        sequence.wire.append((now_s - event.wire_s, now_s))
+        if not event.intact:
+            self.out.put(DropKV(transfer))
+            self._ask_again(sequence, [transfer.part], "came broken", FinishReason.ERROR)
+            return
+        sequence.handoff.take(Signal.ARRIVE)
+        sequence.parts.add(transfer.part)
+        self.out.put(InsertKV(transfer))
+        self._admit_if_complete(sequence, now_s)
+
+    # ------------------------------------------------------------ repair
+
+    def _ask_again(self, sequence: DecodeSequence, parts: list[int], what: str, reason: FinishReason) -> None:
+        """The source still holds these pages; a part that was asked for often enough ends the handoff."""
+        tried = max(sequence.asked[part] for part in parts)
+        if tried >= self.config.part_tries:
+            self._give_up(sequence, f"part {parts[0]} {what} {tried + 1} times", reason)
+            return
+        for part in parts:
+            sequence.asked[part] += 1
+            self.out.send(sequence.source, Resend(*sequence.owner, part))
+
+    def _give_up(self, sequence: DecodeSequence, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
+        self.end(sequence.owner, Signal.ABORT)
+        self.out.abort(sequence.owner, detail, reason)
+
+    def _watch_parts(self, sequence: DecodeSequence, now_s: float) -> None:
+        sequence.moved_s = now_s
+        self.out.set_timer(now_s + self.config.part_timeout_s, timer_of(Timer.PARTS, sequence.owner))
+
+    def parts_late(self, owner: Owner, now_s: float) -> None:
+        """Asks for what COMMIT counted and did not come, once nothing has come for a while."""
+        sequence = self.sequences.get(owner)
+        if sequence is None or sequence.handoff.state is not State.COMMITTED:
+            return
+        due_s = sequence.moved_s + self.config.part_timeout_s
+        if now_s < due_s:
+            self.out.set_timer(due_s, timer_of(Timer.PARTS, owner))
+            return
+        self._ask_again(sequence, sequence.missing, "did not come", FinishReason.TIMEOUT)
+        if not sequence.handoff.over:
+            self._watch_parts(sequence, now_s)
+
+    # ------------------------------------------------------------ admission
+
+    def commit_here(self, owner: Owner, first: Sampled, now_s: float) -> None:
+        """The colocated handoff: the KV was computed in the sequence's own pages."""
+        sequence = self.sequences[owner]
+        sequence.commit(first, len(sequence.request.prompt), 0)
+        self._admit_if_complete(sequence, now_s)
+
+    def _admit_if_complete(self, sequence: DecodeSequence, now_s: float) -> bool:
+        if sequence.handoff.state is not State.COMMITTED or sequence.missing:
+            return False
+        sequence.handoff.take(Signal.COMPLETE)
+        if sequence.source != self.config.worker:
+            self.out.send(sequence.source, Ack(*sequence.owner, sequence.wire_s))
+        self.pool.move(sequence.own_pages, sequence.owner, PageState.HELD)
+        if not self.ahead.whole(sequence):
+            insort(self._ready, sequence, key=lambda each: each.order)
+        elif sequence.drained:
+            self._drain(sequence)
+        self.out.reach(sequence.request.request_id, sequence.owner, Mark.COMMITTED, now_s, sequence.wire_s)
+        return True
+
+    def reservation_waits(self, owner: Owner) -> bool:
+        """Whether the sequence is reserved and nothing has come for it yet."""
+        sequence = self.sequences.get(owner)
+        return sequence is not None and sequence.handoff.state is State.RESERVED
+
+    def pages_of(self, owner: Owner) -> tuple[int, ...]:
+        return tuple(self.sequences[owner].pages)
+
+    def end(self, owner: Owner, signal: Signal) -> bool:
+        """Gives back all that the sequence holds; False where there is none, or where the signal is not for its
+        state.
+        """
+        sequence = self.sequences.get(owner)
+        if sequence is None or not sequence.handoff.can_take(signal):
+            return False
+        self._drained -= sequence.drained
+        sequence.handoff.take(signal)
+        del self.sequences[owner]
+        self._strip(sequence)
+        return True
+
+    def keep(self, owner: Owner, now_s: float) -> None:
+        """Renews the lease of a sequence, where there is one."""
+        if owner in self.sequences:
+            self.sequences[owner].renew(now_s)
+
+    def expire(self, owner: Owner, now_s: float) -> bool:
+        sequence = self.sequences.get(owner)
+        if sequence is None or not sequence.handoff.can_take(Signal.EXPIRE):
+            return False
+        if now_s < sequence.handoff.deadline_s:
+            self.out.arm(sequence.handoff)
+            return False
+        return self.end(owner, Signal.EXPIRE)
+
+    def _drain(self, sequence: DecodeSequence) -> None:
+        """Its last step is dispatched: its slot and pages are free for steps behind that one."""
+        self._drained += 1
+        self._strip(sequence)
+
+    def _strip(self, sequence: DecodeSequence) -> None:
+        self.ahead.drop(sequence)
+        if sequence.slot is not None:
+            self.slots.clear(sequence.slot, on_device=sequence.on_device)
+            sequence.slot = None
+        elif sequence in self._ready:
+            self._ready.remove(sequence)
+        self.pool.give_back(sequence.own_pages, sequence.owner)
+        sequence.pages.clear()
+
+    # ------------------------------------------------------------ steps
+
+    def seat_ready(self) -> None:
+        """Sequences that wait take the slots that are free, best first; where none does, those whose KV follows."""
+        while self._ready and (slot := self.ahead.free_slot()) is not None:
+            sequence = self._ready.pop(0)
+            sequence.slot = slot
+            self.slots.seat(slot, sequence)
+        while not self._ready and self.ahead.seat_next():
+            continue
+
+    def plan_step(self) -> bool:
+        """Dispatches the next step of the next microbatch that has one; False where none has."""
+        return any(self._plan_step(microbatch) for microbatch in self.slots.due(self.ahead.under_way))
+
+    def _plan_step(self, microbatch: int) -> bool:
+        seated = self.slots.seated(microbatch)
+        if self.pool.free_pages < len(seated):
+            seated.sort(key=lambda each: each[1].order)  # the best takes pages first: it is never its inferiors' victim
+        grants: list[PageGrant] = []
+        active = [(slot, sequence) for slot, sequence in seated if self._has_room(slot, sequence, grants)]
+        if not active:
+            return False
+        active.sort(key=lambda each: each[0])
+        self._dispatch(microbatch, active, grants)
+        return True
+
+    def _dispatch(self, microbatch: int, active: list[tuple[int, DecodeSequence]], grants: list[PageGrant]) -> None:
+        longest = max(sequence.num_tokens + sequence.dispatched for _, sequence in active)
+        plan = DecodePlan(
+            plan_id=self.new_plan_id(),
+            microbatch=microbatch,
+            active=tuple(slot for slot, _ in active),
+            table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
+            admit=tuple(admission(slot, sequence) for slot, sequence in active if not sequence.on_device),
+            grants=tuple(grants),
+            retire=self.slots.begin_turn(microbatch),
+            gates=self.ahead.gates(microbatch),
+        )
+        self.steps[plan.plan_id] = Step(microbatch, dict(active), plan.retire)
+        self.out.put(RunDecode(plan))
+        for _, sequence in active:
+            sequence.on_device = True
+            sequence.dispatched += 1
+            if sequence.drained:
+                self._drain(sequence)
+
+    def _has_room(self, slot: int, sequence: DecodeSequence, grants: list[PageGrant]) -> bool:
+        """Whether the sequence may take this step: it has, or gets, a page for the token that the step feeds."""
+        if sequence.slot != slot:
+            return False  # it was a victim a moment ago
+        if self.config.pages_for(sequence.num_tokens + sequence.dispatched) <= len(sequence.pages):
+            return True
+        while (page := self.pool.take(1, sequence.owner, PageState.HELD)) is None:
+            if not admitted(sequence):
+                return False  # nobody gives way to who waits for KV
+            victim = choose_victim(each for each in self.sequences.values() if each.pages and admitted(each))
+            assert victim is not None, "whoever grows is admitted"
+            if victim is sequence and self._alone(sequence):
+                return False  # alone among sequences that are still to be filled: those will end, or run out
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if sequence.on_device:
+            grants.append(PageGrant(slot, len(sequence.pages), page[0]))
+        sequence.pages.append(page[0])
+        return True
+
+    def _alone(self, sequence: DecodeSequence) -> bool:
+        """Whether `sequence` is the only admitted sequence with pages."""
+        return not any(each.pages and admitted(each) for each in self.sequences.values() if each is not sequence)
+
+    def _preempt(self, sequence: DecodeSequence) -> None:
+        detail = f"no free page of {self.pool.num_pages} for a request of higher rank"
+        self.out.tell_router(
+            Preempted(sequence.request.request_id, sequence.owner.epoch, tuple(sequence.output), detail)
+        )
+        self.end(sequence.owner, Signal.RELEASE)
+
+    # ------------------------------------------------------------ results
+
+    def decode_done(self, event: DecodeDone, now_s: float) -> None:
+        step = self.steps.pop(event.plan_id)
+        self.slots.end_step(step.microbatch)
+        draws: list[Draw] = []
+        over: list[tuple[DecodeSequence, FinishReason]] = []
+        for slot, sampled in event.sampled:
+            sequence = step.sequences.get(slot)
+            if sequence is None or sequence.handoff.over:
+                continue  # it stopped, was preempted or aborted, or stepped back, while this step was in flight
+            assert sampled is not None, f"slot {slot} masked itself though its sequence goes on"
+            self._first_step(sequence, now_s)
+            if not sampled.broken:
+                index = sequence.num_output + len(sequence.output)
+                sequence.output.append(sampled.token)
+                draws.append(Draw(sequence.request.request_id, sequence.owner.epoch, index, (sampled,)))
+            reason = end_of(sequence.request, sampled, len(sequence.output))
+            if reason is not None:
+                over.append((sequence, reason))
+        self.out.draw(draws)
+        for sequence, reason in over:
+            self.out.end(
+                sequence.request.request_id, sequence.owner, reason, sequence.num_output + len(sequence.output), now_s
+            )
+            self.end(sequence.owner, Signal.RELEASE)
+
+    def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
+        if not sequence.stepped:
+            sequence.stepped = True
+            self.out.reach(sequence.request.request_id, sequence.owner, Mark.FIRST_STEP, now_s)
+
+    def step_failed(self, plan_id: int, reason: str) -> None:
+        step = self.steps.pop(plan_id)
+        self.slots.end_step(step.microbatch)
+        self.slots.retire_again(step.microbatch, step.retired)
+        for sequence in step.sequences.values():
+            if self.end(sequence.owner, Signal.ABORT):
+                self.out.abort(sequence.owner, reason)

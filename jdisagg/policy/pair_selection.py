@@ -1,0 +1,128 @@
+"""The router's path from a row to a pair: what it knows of its workers, put before the routing it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jdisagg.core.request import Phase, Request, RequestId, WorkerId
+from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.worker_config import Role
+from jdisagg.policy.decisions import Decision, Verdict
+from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
+from jdisagg.policy.pace import Pace
+from jdisagg.policy.prefix_directory import PrefixDirectory
+from jdisagg.policy.request_state import RequestState
+from jdisagg.policy.routing import FAILED, RANKS, Choice, Pair, RoutingRequest, WorkerSnapshot, choose_pair
+from jdisagg.policy.worker_state import WorkerState
+
+
+class PairSelection:
+    """Chooses, notes every decision, and remembers what went where as far as the routing asks for it."""
+
+    def __init__(
+        self, config: RouterConfig, peers: Mapping[WorkerId, WorkerState], note: Callable[[Decision], None]
+    ) -> None:
+        self.config, self.peers, self.note = config, peers, note
+        self.directory, self.pace = PrefixDirectory(), Pace()
+        self._turn = 0  # of round robin
+        self._mixed = False
+        self.joined()
+
+    def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
+        """The pair for the row's next attempt, None where none has room."""
+        request = row.to_prefill()
+        snapshots = [self._snapshot(peer, request, row, ask_anyway) for peer in self.peers.values()]
+        if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
+            snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
+        routed = RoutingRequest(row.request_id, len(request.prompt), self._turn, self.config.routing_seed)
+        choice = choose_pair(snapshots, routed, self.config.routing)
+        if self._mixed and self.config.colocated_fallback:
+            choice = self._with_fallback(choice, request, now_s)
+        self._decided(row, choice, now_s)
+        return choice.taken
+
+    def _snapshot(self, peer: WorkerState, request: Request, row: RequestState, ask_anyway: bool) -> WorkerSnapshot:
+        cached_tokens = 0
+        if self._remembers(peer):
+            cached_tokens = self.directory.cached_tokens(peer.config, row.page_names(peer.config.page_size))
+        avoided = peer.config.worker in row.avoid
+        return peer.snapshot(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens)
+
+    def _remembers(self, peer: WorkerState) -> bool:
+        return self.config.routing is Routing.CACHE_AWARE and peer.config.role.prefills
+
+    def _decided(self, row: RequestState, choice: Choice, now_s: float) -> None:
+        if choice.taken is None:
+            if not row.wait_told:
+                row.wait_told = True
+                self.note(Decision(now_s, row.request_id, Verdict.WAITS, choice))
+            return
+        row.wait_told = False
+        self.note(Decision(now_s, row.request_id, Verdict.TAKEN, choice))
+        if self.config.routing is Routing.ROUND_ROBIN:
+            self._turn += 1
+        peer = self.peers[choice.taken.prefill]
+        if self._remembers(peer):
+            self.directory.sent(peer.config, row.page_names(peer.config.page_size))
+
+    # ------------------------------------------------------------ pools, or a worker of both roles
+
+    def joined(self) -> None:
+        """The workers are others now."""
+        self._mixed = {peer.config.role for peer in self.peers.values()} == set(Role)
+
+    def forget(self, worker: WorkerId) -> None:
+        """It is gone."""
+        self.directory.forget(worker)
+        self.pace.forget(worker)
+        self.joined()
+
+    def ended(self, row: RequestState, now_s: float) -> None:
+        """What its ledger tells is only asked for where there is a choice."""
+        if self._mixed and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
+            prompt_tokens = len(row.request.prompt)
+            tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)
+            self.pace.learn(row.ledger, row.prefill, row.decode, tokens, now_s)
+
+    def _pools_could(self, request: Request) -> bool:
+        able = {peer.config.role for peer in self.peers.values() if peer.could_hold(request) and not peer.leaving}
+        return {Role.PREFILL, Role.DECODE} <= able
+
+    def _with_fallback(self, choice: Choice, request: Request, now_s: float) -> Choice:
+        """The colocated worker instead of the pair, where disaggregating is predicted to lose; and why, or why not."""
+        if not (choice.prefills and choice.decodes and choice.colocated):
+            full = "no colocated worker has room" if choice.prefills and choice.decodes else "the pools have no room"
+            return replace(choice, why=full if choice.taken is not None else "")
+        pair, both = (choice.prefills[0], choice.decodes[0]), choice.colocated[0]
+        alone = Pair(both.worker, both.worker)
+        failed = FAILED in (pair[0].rank, pair[1].rank)
+        if failed or both.rank == FAILED:
+            return replace(choice, taken=alone, why=f"the pair {RANKS[FAILED]}") if both.rank < FAILED else choice
+        tokens = len(request.prompt)
+        apart = self._path(pair[0].worker, pair[1].worker, tokens, now_s)
+        together = self._path(both.worker, both.worker, tokens, now_s)
+        if apart is None or together is None:
+            return replace(choice, why="too little is known yet to predict anything")
+        output_tokens = self.pace.expected_tokens(request.sampling.max_tokens, now_s)
+        benefit = benefit_of(apart, together, tokens, output_tokens)
+        return replace(choice, taken=choice.taken if benefit.benefit_s >= 0 else alone, why=benefit.reason)
+
+    def _run_tokens(self, prefill: WorkerId, prompt_tokens: int) -> int:
+        peer = self.peers.get(prefill)
+        return prompt_tokens if peer is None else run_tokens(prompt_tokens, peer.config.prefill_buckets)
+
+    def _path(self, prefill: WorkerId, decode: WorkerId, prompt_tokens: int, now_s: float) -> PathEstimate | None:
+        """As known by now; None where nobody knows the pace of anything."""
+        pace, peer = self.pace, self.peers[prefill]
+        prompt_s, output_s = pace.prompt.guess(prefill, now_s), pace.output.guess(decode, now_s)
+        if prompt_s is None or output_s is None:
+            return None
+        transfer_s = pace.transfer.guess(f"{prefill} {decode}", now_s) if prefill != decode else None
+        queued = sum(peer.prefill_work.values())
+        tokens = self._run_tokens(prefill, prompt_tokens)
+        return PathEstimate(tokens, queued, prompt_s, output_s, transfer_s or 0.0, peer.view.running)
+
+    def refuse(self, request_id: RequestId, verdict: Verdict, detail: str, now_s: float) -> None:
+        """Nobody was weighed: the house is full, or too small."""
+        self.note(Decision(now_s, request_id, verdict, detail=detail))

@@ -1,0 +1,354 @@
+"""The prefill side of a worker: prompts in order, packed into chunks, their first token told, their KV shipped.
+
+KV leaves in parts, the early ones with the plan that computes them: where a plan fails, its parts never left. A
+prompt's pages are held from its first chunk until the destination acknowledges them all. In a colocated worker they
+are the reservation's own, and shipping is a change of books.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from jdisagg.core.events import PrefillDone, RunPrefill, ShipKV
+from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Abort, Ack, Commit, Draw, Renew, Resend, StartPrefill
+from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.reshard import PageGroup, group_pages, pages_elsewhere
+from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig, bucket
+from jdisagg.policy.compression import Wires
+from jdisagg.policy.decode_sequence import end_of
+from jdisagg.policy.decode_side import DecodeSide
+from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.parts import Piece, layers_of, pieces
+from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
+from jdisagg.policy.streaming import Streaming
+
+BEATS = 3  # a lease is renewed: two words of it may be lost
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSequence:
+    """One prompt on its way from StartPrefill to the release of its pages."""
+
+    handoff: Handoff
+    request: Request
+    order: Order
+    num_output: int
+    decode_worker: WorkerId
+    decode_pages: tuple[int, ...]
+    lease_s: float  # of its reservation
+    cached_pages: int  # leading decode pages that the destination held already
+    group: PageGroup  # of this worker's pages and the destination's
+    sent_pages: int  # leading pages that have left, or whose KV the destination held already
+    mode: TransferMode = TransferMode.WHOLE  # settled when it begins
+    pages: tuple[int, ...] = ()  # its own; a colocated prompt computes in the reservation's
+    parts: list[KVTransfer] = field(default_factory=list)  # as shipped
+    planned: int = 0  # tokens that plans have taken
+    scored: list[Sampled] = field(default_factory=list)  # prompt logprobs so far
+
+    @property
+    def owner(self) -> Owner:
+        return self.handoff.owner
+
+    @property
+    def tokens_left(self) -> int:
+        return len(self.request.prompt) - self.planned
+
+    def pages_there(self, piece: Piece, page_size: int) -> tuple[int, ...]:
+        """Decode pages that hold the tokens of these pages; the null page for those that are held already."""
+        start, stop = pages_elsewhere(piece.start, piece.stop, len(self.request.prompt), page_size, self.group)
+        pages = self.decode_pages[start:stop]
+        return tuple(NULL_PAGE if start + at < self.cached_pages else page for at, page in enumerate(pages))
+
+
+class PrefillSide:
+    """All prompts of one worker."""
+
+    def __init__(
+        self, config: WorkerConfig, pool: PagePool, out: Outbox, decode_side: DecodeSide, new_plan_id: Callable[[], int]
+    ) -> None:
+        self.config, self.pool, self.out, self.decode_side, self.new_plan_id = (
+            config,
+            pool,
+            out,
+            decode_side,
+            new_plan_id,
+        )
+        self.sequences: dict[Owner, PrefillSequence] = {}
+        self.plans: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the plan's order
+        auto = config.role is Role.PREFILL and config.transfer is TransferMode.AUTO
+        self.streaming = Streaming(config) if auto else None
+        self.wires = Wires(config)
+        self.waiting_tokens = 0
+        self._waiting: list[PrefillSequence] = []  # with tokens not yet planned, in order
+
+    def start(self, message: StartPrefill, now_s: float) -> None:
+        owner = Owner(message.handoff, message.epoch)
+        here = message.decode_worker == self.config.worker
+        if owner in self.sequences or (here and not self.decode_side.reservation_waits(owner)):
+            return  # said twice, or its reservation is gone
+        handoff = Handoff(owner, End.SOURCE, now_s + message.timeout_s)
+        handoff.take(Signal.START)
+        group = group_pages(self.config.page_size, message.decode_page_size or self.config.page_size)
+        prompt = PrefillSequence(
+            handoff=handoff,
+            request=message.request,
+            order=order_of(message.request),
+            num_output=message.num_output,
+            decode_worker=message.decode_worker,
+            decode_pages=message.decode_pages,
+            lease_s=message.lease_s,
+            cached_pages=message.cached_pages,
+            group=group,
+            sent_pages=message.cached_pages // group.destination * group.source,
+        )
+        self.sequences[owner] = prompt
+        insort(self._waiting, prompt, key=lambda each: each.order)
+        self.waiting_tokens += prompt.tokens_left
+        self.out.arm(handoff)
+        self._beat_later(prompt, now_s)
+
+    def _here(self, prompt: PrefillSequence) -> bool:
+        return prompt.decode_worker == self.config.worker
+
+    # ------------------------------------------------------------ plans
+
+    def plan(self, now_s: float) -> bool:
+        """Dispatches the next plan; False where nothing waits, or nothing can start, or enough is in flight."""
+        if not self._waiting or len(self.plans) >= self.config.chunks_in_flight:
+            return False
+        views = [PromptView(each.tokens_left, self._pages_to_start(each)) for each in self._waiting]
+        picked = pick_chunks(views, self.pool.free_pages, self.config)
+        if not picked:
+            return False
+        prompts = [(self._waiting[index], tokens) for index, tokens in picked]
+        chunks = tuple(self._take_chunk(prompt, tokens, now_s) for prompt, tokens in prompts)
+        self._dispatch(chunks, tuple(prompt for prompt, _ in prompts), now_s)
+        self._waiting = [each for each in self._waiting if each.tokens_left]
+        return True
+
+    def _pages_to_start(self, prompt: PrefillSequence) -> int:
+        started = bool(prompt.pages) or self._here(prompt)
+        return 0 if started else self.config.pages_for(len(prompt.request.prompt))
+
+    def _take_chunk(self, prompt: PrefillSequence, tokens: int, now_s: float) -> PrefillChunk:
+        if prompt.planned == 0:
+            self._begin(prompt, now_s)
+        request, start, end = prompt.request, prompt.planned, prompt.planned + tokens
+        pages = self.decode_side.pages_of(prompt.owner) if self._here(prompt) else prompt.pages
+        last = end == len(request.prompt)
+        prompt.planned = end
+        self.waiting_tokens -= tokens
+        return PrefillChunk(
+            request_id=request.request_id,
+            tokens=request.prompt[start:end],
+            start=start,
+            pages=pages[: self.config.pages_for(end)],
+            last=last,
+            sampling=request.sampling,
+            history=history_of(request, prompt.num_output) if last else History(),
+            num_output=prompt.num_output,
+        )
+
+    def _begin(self, prompt: PrefillSequence, now_s: float) -> None:
+        pages = self.pool.take(self._pages_to_start(prompt), prompt.owner, PageState.HELD)
+        assert pages is not None, "a prompt is picked only where its pages are free"
+        prompt.pages, prompt.mode = pages, self._mode(prompt)
+        self.out.reach(prompt.request.request_id, prompt.owner, Mark.PREFILL_STARTED, now_s)
+
+    def _dispatch(self, chunks: tuple[PrefillChunk, ...], prompts: tuple[PrefillSequence, ...], now_s: float) -> None:
+        plan = PrefillPlan(
+            plan_id=self.new_plan_id(),
+            chunks=chunks,
+            bucket_tokens=bucket(sum(len(chunk.tokens) for chunk in chunks), self.config.prefill_buckets),
+            table_pages=bucket(max(len(chunk.pages) for chunk in chunks), self.config.table_buckets),
+        )
+        self.plans[plan.plan_id] = prompts
+        if self.streaming is not None:
+            self.streaming.dispatched(plan.plan_id, plan.num_tokens, now_s)
+        ships = [part for prompt in prompts if prompt.mode is not TransferMode.WHOLE for part in self._cut(prompt)]
+        self.out.put(RunPrefill(plan, tuple(ships)))
+
+    # ------------------------------------------------------------ parts
+
+    def _mode(self, prompt: PrefillSequence) -> TransferMode:
+        """How this prompt's KV leaves; one that ends with its first token ships nothing before that is known."""
+        if self._here(prompt) or prompt.request.sampling.max_tokens == 1:
+            return TransferMode.WHOLE
+        if self.streaming is None:
+            return self.config.transfer
+        return self.streaming.mode(len(prompt.request.prompt))
+
+    def _cut(self, prompt: PrefillSequence) -> list[KVTransfer]:
+        """The parts that may leave now that `planned` tokens are dispatched; they are booked as on their way."""
+        total = len(prompt.request.prompt)
+        cut = pieces(prompt.mode, self.config, prompt.sent_pages, prompt.planned, total, prompt.group.source)
+        if not cut:
+            return []
+        prompt.handoff.take(Signal.SHIP)
+        self.pool.move(prompt.pages[prompt.sent_pages : cut[-1].stop], prompt.owner, PageState.IN_FLIGHT)
+        prompt.sent_pages = cut[-1].stop
+        parts = [self._part(prompt, piece, len(prompt.parts) + index) for index, piece in enumerate(cut)]
+        prompt.parts += parts
+        return parts
+
+    def _part(self, prompt: PrefillSequence, piece: Piece, index: int) -> KVTransfer:
+        return KVTransfer(
+            handoff=prompt.owner.handoff,
+            epoch=prompt.owner.epoch,
+            request_id=prompt.request.request_id,
+            source=self.config.worker,
+            destination=prompt.decode_worker,
+            source_pages=prompt.pages[piece.start : piece.stop],
+            destination_pages=prompt.pages_there(piece, self.config.page_size),
+            num_tokens=piece.num_tokens(len(prompt.request.prompt), self.config.page_size),
+            part=index,
+            layers=piece.layers,
+            wire=self.wires.choose(),
+        )
+
+    # ------------------------------------------------------------ results
+
+    def prefill_done(self, event: PrefillDone, now_s: float) -> None:
+        if self.streaming is not None:
+            self.streaming.done(event.plan_id, now_s)
+        prompts = {each.request.request_id: each for each in self.plans.pop(event.plan_id) if not each.handoff.over}
+        for request_id, scored in event.prompt:
+            if request_id in prompts:
+                prompts[request_id].scored.extend(scored)
+        done = [(prompts[request_id], first) for request_id, first in event.sampled if request_id in prompts]
+        done = [(prompt, _worst([*prompt.scored, first])) for prompt, first in done]
+        self.out.draw([_first_draw(prompt, first) for prompt, first in done if not first.broken])
+        for prompt, first in done:
+            self.out.reach(prompt.request.request_id, prompt.owner, Mark.FIRST_TOKEN, now_s)
+            self._hand_over(prompt, first, now_s)
+
+    def _hand_over(self, prompt: PrefillSequence, first: Sampled, now_s: float) -> None:
+        owner, here = prompt.owner, self._here(prompt)
+        reason = end_of(prompt.request, first, 1)
+        if reason is not None:
+            num_output = prompt.num_output + (not first.broken)
+            self.out.end(prompt.request.request_id, owner, reason, num_output, now_s)
+            self.end(owner, Signal.RELEASE)
+            if here:
+                self.decode_side.end(owner, Signal.RELEASE)
+            return
+        if here:
+            prompt.handoff.take(Signal.COMMIT)
+            self.decode_side.commit_here(owner, first, now_s)
+            self.end(owner, Signal.ACK)
+        else:
+            self._commit(prompt, first, now_s)
+
+    def _commit(self, prompt: PrefillSequence, first: Sampled, now_s: float) -> None:
+        """Ships what has not left, and says what was shipped in all."""
+        for part in self._cut(prompt):
+            self.out.put(ShipKV(part))
+        prompt.handoff.take(Signal.COMMIT)
+        num_tokens, num_parts = len(prompt.request.prompt), len(prompt.parts)
+        layers = layers_of(prompt.mode, self.config)
+        manifest = Commit(*prompt.owner, first, num_tokens, num_parts, self.config.kv_layout, layers)
+        self.out.send(prompt.decode_worker, manifest)
+        prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
+        self.out.arm(prompt.handoff)
+
+    # ------------------------------------------------------------ while the destination waits
+
+    def acknowledged(self, message: Ack) -> None:
+        """The destination has it all: the pages may go."""
+        owner = Owner(message.handoff, message.epoch)
+        prompt = self.sequences.get(owner)
+        parts = [] if prompt is None else prompt.parts
+        if not self.end(owner, Signal.ACK) or any(part.attempt for part in parts):
+            return
+        self.wires.shipped(parts, message.wire_s)
+        if self.streaming is not None:
+            pages = {page for part in parts for page in part.source_pages}
+            self.streaming.shipped(len(parts), len(pages), message.wire_s)
+
+    def beat(self, owner: Owner, now_s: float) -> None:
+        """Renews the reservation's lease while this end lives, so that a lease may be short though a prompt is long."""
+        prompt = self.sequences.get(owner)
+        if prompt is not None:
+            self.out.send(prompt.decode_worker, Renew(*owner))
+            self._beat_later(prompt, now_s)
+
+    def _beat_later(self, prompt: PrefillSequence, now_s: float) -> None:
+        if not self._here(prompt):
+            self.out.set_timer(now_s + prompt.lease_s / BEATS, timer_of(Timer.RENEW, prompt.owner))
+
+    def resend(self, message: Resend, destination: WorkerId, now_s: float) -> None:
+        """Ships a part again: its pages are held until all of them are acknowledged. What lost too much comes raw."""
+        prompt = self.sequences.get(Owner(message.handoff, message.epoch))
+        if prompt is None:
+            self.out.send(destination, Abort(message.handoff, message.epoch, "no such prompt"))
+        else:
+            self._reship(prompt, message.part, now_s)
+
+    def ship_failed(self, owner: Owner, part: int, now_s: float) -> bool:
+        """Ships the part again; False where it has failed too often, or nothing is known of it."""
+        prompt = self.sequences.get(owner)
+        if prompt is None or part >= len(prompt.parts) or prompt.parts[part].attempt >= self.config.part_tries:
+            return False
+        self._reship(prompt, part, now_s)
+        return True
+
+    def _reship(self, prompt: PrefillSequence, part: int, now_s: float) -> None:
+        if part >= len(prompt.parts):
+            return  # it never left
+        again = replace(prompt.parts[part], attempt=prompt.parts[part].attempt + 1, wire=RAW)
+        prompt.parts[part] = again
+        self.out.put(ShipKV(again))
+        if prompt.handoff.state is State.SHIPPED:
+            prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
+
+    def plan_failed(self, plan_id: int, reason: str) -> None:
+        if self.streaming is not None:
+            self.streaming.failed(plan_id)
+        for prompt in self.plans.pop(plan_id):
+            if not prompt.handoff.over:
+                self.end(prompt.owner, Signal.ABORT)
+                self.decode_side.end(prompt.owner, Signal.ABORT)
+                self.out.abort(prompt.owner, reason)
+
+    # ------------------------------------------------------------ ends
+
+    def end(self, owner: Owner, signal: Signal) -> bool:
+        """Gives back all that the prompt holds; False where there is none, or where the signal is not for its state."""
+        prompt = self.sequences.get(owner)
+        if prompt is None or not prompt.handoff.can_take(signal):
+            return False
+        prompt.handoff.take(signal)
+        del self.sequences[owner]
+        if prompt.tokens_left:
+            self._waiting.remove(prompt)
+            self.waiting_tokens -= prompt.tokens_left
+        self.pool.give_back(prompt.pages, owner)
+        prompt.pages = ()
+        return True
+
+    def expire(self, owner: Owner, now_s: float) -> bool:
+        prompt = self.sequences.get(owner)
+        if prompt is None or not prompt.handoff.can_take(Signal.EXPIRE):
+            return False
+        if now_s < prompt.handoff.deadline_s:
+            self.out.arm(prompt.handoff)
+            return False
+        return self.end(owner, Signal.EXPIRE)
+
+
+def _worst(drawn: list[Sampled]) -> Sampled:
+    """The last, or the first that is broken: where a prompt's logits were no numbers, so is what follows from them."""
+    return next((each for each in drawn if each.broken), drawn[-1])
+
+
+def _first_draw(prompt: PrefillSequence, first: Sampled) -> Draw:
+    """What the client learns after prefill; prompt logprobs only before its very first token."""
+    scored = tuple(prompt.scored) if prompt.num_output == 0 else ()
+    return Draw(prompt.request.request_id, prompt.owner.epoch, prompt.num_output, (first,), scored)

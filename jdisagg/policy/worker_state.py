@@ -1,0 +1,93 @@
+"""What the router knows of one worker: its word of what is free, and the work sent there that has not ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from jdisagg.core.messages import View
+from jdisagg.core.request import Request, RequestId
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.planning import predicted_pages
+from jdisagg.policy.routing import WorkerSnapshot
+
+
+def empty_view(config: WorkerConfig) -> View:
+    """Of a worker that holds nothing."""
+    return View(config.num_pages, config.num_slots + config.reservations_ahead, 0, 0)
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """One live worker. Work is booked when it is sent and struck off when it ended, part by part."""
+
+    config: WorkerConfig
+    view: View = field(init=False)
+    unanswered: dict[Owner, int] = field(default_factory=dict)  # pages of reservations asked for, not yet answered
+    full: bool = False  # it refused since its last word
+    leaving: bool = False  # it ends what it has, and is sent nothing more
+    served: int = 0
+    prefill_work: dict[RequestId, float] = field(default_factory=dict)
+    decode_work: dict[RequestId, float] = field(default_factory=dict)
+    work_tokens: float = 0.0  # sum of both
+    longest: int = field(init=False)  # prompt and output of the longest request that the empty worker could hold
+
+    def __post_init__(self) -> None:
+        self.view = empty_view(self.config)
+        self.longest = min(self.config.num_pages * self.config.page_size + 1, self.config.max_model_len)
+
+    # ------------------------------------------------------------ reservations
+
+    def ask(self, owner: Owner, request: Request) -> None:
+        self.unanswered[owner] = predicted_pages(request, self.config)
+
+    def answered(self, owner: Owner, *, held: bool) -> None:
+        pages = self.unanswered.pop(owner, 0)
+        if held:
+            free_slots, free_pages = self.view.free_slots - 1, self.view.free_pages - pages
+            self.view = replace(self.view, free_pages=free_pages, free_slots=free_slots)
+        else:
+            self.full = True
+
+    def hear(self, view: View) -> None:
+        self.view, self.full = view, False
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest sequence that the empty worker holds."""
+        return min(self.config.num_pages * self.config.page_size, self.config.max_model_len)
+
+    def could_hold(self, request: Request) -> bool:
+        """Whether the empty worker would do: the request fits to the very end, whose last token is never fed."""
+        return len(request.prompt) + request.sampling.max_tokens <= self.longest
+
+    def has_reservation_room(self, request: Request) -> bool:
+        """Whether a reservation is free, as far as is known."""
+        pages = self.view.free_pages - sum(self.unanswered.values())
+        slots = self.view.free_slots - len(self.unanswered)
+        return not self.full and slots >= 1 and pages >= predicted_pages(request, self.config)
+
+    # ------------------------------------------------------------ work
+
+    def book(self, request_id: RequestId, prefill_tokens: float, decode_tokens: float) -> None:
+        """Work that is sent there; a second booking of the same request adds the other part."""
+        if prefill_tokens:
+            self.prefill_work[request_id] = prefill_tokens
+        if decode_tokens:
+            self.decode_work[request_id] = decode_tokens
+        self.served += 1
+        self.work_tokens += prefill_tokens + decode_tokens
+
+    def prefilled(self, request_id: RequestId) -> None:
+        self.work_tokens -= self.prefill_work.pop(request_id, 0.0)
+
+    def release(self, request_id: RequestId) -> None:
+        self.prefilled(request_id)
+        self.work_tokens -= self.decode_work.pop(request_id, 0.0)
+
+    def snapshot(self, request: Request, *, avoided: bool, ask_anyway: bool, cached_tokens: int = 0) -> WorkerSnapshot:
+        room = self.could_hold(request) and not self.leaving
+        role = self.config.role
+        if room and role is not Role.PREFILL:
+            room = self.has_reservation_room(request) or (ask_anyway and not self.unanswered)
+        return WorkerSnapshot(self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens)

@@ -1,0 +1,162 @@
+"""From a mesh's text to the workers of a simulation: their sizes, their costs, and the ports between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
+from jdisagg.sim.hardware import Hardware, hardware
+from jdisagg.sim.kernel_tables import KernelTables
+from jdisagg.sim.links import FairLinks, HostLinks
+from jdisagg.sim.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What all workers of a cluster_spec are given alike."""
+
+    max_model_len: int
+    page_size: int = 16
+    num_slots: int = 256
+    chunk_tokens: int = 2048
+    max_chunk_seqs: int = 64
+    chunks_in_flight: int = 2
+    steps_in_flight: int = 2
+    reserve_tokens: int = 512
+    decode_steps_per_chunk: int = 1
+    transfer: TransferMode = TransferMode.CHUNK
+    reservations_ahead: int = 2
+    fused_steps: bool = False  # of the engine that is modelled: see `sim.fused`
+
+    def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
+        pages = kv_tokens // self.page_size
+        if pages < 1:
+            raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {self.page_size}")
+        return WorkerConfig(
+            worker=place.worker,
+            role=place.role,
+            num_pages=pages,
+            page_size=self.page_size,
+            max_model_len=self.max_model_len,
+            num_slots=self.num_slots * place.pp,
+            num_microbatches=place.pp,
+            prefill_buckets=(self.chunk_tokens,),
+            table_buckets=(-(-self.max_model_len // self.page_size),),
+            max_chunk_seqs=self.max_chunk_seqs,
+            steps_in_flight=self.steps_in_flight,
+            reserve_tokens=self.reserve_tokens,
+            decode_steps_per_chunk=self.decode_steps_per_chunk,
+            chunks_in_flight=self.chunks_in_flight,
+            transfer=self.transfer,
+            reservations_ahead=self.reservations_ahead,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What `Cluster` takes."""
+
+    workers: tuple[WorkerConfig, ...]
+    costs: dict[WorkerId, CostModel]
+    links: FairLinks
+    fused_steps: bool = False  # the engines run a chunk and a step as one step
+    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # devices share cores: see `sim.shared`
+    message_s: float = 50e-6  # of a word between actors
+    latency_s: float = 0.0  # of a part of KV, besides its bytes
+
+
+CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Each `workers` of the mesh, in its order, stand on one host and share its NIC: bytes a second, each way."""
+
+    workers: int
+    nic_bytes_per_s: float
+
+
+def cluster_spec(
+    mesh: MeshSpec, sizes: Sizes, cost_of: CostOf, port_bytes_per_s: float | None = None, hosts: Hosts | None = None
+) -> ClusterSpec:
+    """Every worker of the mesh. port_bytes_per_s: of each worker, each way; None: no port takes time.
+
+    Without ports and hosts the network takes no time at all, to compare with.
+    """
+    workers, costs = [], {}
+    ports: dict[Hashable, float] = {}
+    for place in mesh.workers():
+        costs[place.worker], kv_tokens = cost_of(place)
+        workers.append(sizes.config(place, kv_tokens))
+        ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
+    links = FairLinks(ports) if hosts is None else _behind_nics(mesh, ports, hosts)
+    return ClusterSpec(tuple(workers), costs, links, sizes.fused_steps)
+
+
+def _behind_nics(mesh: MeshSpec, ports: dict[Hashable, float], hosts: Hosts) -> HostLinks:
+    host_of: dict[Hashable, str] = {
+        place.worker: f"host-{index // hosts.workers}" for index, place in enumerate(mesh.workers())
+    }
+    nics = {(way, host): hosts.nic_bytes_per_s for host in host_of.values() for way in ("out", "in")}
+    return HostLinks({**ports, **nics}, host_of)
+
+
+def longest(trace: Trace) -> int:
+    """Tokens of the trace's longest request, input and output together."""
+    return int((trace.input_tokens + trace.output_tokens).max()) if len(trace) else 1
+
+
+def published(name: str, engine: str = "distserve", host_s: float = 0.0) -> CostOf:
+    """DistServe's fits and its engine's KV capacities."""
+
+    def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        return distserve_fit(name, place.tp, engine, host_s), distserve_kv_tokens(name, place.tp, place.pp)
+
+    return cost_of
+
+
+def by_roofline(roofline: Callable[[int], Roofline]) -> CostOf:
+    """A roofline for each `tp`, and the room that it leaves for KV."""
+
+    def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        model = roofline(place.tp)
+        return model, model.kv_tokens(place.pp)
+
+    return cost_of
+
+
+def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, int], Roofline]) -> CostOf:
+    """As `by_roofline`, each role's workers on devices of their own kind (`devices_of`)."""
+
+    def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        model = roofline(devices[place.role], place.tp)
+        return model, model.kv_tokens(place.pp)
+
+    return cost_of
+
+
+def devices_of(text: str) -> dict[Role, Hardware]:
+    """Devices by role, as "h100" (all), "h100,decode:a100" (all but decode workers) or "prefill:h100,decode:xeon8480".
+
+    Raises ConfigError for a chip or a role that there is not, and for a role that is said twice.
+    """
+    said: dict[str, Hardware] = {}
+    for word in text.split(","):
+        role, _, name = word.strip().rpartition(":")
+        if role in said or role not in ("", *map(str, Role)):
+            raise ConfigError(
+                f"devices {text!r}: {word!r} is no CHIP or ROLE:CHIP (a role of {', '.join(Role)}, each once)"
+            )
+        said[role] = hardware(name)
+    rest = said.get("", next(iter(said.values())))
+    return {role: said.get(str(role), rest) for role in Role}
+
+
+def by_kernels(tables: Callable[[int], KernelTables], kv_tokens: int) -> CostOf:
+    """Measured kernels for each `tp`, and the room that the engine was found to have."""
+    return lambda place: (tables(place.tp), kv_tokens)

@@ -1,0 +1,37 @@
+"""Simulated steps that wait at gates: each runs in one piece, when the last part that it waits for is in."""
+
+from __future__ import annotations
+
+from jdisagg.core.events import InsertKV, OpenGates, RunDecode
+from jdisagg.core.request import WorkerId
+
+
+class HeldSteps:
+    """Of all workers, by the handoff that they wait for."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[WorkerId, str, int], tuple[RunDecode, set[int]]] = {}
+
+    def hold(self, actor: WorkerId, effect: RunDecode) -> bool:
+        """Whether the step has to wait."""
+        gates = effect.plan.gates
+        if gates:
+            parts = {part for gate in gates for part in gate.parts}
+            self._held[actor, gates[0].handoff, gates[0].epoch] = (effect, parts)
+        return bool(gates)
+
+    def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunDecode | None:
+        """The step that waits for nothing any more."""
+        whose = effect.transfer if isinstance(effect, InsertKV) else effect
+        key = actor, whose.handoff, whose.epoch
+        if key not in self._held:
+            return None
+        step, parts = self._held[key]
+        if isinstance(effect, InsertKV):
+            parts.discard(effect.transfer.part)
+        else:
+            parts.clear()
+        if parts:
+            return None
+        del self._held[key]
+        return step

@@ -1,0 +1,217 @@
+"""Head atoms, layer runs and page moves between two cuts, and the proof that whole plans move everything once."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
+from jdisagg.core.reshard import (
+    MOVE_PAGES,
+    TRANSFER_BUCKETS,
+    Atom,
+    PageGroup,
+    Reshard,
+    StageShape,
+    group_pages,
+    plan_heads,
+    plan_layers,
+    plan_moves,
+    plan_reshard,
+)
+from jdisagg.core.reshard_proof import BrokenPlan, prove
+
+
+def fits(heads: int, tp: int) -> bool:
+    return heads % tp == 0 or tp % heads == 0
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
+def test_every_destination_shard_gets_just_its_heads_in_order(heads: int):
+    for source in filter(lambda tp: fits(heads, tp), range(1, 9)):
+        for destination in filter(lambda tp: fits(heads, tp), range(1, 9)):
+            plan = plan_heads(heads, source, destination)
+            assert plan.atoms_per_source * plan.atom_heads == heads_per_shard(heads, source)
+            for shard, row in enumerate(plan.pieces):
+                got = [
+                    kv_head_of_shard(heads, source, atom.shard) + atom.index * plan.atom_heads + head
+                    for atom in row
+                    for head in range(plan.atom_heads)
+                ]
+                first = kv_head_of_shard(heads, destination, shard)
+                assert got == list(range(first, first + heads_per_shard(heads, destination)))
+
+
+def test_replicated_heads_are_sent_by_different_shards():
+    plan = plan_heads(1, 4, 4)
+    assert [row[0].shard for row in plan.pieces] == [0, 1, 2, 3]
+
+
+def test_equal_cuts_send_whole_shards():
+    plan = plan_heads(8, 4, 4)
+    assert plan.atom_heads == 2 and plan.atoms_per_source == plan.atoms_per_destination == 1
+
+
+def test_layer_runs_cover_every_layer_once_whatever_the_cuts():
+    source, destination = (range(0, 3), range(3, 7), range(7, 8)), (range(0, 5), range(5, 8))
+    runs = plan_layers(source, destination)
+    assert [layer for run in runs for layer in run.layers] == list(range(8))
+    for run in runs:
+        assert set(run.layers) <= set(source[run.source_stage]) & set(destination[run.destination_stage])
+
+
+@pytest.mark.parametrize("pages", [1, 4, 5, 16, 17, 64, 65, 200])
+def test_moves_cover_every_page_once_in_declared_sizes(pages: int):
+    moves = plan_moves(pages, (4, 16, 64))
+    assert [page for start, stop, _ in moves for page in range(start, stop)] == list(range(pages))
+    assert all(stop - start <= bucket and bucket in (4, 16, 64) for start, stop, bucket in moves)
+
+
+def test_no_pages_are_no_moves():
+    assert plan_moves(0) == ()
+
+
+@cache
+def least_cost(pages: int) -> int:
+    """By trying every list of declared sizes."""
+    if pages <= 0:
+        return 0
+    return min(size + MOVE_PAGES + least_cost(pages - size) for size in TRANSFER_BUCKETS)
+
+
+def test_no_other_list_of_moves_is_cheaper():
+    for pages in range(300):
+        assert sum(size + MOVE_PAGES for _, _, size in plan_moves(pages)) == least_cost(pages)
+    assert [size for _, _, size in plan_moves(70)] == [64, 16]
+    assert [size for _, _, size in plan_moves(17)] == [16, 4], "47 null pages cost more than a second move"
+
+
+def test_groups_hold_the_same_tokens_and_no_fewer_would_do():
+    assert group_pages(16, 16) == PageGroup(1, 1)
+    assert group_pages(16, 32) == PageGroup(2, 1)
+    assert group_pages(64, 16) == PageGroup(1, 4)
+    assert group_pages(24, 16) == PageGroup(2, 3)
+    assert PageGroup(1, 1).buckets() == TRANSFER_BUCKETS
+    assert PageGroup(1, 4).buckets() == (1, 4, 16)
+    assert PageGroup(100, 1).buckets() == (1,)
+
+
+# ------------------------------------------------------------------ whole plans
+
+
+def stages(cuts: list[int], tp: int, page_size: int, dtype: str = "float32") -> tuple[StageShape, ...]:
+    """Stages that begin at 0 and at each of the cuts but the last, where the last one ends."""
+    return tuple(StageShape(range(*pair), tp, page_size, dtype) for pair in pairwise([0, *cuts]))
+
+
+def cuts_of(layers: int) -> st.SearchStrategy[list[int]]:
+    inner = st.sets(st.integers(1, max(1, layers - 1)), max_size=7)
+    return inner.map(lambda found: sorted({each for each in found if each < layers} | {layers}))
+
+
+@st.composite
+def reshards(draw: st.DrawFn) -> Reshard:
+    layers, heads = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    tps = st.sampled_from([tp for tp in range(1, 9) if fits(heads, tp)])
+    sizes, dtypes = st.sampled_from([8, 16, 24, 32, 64]), st.sampled_from(["float32", "bfloat16"])
+    source, destination = (
+        stages(draw(cuts_of(layers)), draw(tps), draw(sizes), draw(dtypes)) for _ in range(2)
+    )  # fmt: skip
+    first = draw(st.integers(0, layers - 1))
+    wanted = draw(st.sampled_from([None, range(first, draw(st.integers(first + 1, layers)))]))
+    return plan_reshard(source, destination, heads, draw(st.integers(1, 5000)), wanted)
+
+
+@settings(max_examples=500, deadline=None)
+@given(reshards())
+def test_every_layer_head_and_token_moves_once_whatever_the_two_ends(plan: Reshard):
+    prove(plan)
+    for move in plan.moves:
+        assert move.route.dtype in (plan.source[0].dtype, plan.destination[0].dtype)
+
+
+def test_all_tensor_and_pipeline_cuts_of_a_model_are_proven():
+    heads = 8
+    for a in (tp for tp in range(1, 9) if fits(heads, tp)):
+        for b in range(1, 9):
+            for c in (tp for tp in range(1, 9) if fits(heads, tp)):
+                destination = stages([(stage + 1) * 8 // b for stage in range(b)], c, 16)
+                prove(plan_reshard(stages([8], a, 16), destination, heads, 100))
+
+
+@settings(max_examples=300, deadline=None)
+@given(reshards(), st.data())
+def test_a_plan_with_one_thing_wrong_is_not_proven(plan: Reshard, data: st.DataObject):
+    """Each fault is one that would lose bytes, move them twice, or mix them up."""
+    at = data.draw(st.integers(0, len(plan.moves) - 1))
+    broken = data.draw(st.sampled_from(faults(plan, at)))
+    with pytest.raises(BrokenPlan):
+        prove(replace(plan, moves=(*plan.moves[:at], *broken, *plan.moves[at + 1 :])))
+
+
+def faults(plan: Reshard, at: int) -> list[tuple]:
+    """What could stand in the place of move `at`."""
+    move = plan.moves[at]
+    route, span, rows = move.route, move.span, move.route.heads.pieces
+    first = rows[0][0]
+
+    def with_heads(*pieces: tuple[Atom, ...]):
+        return replace(move, route=replace(route, heads=replace(route.heads, pieces=pieces)))
+
+    def shifted(pages: tuple[int, int]) -> tuple[int, int]:
+        return pages[0] + 1, pages[1] + 1
+
+    found = [
+        (),  # forgotten
+        (move, move),  # twice
+        (replace(move, span=replace(span, source=shifted(span.source))),),
+        (replace(move, span=replace(span, destination=shifted(span.destination))),),
+        (replace(move, span=replace(span, groups=TRANSFER_BUCKETS[-1] + 1)),),  # no program was made for that
+        (replace(move, route=replace(route, layers=range(route.layers.start + 1, route.layers.stop + 1))),),
+        (with_heads((Atom(first.shard, first.index + 1), *rows[0][1:]), *rows[1:]),),
+        (with_heads(*rows[:-1]),),
+        (with_heads(*rows, rows[0]),),
+    ]
+    if len(set(rows[0])) > 1:
+        found.append((with_heads(rows[0][::-1], *rows[1:]),))
+    if span.source[1] - span.source[0] > 1:
+        found.append((replace(move, span=replace(span, source=(span.source[0], span.source[1] - 1))),))
+    return found
+
+
+def test_a_culprit_is_named():
+    plan = plan_reshard(stages([2], 2, 16), stages([1, 2], 1, 16), 4, 40)
+    with pytest.raises(BrokenPlan, match=r"layer 1, head 0 of shard 0 of stage 1: token 0 never moves"):
+        prove(replace(plan, moves=plan.moves[:1]))
+    with pytest.raises(BrokenPlan, match=r"layer 0, head 0 of shard 0 of stage 0: token 0 moves twice"):
+        prove(replace(plan, moves=(*plan.moves, plan.moves[0])))
+
+
+def test_one_replica_that_sends_everything_is_not_proven():
+    plan = plan_reshard(stages([1], 4, 16), stages([1], 4, 16), 1, 16)
+    move = plan.moves[0]
+    lazy = replace(move.route, heads=replace(move.route.heads, pieces=((Atom(0, 0),),) * 4))
+    with pytest.raises(BrokenPlan, match=r"send it \[4, 0, 0, 0\] times"):
+        prove(replace(plan, moves=(replace(move, route=lazy),)))
+
+
+def test_cost_counts_bytes_programs_and_pieces():
+    source, destination = stages([4], 2, 16), stages([3, 4], 1, 32, "bfloat16")
+    plan = plan_reshard(source, destination, 4, 100)  # 7 pages, 4 of the destination: 2 moves of 8 groups
+    cost = plan.cost(head_dim=8)
+    assert [move.span.groups for move in plan.moves] == [8, 8]
+    assert cost.wire_bytes == 4 * (8 * 32) * 4 * 2 * 8 * 2, "in bf16, and with the null pages"
+    assert (cost.programs, cost.pieces) == (4, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(reshards())
+def test_no_number_of_tokens_asks_for_a_size_that_was_not_declared(plan: Reshard):
+    for move in plan.moves:
+        assert move.span.groups in move.route.group.buckets()
+        assert move.span.groups * max(move.route.group.source, move.route.group.destination) <= max(
+            TRANSFER_BUCKETS[-1], move.route.group.source, move.route.group.destination
+        )

@@ -1,0 +1,75 @@
+"""Pools of unlike devices, and hosts whose workers share a NIC."""
+
+import numpy as np
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
+from jdisagg.sim.arithmetic import model
+from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
+from jdisagg.sim.cost_models import Model, Roofline
+from jdisagg.sim.fused import simulated
+from jdisagg.sim.links import HostLinks
+from jdisagg.sim.traces import Trace, poisson
+
+SHAPE = Model(model("llama3-8b"))
+WORK = poisson(Trace(np.zeros(30), np.full(30, 4000), np.full(30, 20)), 20.0)
+
+
+def pools(text: str, **more) -> dict[str, float]:
+    """Mean seconds by metric, of two prefill workers and two that decode."""
+    cost_of = by_device(devices_of(text), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    cluster = simulated(cluster_spec(MeshSpec.parse("prefill:2xtp1,decode:2xtp1"), Sizes(8192), cost_of, **more))
+    outcome = cluster.run(WORK)
+    cluster.check_all_ended()
+    assert len(outcome.served) == len(WORK)
+    return {metric: float(outcome.values(metric).mean()) for metric in ("TTFT", "TPOT")}
+
+
+@pytest.mark.parametrize(
+    ("text", "prefill", "decode"),
+    [
+        ("h100", "h100", "h100"),
+        ("h100,decode:a100", "h100", "a100"),
+        ("prefill:h200, decode:xeon8480", "h200", "xeon8480"),
+    ],
+)
+def test_devices_are_said_for_all_or_by_role(text, prefill, decode):
+    found = devices_of(text)
+    assert (found[Role.PREFILL].name, found[Role.DECODE].name) == (prefill, decode)
+
+
+@pytest.mark.parametrize("text", ["h100,a100", "encode:h100", "decode:h100,decode:a100", "h1000", ""])
+def test_devices_that_cannot_be_are_refused(text):
+    with pytest.raises(ConfigError):
+        devices_of(text)
+
+
+def test_an_older_decode_pool_slows_decoding_and_not_prompts():
+    new, mixed = pools("h100"), pools("h100,decode:a100")
+    assert mixed["TPOT"] > 1.3 * new["TPOT"]
+    assert mixed["TTFT"] == pytest.approx(new["TTFT"], rel=0.05)
+
+
+def test_a_cpus_memory_holds_more_kv():
+    cost_of = by_device(devices_of("h100,decode:xeon8480"), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    prefill, decode = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), Sizes(8192), cost_of).workers
+    assert decode.num_pages > 5 * prefill.num_pages
+
+
+def test_a_shared_nic_slows_what_its_workers_ship_and_a_network_that_is_off_slows_nothing():
+    """Two hosts of two workers each: those of a kind stand together."""
+    free, apart, shared = (pools("h100", **more) for more in ({}, {"port_bytes_per_s": 5e9}, {"hosts": Hosts(2, 5e9)}))
+    assert free["TPOT"] < apart["TPOT"] < shared["TPOT"]
+    assert pools("h100", hosts=Hosts(4, 5e9))["TPOT"] == pytest.approx(free["TPOT"]), "one host: no NIC is crossed"
+
+
+def test_hosts_take_workers_in_the_meshs_order():
+    cost = Roofline(SHAPE, devices_of("h100")[Role.DECODE])
+    mesh = MeshSpec.parse("prefill:2xtp1,decode:2xtp1")
+    links = cluster_spec(mesh, Sizes(8192), lambda _: (cost, 9999), hosts=Hosts(3, 1.0)).links
+    assert isinstance(links, HostLinks)
+    assert links.hosts[WorkerId("prefill-1")] == links.hosts[WorkerId("decode-0")] == "host-0"
+    assert links.hosts[WorkerId("decode-1")] == "host-1"
