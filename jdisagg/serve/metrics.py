@@ -40,6 +40,8 @@ from jdisagg.serve.service import Capacity
 from jdisagg.serve.tidings import Everywhere
 
 TIMED_TOKENS = 16  # of an answer, from which its pace counts
+LAGS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+PACE_MARGIN = 0.5  # how much faster than it ever was a stack may yet prove
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -119,6 +121,8 @@ class Metrics:
         self._parts = self._histogram("request_part_seconds", "Where a request's time went", SECONDS, "part")
         self._input_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output tokens of a request", TOKENS)
+        lag = self._histogram("event_loop_lag_seconds", "By how much timers of the servers' event loop were late", LAGS)
+        self.lagged = lag.labels(model).observe
         running = self._gauge("requests_running", "Requests whose prefill has begun").labels(model)
         waiting = self._gauge("requests_waiting", "Requests whose prefill has not begun").labels(model)
         running.set_function(lambda: len(self._lives) - self._waiting)
@@ -235,7 +239,7 @@ class Metrics:
     def capacity(self) -> Capacity | None:
         """Of the workers that are there now."""
         slots = sum(config.num_slots for config in [*self._workers.values()] if config.role.decodes)
-        return Capacity(slots, self._fastest_s) if slots else None
+        return Capacity(slots, self._fastest_s * PACE_MARGIN) if slots else None
 
     # ------------------------------------------------------------ workers
 

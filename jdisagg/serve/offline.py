@@ -17,6 +17,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.serve.generation import pieces
+from jdisagg.serve.sampling import fold_seed
 from jdisagg.serve.service import Draining, Rejected, Service
 from jdisagg.serve.text import Piece, TextOptions
 
@@ -43,6 +44,7 @@ def request_of(service: Service, prompt: Prompt, sampling: SamplingParams) -> Re
     tokens = service.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not sampling.stop_token_ids:
         sampling = replace(sampling, stop_token_ids=service.tokenizer.eos_ids)
+    sampling = replace(sampling, seed=fold_seed(sampling.seed))
     name = RequestId(f"local-{next(_numbers)}")
     return Request(name, tuple(tokens), sampling, arrival_s=service.now_s(), queue_deadline_s=math.inf)
 

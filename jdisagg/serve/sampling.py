@@ -9,14 +9,12 @@ from typing import Any
 from jdisagg.core.errors import RequestError
 from jdisagg.core.request import SamplingParams
 
-SEED_BITS = 31  # device programs keep seeds as int32
+SEED_BITS = 64  # device programs keep seeds as two int32
 
 
 def fold_seed(seed: int | None) -> int:
-    """A client's 64-bit seed, or a fresh one, as a number of SEED_BITS; small ones stay as they are."""
-    if seed is None:
-        return secrets.randbits(SEED_BITS)
-    return seed if 0 <= seed < 1 << SEED_BITS else _mix(seed, 0)
+    """Anybody's seed, by HTTP or in Python, or a fresh one, as a number of SEED_BITS; most stay as they are."""
+    return secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -29,7 +27,7 @@ def _mix(seed: int, choice: int) -> int:
     z = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
+    return z ^ (z >> 31)
 
 
 def sampling_params(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> SamplingParams:

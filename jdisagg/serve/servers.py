@@ -19,6 +19,7 @@ import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.model.hf_config import read_generation_config
+from jdisagg.serve import lag
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
@@ -110,6 +111,7 @@ class Running:
     http_task: asyncio.Task[None] | None
     grpc_server: grpc.aio.Server | None
     urls: list[str]
+    lag_watch: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
         """Returns when a server has ended."""
@@ -122,6 +124,8 @@ class Running:
         """Closes both at once: draining came before."""
         if self.http is not None:
             self.http.should_exit = True
+        if self.lag_watch is not None:
+            self.lag_watch.cancel()
         if self.grpc_server is not None:
             await self.grpc_server.stop(grace=1.0)
 
@@ -130,6 +134,8 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets, mod
     """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile."""
     front = front_settings(service, settings, model_folder)
     running = Running(None, None, None, [])
+    if service.metrics is not None:
+        running.lag_watch = asyncio.create_task(lag.watch(service.metrics.lagged))
     if sockets.http is not None:
         _listen(sockets.http, settings)
         running.http = _http_server(service, front, settings.log_level)

@@ -36,7 +36,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a stack can do at the most: sequences decoded at once, and the shortest mean time of a token so far."""
+    """What a stack can do at the most: sequences decoded at once, and the least time that a token may take."""
 
     slots: int
     token_s: float = 0.0  # 0: nothing was measured yet

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +41,8 @@ TINY = (
     f"--compile_cache_dir={COMPILED}",
 )
 START_S = 120.0
+LAG = re.compile(r'^jdisagg_event_loop_lag_seconds_bucket\{le="([^"]*)".*\} (\S+)$', re.MULTILINE)
+LATE_S = 1.0  # a bound of the metric's buckets
 LONGEST_GAP_S = 1.5  # on a machine that is shared: alone it is some hundredths
 
 
@@ -65,6 +68,12 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
 
+    def lags(self) -> dict[float, float]:
+        """How often the event loop was late so far, by the upper bounds (seconds) of the metric's buckets."""
+        counts = [(float(bound), float(count)) for bound, count in LAG.findall(self.get("/metrics"))]
+        before = [0.0, *(count for _, count in counts)]
+        return {bound: count - less for (bound, count), less in zip(counts, before, strict=False)}
+
     def rss_mib(self) -> float:
         """Memory the process has resident."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -75,7 +84,7 @@ class Server:
         self, longest_gap_s: float = LONGEST_GAP_S, slowest_live_s: float = LONGEST_GAP_S
     ) -> Iterator[list[Felt]]:
         """Streams during the block and asserts at its end; the list then holds what was felt."""
-        found: list[Felt] = []
+        found, before = list[Felt](), self.lags()
         with _watching(self) as process:
             yield found
             felt = _felt(process)
@@ -86,6 +95,9 @@ class Server:
         assert not felt.failures, f"{len(felt.failures)} failures, the first: {felt.failures[:3]}"
         assert felt.longest_gap_s <= longest_gap_s, f"a stream stood still for {felt.longest_gap_s:.2f} s"
         assert felt.slowest_live_s <= slowest_live_s, f"/live took {felt.slowest_live_s:.2f} s"
+        late_s = max((bound for bound, count in self.lags().items() if count > before.get(bound, 0)), default=0.0)
+        print(f"measured: event loop late by under {late_s:g} s")
+        assert late_s <= max(LATE_S, longest_gap_s), f"the event loop was late by under {late_s:g} s, over the bound"
 
 
 @contextmanager

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 import openai
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from tests.serve.scripted import ScriptedService
+
+NOBODY_READS = 499  # the client has left
 
 
 class Front:
@@ -31,10 +34,33 @@ class ThreadServer(uvicorn.Server):
         return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
 
 
+class Documented:
+    """ASGI middleware: keeps in `wrong` what the app answered and its OpenAPI document does not say it may."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app, self.wrong = app, set[str]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] != NOBODY_READS:
+                self._note(scope["path"], scope["method"].lower(), message["status"])
+            await send(message)
+
+        await self._app(scope, receive, noted)
+
+    def _note(self, path: str, method: str, status: int) -> None:
+        for template, operations in self._app.openapi()["paths"].items():
+            fixed, variable, _ = template.partition("{")
+            fits = path.startswith(fixed) and path != fixed if variable else path == template
+            if fits and method in operations and str(status) not in operations[method]["responses"]:
+                self.wrong.add(f"{method} {template} answered {status}")
+
+
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
-    """The base URL of `app` while it is served."""
-    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off")
+    """The base URL of `app` while it is served. At the end every status it answered with must be documented."""
+    documented = Documented(app)
+    config = uvicorn.Config(documented, port=0, log_level="warning", access_log=False, lifespan="off")
     server = ThreadServer(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
@@ -44,6 +70,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(timeout=10)
+    assert not documented.wrong
 
 
 def eventually(true: Callable[[], bool], within_s: float = 5.0) -> None:

@@ -344,3 +344,12 @@ def test_the_description_names_bodies_and_paths(front: Front) -> None:
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= document["paths"].keys()
     assert "min_p" in document["components"]["schemas"]["ChatBody"]["properties"]
     assert httpx.get(f"{front.url}/version").json()["version"] == document["info"]["version"]
+
+
+def test_the_description_names_the_errors_and_their_body(front: Front) -> None:
+    """That no other is sent is held at the end of every file of tests (`live_http.serving`)."""
+    document = httpx.get(f"{front.url}/openapi.json").json()
+    told = document["paths"]["/v1/completions"]["post"]["responses"]
+    assert {"400", "401", "404", "408", "413", "429", "431", "500", "503"} <= told.keys() and "422" not in told
+    assert told["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+    assert document["components"]["schemas"]["ErrorDetail"]["required"] == ["message", "type", "param", "code"]

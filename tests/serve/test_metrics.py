@@ -14,6 +14,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, EngineFailed, Reject, Send, Submit
 from jdisagg.core.messages import Ended, Preempted, Resend
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.serve import lag
 from jdisagg.serve.generation import pieces
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.metrics_compat import NAMES
@@ -46,7 +47,10 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
             async for piece in answer:
                 assert piece.finish_reason in (None, "stop", "length")
 
+    watch = asyncio.create_task(lag.watch(stack.metrics.lagged))
     await asyncio.gather(*(one(each) for each in asked))
+    await asyncio.sleep(2 * lag.PERIOD_S)
+    watch.cancel()
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,14 @@ import pytest
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.request import SamplingParams, WorkerId
+from jdisagg.engine.knobs import KnobRows
+from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW
 from jdisagg.serve import offline
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.http.jobs import completion_job
+from jdisagg.serve.http.schema import CompletionBody
 from tests.serve.live_toy import MAX_LEN, ToyStack, toy_stack
+from tests.serve.scripted import ScriptedService
 
 TEN = SamplingParams(max_tokens=10, temperature=0.0)
 
@@ -71,3 +77,20 @@ def test_a_line_of_the_wrong_kind_is_named_before_anything_runs(tmp_path: Path, 
     file.write_text('{"prompt": "fine", "temperature": 0}\n' + line + "\n")
     with pytest.raises(RequestError, match="line 2: .*" + says):
         offline.read_jobs(file)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**40, 2**63 - 1, -1, -(2**63)])
+def test_a_seed_is_the_same_number_in_python_and_over_http(seed: int) -> None:
+    service = ScriptedService()
+    body = CompletionBody(prompt=[1, 2], seed=seed, n=3)
+    job = asyncio.run(completion_job(body, service, FrontSettings(), "x"))
+    here = offline.request_of(service, [1, 2], SamplingParams(seed=seed)).sampling
+    seeds = [choice.request.sampling.seed for choice in job.choices]
+    assert seeds[0] == here.seed and len(set(seeds)) == 3
+    assert [knob_seed(seed), knob_seed(seeds[0])] == [knob_seed(here.seed)] * 2, "and the device draws by all of it"
+
+
+def knob_seed(seed: int) -> list[int]:
+    rows = KnobRows(1)
+    rows.set(0, SamplingParams(seed=seed), 0)
+    return rows.ints[0, [SEED_LOW, SEED_HIGH]].tolist()

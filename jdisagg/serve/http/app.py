@@ -40,6 +40,9 @@ from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.records import Inside
 from jdisagg.serve.service import Service
 
+TOKENS = errors.documented(400, 401, 404, 408, 413, 503)
+GENERATION = errors.documented(400, 401, 404, 408, 413, 429, 503)
+STATE: dict[int | str, dict[str, Any]] = {503: {"description": "The body's `status` says why not"}}
 EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
 
 
@@ -110,12 +113,12 @@ def _request_name(request: Request, body: GenerationFields) -> str:
 def _add_generation(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
         body = await front.body(request, CompletionBody)
         return front.respond(await completion_job(body, service, settings, _request_name(request, body)))
 
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:
         body = await front.body(request, ChatBody)
         return front.respond(await chat_job(body, service, settings, _request_name(request, body)))
@@ -128,7 +131,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 def _add_tokens(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeBody), responses=TOKENS)
     async def tokenize(request: Request) -> Response:
         body = await front.body(request, TokenizeBody)
         check_model(body.model, service, settings)
@@ -137,7 +140,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": [*ids], "token_strs": strings}
         return Response(await offload.dump_slowly(shown), media_type="application/json")
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody), responses=TOKENS)
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await front.body(request, DetokenizeBody)
         check_model(body.model, service, settings)
@@ -156,22 +159,22 @@ async def _tokens_of(body: TokenizeBody, service: Service) -> tuple[int, ...]:
 def _add_state(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=errors.documented(401))
     async def models() -> dict[str, Any]:
         names = dict.fromkeys([service.model_name, *settings.served_names])
         return {"object": "list", "data": [front.model(name) for name in names]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=errors.documented(401, 404))
     async def model(name: str) -> dict[str, Any]:
         check_model(name, service, settings)
         return front.model(name)
 
-    @app.get("/health")
+    @app.get("/health", responses=STATE)
     async def health() -> Response:
         """200 once the stack runs, also while it drains: a process that finishes its work is healthy."""
         return _state("ok" if service.ready else "draining" if service.draining else "unready", bad=("unready",))
 
-    @app.get("/ready")
+    @app.get("/ready", responses=STATE)
     async def ready() -> Response:
         """200 while new requests are taken."""
         state = "draining" if service.draining else "ok" if service.ready else "unready"
@@ -212,6 +215,16 @@ def _describe_bodies(app: FastAPI) -> None:
         kinds = [(kind, "validation") for kind in BODIES]
         _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
         document.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
+        _without_422(document)
         return document
 
     app.openapi = described
+
+
+def _without_422(document: dict[str, Any]) -> None:
+    """FastAPI declares a status that is never sent here: what is wrong with a request is 400."""
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)

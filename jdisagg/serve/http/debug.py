@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from jdisagg.core.errors import RequestError
+from jdisagg.serve.http.errors import documented
 from jdisagg.serve.records import Inside
 
 MOST = 10_000  # decisions of one answer
@@ -16,19 +17,19 @@ MOST = 10_000  # decisions of one answer
 def add_debug(app: FastAPI, inside: Inside) -> None:
     records = inside.records
 
-    @app.get("/debug/decisions")
+    @app.get("/debug/decisions", responses=documented(400, 401))
     async def decisions(n: str = "100") -> dict[str, Any]:
         """The last `n` decisions, latest first: who was weighed, at what cost, who was taken, and why."""
         if not (n.isdecimal() and len(n) <= 6 and 1 <= int(n) <= MOST):
             raise RequestError(f"n is {n[:20]!r}, must be a number from 1 to {MOST}", param="n")
         return {"decisions": records.decisions(int(n))}
 
-    @app.get("/debug/requests")
+    @app.get("/debug/requests", responses=documented(401))
     async def requests() -> dict[str, Any]:
         """The requests that are remembered, latest first."""
         return {"requests": records.requests()}
 
-    @app.get("/debug/requests/{name:path}")
+    @app.get("/debug/requests/{name:path}", responses=documented(401, 404))
     async def request(name: str) -> dict[str, Any]:
         """The life of one request, by its id in answers and in x-request-id; each choice is a request of its own."""
         lives = records.request(name)
@@ -36,7 +37,7 @@ def add_debug(app: FastAPI, inside: Inside) -> None:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"no request {name[:128]!r} is remembered")
         return {"requests": lives}
 
-    @app.get("/debug/transfer")
+    @app.get("/debug/transfer", responses=documented(401))
     async def transfer() -> dict[str, Any]:
         """What --transfer=auto and --transfer_compress=auto have learnt, by prefill worker."""
         return {"workers": inside.learnt()}

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from jdisagg.core.errors import JdisaggError, RequestError
@@ -37,6 +38,18 @@ RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Rejected, 429, "rate_limit_error", "queue_full"),
     (Draining, 503, "service_unavailable_error", "not_ready"),
 )
+# What each status of an error means, for the OpenAPI document.
+MEANINGS: dict[int, str] = {
+    400: "The request cannot be served as written; the message names the field and the numbers",
+    401: "The API key is missing or wrong",
+    404: "There is no such model or thing here",
+    408: "The request waited, or stood still, for longer than is allowed, or its body was too slow",
+    413: "The body is over --max_body_bytes",
+    429: "The queue is full; Retry-After says when to come again",
+    431: "The headers are too large",
+    500: "A mistake of ours; the server's log has the details",
+    503: "The server is not ready, is going down, or has too many connections",
+}
 FAILED_STATUS = {FinishReason.TIMEOUT: 408, FinishReason.ABORT: 503}  # all else is 500
 
 
@@ -72,6 +85,27 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that may end with these statuses; 431 and 500 may come of any."""
+    told = sorted({*statuses, 431, 500})
+    return {status: {"model": ErrorBody, "description": MEANINGS[status]} for status in told}
 
 
 async def _answer(_: Request, error: Exception) -> Response:
