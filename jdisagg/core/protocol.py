@@ -66,6 +66,8 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             if not request.prompt or len(request.prompt) > to.max_model_len:
                 raise _senseless(message, f"a prompt of {len(request.prompt)} tokens, the limit is {to.max_model_len}")
             _check_tokens(message, request.prompt)
+            if isinstance(message, StartPrefill) and not all(0 <= page <= MOST for page in message.decode_pages):
+                raise _senseless(message, f"decode_pages are {message.decode_pages[:3]}")
         case _:
             return
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 from jdisagg.core.errors import IllegalTransition, RequestError, TooLong
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 
+LARGEST = (1 << 31) - 1  # of whole numbers that a device is given
+LONGEST_ID = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
@@ -48,11 +51,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check(self, vocab_size: int) -> None:
-        """Raises RequestError naming the first field out of its range, with its value."""
-        _check_range("max_tokens", self.max_tokens, 1, math.inf)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        """Raises RequestError naming the first field of the wrong kind, or out of its range, with its value."""
+        _check_whole("max_tokens", self.max_tokens, 1, LARGEST)
+        _check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_whole("top_k", self.top_k, -1, LARGEST)
+        _check_whole("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_k", self.top_k, -1, math.inf)
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
@@ -60,20 +64,46 @@ class SamplingParams:
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
-                _check_range(field, value, 0, MAX_LOGPROBS)
-        _check_range("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKENS)
-        _check_range("number of logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
-        for token, bias in self.logit_bias:
-            _check_range("logit_bias token", token, 0, vocab_size - 1)
-            _check_range("logit_bias value", bias, -100.0, 100.0)
+                _check_whole(field, value, 0, MAX_LOGPROBS)
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         for token in self.stop_token_ids:
-            _check_range("stop_token_ids", token, 0, vocab_size - 1)
+            _check_whole("stop_token_ids", token, 0, vocab_size - 1)
+        _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+        for entry in self.logit_bias:
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                raise RequestError(f"logit_bias has {_shown(entry)}, must be pairs of token and bias", "logit_bias")
+            _check_whole("logit_bias token", entry[0], 0, vocab_size - 1)
+            _check_range("logit_bias value", entry[1], -100.0, 100.0)
 
 
-def _check_range(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if math.isnan(value) or value < low or value > high or (open_low and value == low):
+def _check_whole(field: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int:
+        raise RequestError(f"{field} is {_shown(value)}, must be a whole number", param=field)
+    if not low <= value <= high:
+        raise RequestError(f"{field} is {_shown(value)}, must lie in [{low}, {high}]", param=field)
+
+
+def _check_range(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if type(value) not in (int, float):
+        raise RequestError(f"{field} is {_shown(value)}, must be a number", param=field)
+    if not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise RequestError(f"{field} is {value}, must lie in {bracket}{low}, {high}]", param=field)
+        raise RequestError(f"{field} is {_shown(value)}, must lie in {bracket}{low}, {high}]", param=field)
+
+
+def _check_count(field: str, values: Any, most: int) -> None:
+    if not isinstance(values, tuple):
+        raise RequestError(f"{field} is {_shown(values)}, must be a tuple", param=field)
+    if len(values) > most:
+        raise RequestError(f"number of {field} is {len(values)}, at most {most} are allowed", param=field)
+
+
+def _shown(value: Any) -> str:
+    """In one short line, whatever it is: a number of 5,000 digits has no text."""
+    try:
+        return "a huge number" if type(value) is int and abs(value) >> 64 else reprlib.repr(value)
+    except ValueError:  # a number of over 4,300 digits somewhere inside
+        return f"a {type(value).__name__} of huge numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +118,21 @@ class Request:
     queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
-        """Raises RequestError or TooLong, naming the field and both values."""
+        """Raises RequestError or TooLong, naming the field and both values.
+
+        The one check for requests from everywhere, before anything is done with them: what passes, an actor, a message,
+        a journal and a device can take.
+        """
+        if not isinstance(self.prompt, tuple) or not {int}.issuperset(map(type, self.prompt)):
+            raise RequestError(f"the prompt is {_shown(self.prompt)}, must be a tuple of token ids", param="prompt")
         if not self.prompt:
             raise RequestError("the prompt is empty: it has 0 tokens, at least 1 is needed", param="prompt")
         if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
             wrong = next(t for t in self.prompt if not 0 <= t < vocab_size)
-            raise RequestError(f"prompt token {wrong} is outside the vocabulary of {vocab_size}", param="prompt")
+            raise RequestError(
+                f"prompt token {_shown(wrong)} is outside the vocabulary of {vocab_size}", param="prompt"
+            )
+        self._check_rest()
         self.sampling.check(vocab_size)
         if len(self.prompt) + self.sampling.max_tokens > max_model_len:
             raise TooLong(
@@ -101,6 +140,15 @@ class Request:
                 f" = {len(self.prompt) + self.sampling.max_tokens}, over the limit of {max_model_len}",
                 param="max_tokens",
             )
+
+    def _check_rest(self) -> None:
+        name: Any = self.request_id
+        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_ID or not name.isprintable():
+            raise RequestError(f"request_id is {_shown(name)}, must be a printable text", param="request_id")
+        _check_whole("priority", self.priority, -LARGEST, LARGEST)
+        _check_range("arrival_s", self.arrival_s, -math.inf, math.inf)
+        if self.queue_deadline_s is not None:
+            _check_range("queue_deadline_s", self.queue_deadline_s, -math.inf, math.inf)
 
 
 class Phase(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdisagg.core.errors import RequestError
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
@@ -233,6 +235,19 @@ def test_a_dead_driver_ends_requests_at_once_and_health_says_so() -> None:
         assert states == [503] * 3
         assert "a router that is broken" in asyncio.run(asyncio.wait_for(stack.service.died(), 5))
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=10).status_code == 503
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 2.5}, {"top_k": 2**31}, {"seed": None}, {"temperature": "1"}, {"logit_bias": ((1, None),)}]
+)
+def test_a_request_of_wrong_kinds_is_refused_by_name_before_anybody_works_on_it(wrong: dict[str, Any]) -> None:
+    with started(Stack(toys(*PAIR))) as stack:
+        (bad,), asked = requests(1), requests(3)
+        with pytest.raises(RequestError, match=f"{next(iter(wrong))}.* is "):
+            answers(stack, [replace(bad, sampling=replace(bad.sampling, **wrong))])
+        assert answers(stack, asked) == [
+            (FinishReason.LENGTH, toy_output(each.prompt, each.sampling)) for each in asked
+        ]
 
 
 def test_who_comes_while_the_driver_dies_is_not_left_waiting() -> None:

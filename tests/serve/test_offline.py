@@ -12,8 +12,8 @@ import pytest
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.request import SamplingParams, WorkerId
-from jdisagg.engine.knobs import KnobRows
 from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW
+from jdisagg.engine.sampling_metadata import SamplingRows
 from jdisagg.serve import offline
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.jobs import completion_job
@@ -91,6 +91,6 @@ def test_a_seed_is_the_same_number_in_python_and_over_http(seed: int) -> None:
 
 
 def knob_seed(seed: int) -> list[int]:
-    rows = KnobRows(1)
+    rows = SamplingRows(1)
     rows.set(0, SamplingParams(seed=seed), 0)
     return rows.ints[0, [SEED_LOW, SEED_HIGH]].tolist()

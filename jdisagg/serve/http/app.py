@@ -180,8 +180,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
         state = "draining" if service.draining else "ok" if service.ready else "unready"
         return _state(state, bad=("unready", "draining"))
 
-    @app.get("/live")
-    @app.get("/ping")
+    @app.get("/live", responses=STATE)
+    @app.get("/ping", responses=STATE)
     @app.post("/ping", include_in_schema=False)
     async def live() -> Response:
         """200 while the process answers and its driver lives; without one it ends by itself."""
