@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 INLINE_CHARS = 4_000  # below this a task costs a millisecond or less, and a thread would cost more
-SLICE = 256  # entries written as JSON at once: logprobs of a token are some kilobytes
+SLICE = 64  # tokens whose names or logprobs are looked up at once: some milliseconds
+LEAVES = 2048  # values written as JSON at once
 
 T = TypeVar("T")
 _reading = ThreadPoolExecutor(1, "reading")
@@ -38,17 +39,40 @@ def dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def event(text: str) -> bytes:
+    """One server-sent event."""
+    return b"data: " + text.encode() + b"\n\n"
+
+
 async def dump_slowly(value: Any) -> str:
-    """`dump`, a slice at a time, with a look at the event loop after each."""
+    """`dump`, about a millisecond's worth at a time, with a look at the event loop after each."""
     if isinstance(value, dict):
         fields = [f"{dump(str(key))}:{await dump_slowly(each)}" for key, each in value.items()]
         return "{" + ",".join(fields) + "}"
-    if isinstance(value, list) and len(value) > SLICE:
-        slices = []
-        for start in range(0, len(value), SLICE):
-            slices.append(dump(value[start : start + SLICE])[1:-1])
+    if not isinstance(value, list):
+        return dump(value)
+    parts, light, leaves = list[str](), [], 0
+    for each in value:
+        found = _leaves(each)
+        if leaves + found > LEAVES:
+            parts += [dump(light)[1:-1]] if light else []
+            light, leaves = [], 0
             await asyncio.sleep(0)
-        return "[" + ",".join(slices) + "]"
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[" + ",".join([await dump_slowly(each) for each in value]) + "]"
-    return dump(value)
+        if found > LEAVES:
+            parts.append(await dump_slowly(each))
+        else:
+            light.append(each)
+            leaves += found
+    parts += [dump(light)[1:-1]] if light else []
+    return "[" + ",".join(parts) + "]"
+
+
+def _leaves(value: Any) -> int:
+    """Values in it; counted no further than LEAVES."""
+    found, stack = 0, [value]
+    while stack and found <= LEAVES:
+        each = stack.pop()
+        found += 1
+        if isinstance(each, list | dict):
+            stack.extend(each.values() if isinstance(each, dict) else each)
+    return found

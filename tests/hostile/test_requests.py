@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import httpx
@@ -84,6 +85,13 @@ def test_a_prompt_over_grpc_is_refused_by_its_bytes(server: Server) -> None:
             list(OrchestratorStub(channel).Decode(asked, timeout=60))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # pyright: ignore[reportAttributeAccessIssue]
     assert "bytes" in str(caught.value.details())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_large_answer_is_written_without_holding_anybody_up(server: Server) -> None:
+    body: dict[str, Any] = {"prompt": "x", "n": 32, "max_tokens": 200, "ignore_eos": True, "logprobs": 20}
+    with server.bystander():
+        answer = httpx.post(server.url + COMPLETIONS, json=body | {"echo": True}, timeout=120)
+    assert answer.status_code == 200 and len(answer.content) > 2_000_000
 
 
 @pytest.mark.parametrize("n", ["9" * 5000, "-1", "1e3", "٣٣"])

@@ -16,7 +16,8 @@ from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, Batch, answers, failure_of
 from jdisagg.serve.http.errors import describe
 from jdisagg.serve.http.jobs import Job
-from jdisagg.serve.http.rendering import DONE, Renderer, dump, event
+from jdisagg.serve.http.rendering import DONE, Renderer
+from jdisagg.serve.offload import dump, dump_slowly, event
 from jdisagg.serve.service import Service
 
 log = logging.getLogger("jdisagg.http")
@@ -63,9 +64,9 @@ class Generation(Response):
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
                 for index, piece in batch:
-                    renderer.gather(index, piece)
+                    await renderer.gather(index, piece)
                 _raise_if_failed(batch)
-        self.body = dump(renderer.whole()).encode()
+        self.body = (await dump_slowly(renderer.whole())).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
         headers += _instances(renderer.answers[0].finish)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -80,7 +81,7 @@ class Generation(Response):
                         _raise_if_failed(batch)
                         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                         started = True
-                    body = b"".join([renderer.chunk(index, piece) for index, piece in batch])
+                    body = b"".join([await renderer.opening(*each) + renderer.chunk(*each) for each in batch])
                     failure = failure or _failure_in(batch)
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -90,7 +91,7 @@ class Generation(Response):
             if not isinstance(error, JdisaggError):
                 log.exception("an answer broke off after its first byte")
             failure = error
-        tail = renderer.closing() if failure is None else renderer.abort_chunks() + event(describe(failure)[1])
+        tail = renderer.closing() if failure is None else renderer.abort_chunks() + event(dump(describe(failure)[1]))
         await send({"type": "http.response.body", "body": tail + DONE})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from jdisagg.core.events import Finish
 from jdisagg.core.request import Sampled
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from jdisagg.serve.offload import SLICE, dump, dump_slowly, event
 from jdisagg.serve.records import ledger_json
 from jdisagg.serve.text import Piece
 
@@ -18,22 +20,15 @@ HOLE = "\x00hole\x00"  # where a chunk's text goes
 DONE = b"data: [DONE]\n\n"
 
 
-def dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + dump(value).encode() + b"\n\n"
-
-
 @dataclass(slots=True)
 class Answer:
     """What is known so far of one choice."""
 
     parts: list[str] = field(default_factory=list)
-    sampled: list[Sampled] = field(default_factory=list)
-    prompt: tuple[Sampled, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, Any] | None = None  # of the output so far
+    prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=list)
+    echo_logprobs: dict[str, Any] | None = None
     last: Piece | None = None
     num_tokens: int = 0
     offset: int = 0  # characters of text that logprobs cover, for text_offset
@@ -85,14 +80,27 @@ class Renderer:
 
     # ------------------------------------------------------------ streams
 
+    async def opening(self, index: int, piece: Piece) -> bytes:
+        """What comes before a choice's first chunk, of which `piece` is made, and nothing later.
+
+        The role in chat, the prompt where it is to be echoed.
+        """
+        if index in self._skeletons:
+            return b""
+        self._skeletons[index] = self._skeleton(index)
+        if self.job.chat:
+            delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            return event(dump(self._chunk_of(index, self._prompt_ids(index) | delta)))
+        if not self.job.echo:
+            return b""
+        await self._read_prompt(index, piece.prompt)
+        fields = {"logprobs": self.answers[index].echo_logprobs, "finish_reason": None}
+        return event(await dump_slowly(self._chunk_of(index, {"text": self.job.choices[index].prompt.text} | fields)))
+
     def chunk(self, index: int, piece: Piece) -> bytes:
-        """The events of one piece; b"" where it shows nothing (half a character)."""
+        """The event of one piece; b"" where it shows nothing (half a character)."""
         piece, answer = self._noted(index, piece), self.answers[index]
-        first = answer.num_tokens == 0 and index not in self._skeletons
         answer.num_tokens += len(piece.sampled)
-        if first:
-            self._skeletons[index] = self._skeleton(index)
-            return self._opening(index, piece) + self._full_chunk(index, piece, piece.text)
         if piece.finish_reason is None and self._plain:
             if not piece.text:
                 return b""
@@ -100,19 +108,8 @@ class Renderer:
             return head + json.dumps(piece.text).encode() + tail
         return self._full_chunk(index, piece, piece.text)
 
-    def _opening(self, index: int, piece: Piece) -> bytes:
-        """What comes before the first text: the role in chat, the prompt where it is to be echoed."""
-        if self.job.chat:
-            delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            return event(self._chunk_of(index, self._prompt_ids(index) | delta))
-        if not self.job.echo:
-            return b""
-        logprobs = self._echo_logprobs(index, piece.prompt)
-        echo = {"text": self.job.choices[index].prompt.text, "logprobs": logprobs, "finish_reason": None}
-        return event(self._chunk_of(index, echo))
-
     def _skeleton(self, index: int) -> tuple[bytes, bytes]:
-        whole = event(self._chunk_of(index, self._delta(HOLE) | self._ending(None)))
+        whole = event(dump(self._chunk_of(index, self._delta(HOLE) | self._ending(None))))
         head, _, tail = whole.rpartition(dump(HOLE).encode())
         return head, tail
 
@@ -123,7 +120,7 @@ class Renderer:
         fields["logprobs"] = self._logprobs(index, piece.sampled)
         if self.job.token_ids:
             fields["token_ids"] = [each.token for each in piece.sampled]
-        return event(self._chunk_of(index, fields | self._ledger(piece.finish)))
+        return event(dump(self._chunk_of(index, fields | self._ledger(piece.finish))))
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.job.chat else {"text": text}
@@ -142,18 +139,39 @@ class Renderer:
 
     def closing(self) -> bytes:
         """The counts, where asked for, in a chunk without choices."""
-        return event({**self._head, "choices": [], "usage": self.usage()}) if self.job.include_usage else b""
+        if not self.job.include_usage:
+            return b""
+        return event(dump({**self._head, "choices": [], "usage": self.usage()}))
 
     # ------------------------------------------------------------ whole answers
 
-    def gather(self, index: int, piece: Piece) -> None:
+    async def gather(self, index: int, piece: Piece) -> None:
         """Keeps a piece for `whole`."""
         piece, answer = self._noted(index, piece), self.answers[index]
+        if not answer.parts:
+            await self._read_prompt(index, piece.prompt)
         answer.parts.append(piece.text)
         answer.num_tokens += len(piece.sampled)
-        answer.prompt += piece.prompt
-        if self.job.logprobs or self.job.token_ids:
-            answer.sampled += piece.sampled
+        answer.logprobs = _joined(answer.logprobs, self._logprobs(index, piece.sampled))
+        if self.job.token_ids:
+            answer.token_ids += [each.token for each in piece.sampled]
+
+    async def _read_prompt(self, index: int, prompt: Sequence[Sampled]) -> None:
+        """What is asked for of the prompt, which may be long: a slice at a time."""
+        job, answer, names = self.job, self.answers[index], self._names
+        if job.prompt_logprobs:
+            answer.prompt_logprobs += prompt_logprobs(names, ())
+        if job.logprobs and job.echo:
+            first = job.choices[index].prompt.ids[:1]
+            answer.echo_logprobs, answer.offset = completion_logprobs(names, (), 0, first=first)
+        for start in range(0, len(prompt), SLICE):
+            part = prompt[start : start + SLICE]
+            if job.prompt_logprobs:
+                answer.prompt_logprobs += prompt_logprobs(names, part)[1:]
+            if job.logprobs and job.echo:
+                fields, answer.offset = completion_logprobs(names, part, answer.offset)
+                answer.echo_logprobs = _joined(answer.echo_logprobs, fields)
+            await asyncio.sleep(0)
 
     def whole(self) -> dict[str, Any]:
         """The response body, once every choice has ended."""
@@ -168,12 +186,11 @@ class Renderer:
         else:
             fields = {"text": job.choices[index].prompt.text + text if job.echo else text}
         fields |= self._ending(answer.last)
-        before = self._echo_logprobs(index, answer.prompt) if job.echo else None
-        fields["logprobs"] = _joined(before, self._logprobs(index, answer.sampled))
+        fields["logprobs"] = _joined(answer.echo_logprobs, answer.logprobs)
         if job.prompt_logprobs:
-            fields["prompt_logprobs"] = prompt_logprobs(self._names, answer.prompt)
+            fields["prompt_logprobs"] = answer.prompt_logprobs
         if job.token_ids:
-            fields |= {"token_ids": [each.token for each in answer.sampled]} | self._prompt_ids(index)
+            fields |= {"token_ids": answer.token_ids} | self._prompt_ids(index)
         return fields | self._ledger(answer.finish)
 
     # ------------------------------------------------------------ parts of both
@@ -202,16 +219,12 @@ class Renderer:
         fields, answer.offset = completion_logprobs(self._names, sampled, answer.offset)
         return fields
 
-    def _echo_logprobs(self, index: int, prompt: Sequence[Sampled]) -> dict[str, Any] | None:
-        if not self.job.logprobs:
-            return None
-        answer, ids = self.answers[index], self.job.choices[index].prompt.ids
-        fields, answer.offset = completion_logprobs(self._names, prompt, 0, first=ids[:1])
-        return fields
-
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Logprobs of the prompt, then of the output."""
+    """`before` with the logprobs of what follows it; it is `before` itself that grows."""
     if before is None or after is None:
         return before or after
-    return {name: before[name] + after[name] for name in before}
+    for name, values in after.items():
+        if isinstance(values, list):
+            before[name] += values
+    return before
