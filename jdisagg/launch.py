@@ -6,6 +6,11 @@ and one line: exit code 2, no traceback.
 
 from __future__ import annotations
 
+from jdisagg import interrupts
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    interrupts.end_at_once("starting")
+
 import asyncio
 import logging
 import os
@@ -39,11 +44,11 @@ from jdisagg.serve.cluster.assemble import (
     roles_of,
 )
 from jdisagg.serve.local import LocalService
+from jdisagg.serve.log_lines import OneLine
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
 BAD_USE = 2
-INTERRUPTED = 130
 LAST_WORDS_S = 2.0  # for answers to be told that the driver has died
 
 
@@ -62,12 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jdisagg: {error}", file=sys.stderr)
         return BAD_USE
     except KeyboardInterrupt:
-        return INTERRUPTED
+        print("jdisagg: interrupted", file=sys.stderr)
+        return interrupts.INTERRUPTED
 
 
 def run(settings: Settings) -> int:
     """Builds the stack and does what the settings ask of it."""
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT, force=True)
+    lines = logging.StreamHandler()
+    lines.setFormatter(OneLine(LOG_FORMAT))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[lines], force=True)
     console = Console(stderr=bool(settings.prompt), soft_wrap=True)
     if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)
@@ -83,13 +91,19 @@ def run(settings: Settings) -> int:
         service = build(plan, settings, found, told)
     service.start()
     try:
-        if settings.prompt:
-            return asyncio.run(complete_one(service, settings, console))
-        if settings.prompts:
-            return asyncio.run(run_batch(service, settings, jobs))
+        if once:
+            interrupts.raise_again()
+            return asyncio.run(_run_once(service, settings, console, jobs))
         return uvloop.run(serve(service, settings, sockets, console, plan.model_folder))
     finally:
+        interrupts.end_at_once("stopping")
         service.stop()
+
+
+async def _run_once(service: LocalService, settings: Settings, console: Console, jobs: Sequence[offline.Job]) -> int:
+    if settings.prompt:
+        return await complete_one(service, settings, console)
+    return await run_batch(service, settings, jobs)
 
 
 def run_in_cluster(settings: Settings, console: Console) -> int:
@@ -99,6 +113,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     if settings.prompt or settings.prompts:
         raise ConfigError(f"--role={settings.role} serves; give prompts to the whole stack, or to the router's server")
     sockets = servers.bind(settings) if ROUTER_ROLE in roles else None
+    servers.check_cluster_ports(settings, ROUTER_ROLE in roles, roles != {ROUTER_ROLE})
     count = num_devices(MeshSpec.parse(settings.mesh), roles)
     found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
     plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
@@ -112,6 +127,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
         try:
             return uvloop.run(serve(process.service, settings, sockets, console, plan.model_folder))
         finally:
+            interrupts.end_at_once("stopping")
             process.stop()
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     with bar:
@@ -123,7 +139,7 @@ def visit(workers: WorkerProcess, settings: Settings, console: Console, ends: qu
     """Works for the router until the first Ctrl-C or SIGTERM, then drains and leaves; a second one stops at once."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(INTERRUPTED) if stopping.is_set() else ends.put(""))
+        signal.signal(number, lambda *_: os._exit(interrupts.INTERRUPTED) if stopping.is_set() else ends.put(""))
     workers.start()
     console.print(f"[bold]ready[/]    {', '.join(workers.node.machines)} for {settings.router}", highlight=False)
     why = ends.get()
@@ -217,7 +233,7 @@ async def serve(
 
 def _stop_or_die(stop: asyncio.Event) -> None:
     if stop.is_set():
-        os._exit(INTERRUPTED)
+        os._exit(interrupts.INTERRUPTED)
     stop.set()
 
 

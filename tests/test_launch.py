@@ -69,6 +69,25 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(busy_port):
     assert f"--http_port={busy_port}" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("role", "flag"),
+    [
+        ("router", "--control_port={}"),
+        ("decode", "--kv_listen=127.0.0.1:{}"),
+        ("router,prefill", "--kv_listen=[::1]:{}"),
+    ],
+)
+def test_a_cluster_port_in_use_is_found_before_anything_is_loaded(busy_port, tmp_path, role, flag):
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("sixteen bytes of secret, or more")
+    port = busy_port if "::1" not in flag else "99999"
+    more = ["--http_port=0", "--grpc_port=0", "--control_port=0"] if "router" in role else ["--router=127.0.0.1:1"]
+    done = launch(f"--role={role}", f"--secret_file={secret}", *more, flag.format(port))
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert str(port) in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
 @pytest.mark.parametrize("argument", ["--record_dir=/dev/null/journals", "--metrics_compat=graphite"])
 def test_what_cannot_be_recorded_is_said_before_anything_is_compiled(argument):
     done = launch(*SMALL, "--http_port=0", "--grpc_port=0", argument)

@@ -18,6 +18,7 @@ import uvicorn
 import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.kv.transport.desk import split_address
 from jdisagg.model.hf_config import read_generation_config
 from jdisagg.serve import lag
 from jdisagg.serve.front_settings import FrontSettings
@@ -46,6 +47,14 @@ def bind(settings: Settings) -> Sockets:
         return Sockets(http, None)
     with _bound(settings.host, settings.grpc_port, "grpc_port") as probe:  # grpc binds for itself: only look
         return Sockets(http, probe.getsockname()[1])
+
+
+def check_cluster_ports(settings: Settings, has_router: bool, has_workers: bool) -> None:
+    """That nobody has the control port of a router, or the KV port of workers. Raises ConfigError as `bind` does."""
+    if has_router:
+        _bound(settings.host, settings.control_port, "control_port").close()
+    if has_workers:
+        _bound(*split_address(settings.kv_listen), "kv_listen").close()
 
 
 def _bound(host: str, port: int, flag: str) -> socket.socket:
