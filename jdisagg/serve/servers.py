@@ -18,7 +18,7 @@ import uvicorn
 import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.kv.transport.desk import split_address
+from jdisagg.kv.transport.listener import split_address
 from jdisagg.model.hf_config import read_generation_config
 from jdisagg.serve import lag
 from jdisagg.serve.front_settings import FrontSettings

@@ -31,6 +31,7 @@ from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts,
 from jdisagg.serve.cluster.link import BEAT, LAST, METHOD, PROTOCOL, Link, Pulse, cut, new_nonce
 from jdisagg.serve.cluster.reception import Reception
 from jdisagg.serve.cluster.visit import Visit
+from tests.serve.cluster.processes import private
 
 SECRET, OTHER_SECRET = b"sixteen bytes or more", b"another sixteen bytes"
 KIND = Identity("model-a", "layout", "float32")
@@ -495,7 +496,6 @@ def test_half_a_tls_is_refused(settings: Settings, says: str):
 
 
 def test_a_certificate_that_is_none_is_refused_by_its_flag(tmp_path: Path):
-    path = tmp_path / "junk.pem"
-    path.write_text("junk")
+    path = private(tmp_path / "junk.pem", "junk")
     with pytest.raises(ConfigError, match=r"--tls_cert=.*junk\.pem"):
         kv_contexts(Settings(tls_cert=str(path), tls_key=str(path)))
