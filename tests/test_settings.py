@@ -86,3 +86,10 @@ def test_a_value_of_the_wrong_kind_in_the_file_is_refused(tmp_path):
     file.write_text('page_size = "big"\n')
     with pytest.raises(FlagError, match=r"page_size is 'big', must be of type int"):
         resolved(f"--config={file}")
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb", " a", "a ", "\x7f"])
+def test_a_key_that_no_header_can_hold_is_refused_at_the_start(key):
+    with pytest.raises(ConfigError, match="--api_key must be printable ASCII"):
+        replace(Settings(), api_key=key).check()
+    replace(Settings(), api_key="open sesame!").check()

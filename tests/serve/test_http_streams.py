@@ -10,10 +10,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdisagg.core.request import FinishReason, Request
 from tests.serve.live_http import Front, eventually
-from tests.serve.scripted import Delta, Step, end, sampled
+from tests.serve.scripted import Delta, Step, echo, end, sampled
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 50, "stream": True}
 
@@ -151,3 +153,34 @@ def test_choices_over_the_parallel_limit_wait_for_their_step(front: Front) -> No
     answer = front.client.completions.create(model="tiny", prompt=["x"] * 100, max_tokens=1)
     assert len(answer.choices) == 100
     assert most <= 64
+
+
+TEXTS = st.text(alphabet=st.sampled_from("ab \n世界é🦜👩\u200d\u0301<|>"), min_size=1, max_size=30)
+STOPS = st.lists(st.text(alphabet=st.sampled_from("ab 世é🦜"), min_size=1, max_size=3), max_size=3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, STOPS, st.integers(1, 3), st.booleans(), st.integers(1, 90), st.integers(0, 2**63 - 1))
+def test_streamed_text_ends_and_counts_are_those_of_the_whole_answer(
+    served: Front, text: str, stop: list[str], n: int, echoed: bool, tokens: int, seed: int
+) -> None:
+    service = served.service
+    service.script = echo
+    body = {"prompt": text, "stop": stop, "n": n, "echo": echoed, "max_tokens": tokens, "seed": seed}
+    whole = httpx.post(f"{served.url}/v1/completions", json=body).json()
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    shown, ends, usage = [""] * n, [()] * n, {}
+    for line in httpx.post(f"{served.url}/v1/completions", json=asked).text.splitlines():
+        chunk = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"choices": []}
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            shown[choice["index"]] += choice["text"]
+            if choice["finish_reason"]:
+                ends[choice["index"]] = (choice["finish_reason"], choice["stop_reason"])
+    assert shown == [choice["text"] for choice in whole["choices"]]
+    assert ends == [(choice["finish_reason"], choice["stop_reason"]) for choice in whole["choices"]]
+    assert usage == whole["usage"]
+    for each, (reason, word) in zip(shown, ends, strict=True):
+        answer = each.removeprefix(text) if echoed else each
+        assert reason == ("stop" if word else "length")
+        assert not any(each in answer for each in stop), "the stop string is shown"
