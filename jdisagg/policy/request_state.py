@@ -98,7 +98,7 @@ class RequestState:
             self.output.extend([sampled.token for sampled in draw.sampled])
             return draw.sampled
         for place, sampled in enumerate(draw.sampled, draw.index):
-            if place >= len(self.output):
+            if len(self.output) <= place < self.request.sampling.max_tokens:
                 self.early[place] = sampled
         told = []
         while (sampled := self.early.pop(len(self.output), None)) is not None:

@@ -191,7 +191,7 @@ class Router:
             case AbortAck(handoff, epoch):
                 self.aborts.acknowledged(sender, Owner(handoff, epoch))
             case Progress() | Ended() | Preempted():
-                row = self._row_of(sender, Owner(message.request_id, message.epoch))
+                row = self._begun_row(sender, Owner(message.request_id, message.epoch))
                 if row is not None:
                     self._follow(row, sender, message, now_s)
             case _:
@@ -203,6 +203,11 @@ class Router:
         ours = row is not None and row.epoch == owner.epoch and sender in (row.prefill, row.decode)
         return row if ours else None
 
+    def _begun_row(self, sender: WorkerId, owner: Owner) -> RequestState | None:
+        """As `_row_of`, where its prefill was ordered: of what nobody has begun there is nothing to say."""
+        row = self._row_of(sender, owner)
+        return None if row is None or row.phase is Phase.QUEUED else row
+
     def _answered(self, sender: WorkerId, message: Reserved | Refused, now_s: float) -> None:
         owner = Owner(message.handoff, message.epoch)
         held = isinstance(message, Reserved)
@@ -213,7 +218,7 @@ class Router:
             self.aborts.send(
                 sender, owner, "nobody waits for this reservation any more", now_s
             )  # it was asked for late
-        if row is None or row.waiting is not Waiting.ANSWER:
+        if row is None or row.waiting is not Waiting.ANSWER or sender != row.decode:
             return
         if isinstance(message, Reserved):
             self._start(row, message, now_s)
@@ -232,7 +237,7 @@ class Router:
                 self._enqueue(row, now_s)
 
     def _drawn(self, sender: WorkerId, draw: Draw, now_s: float) -> None:
-        row = self._row_of(sender, Owner(draw.request_id, draw.epoch))
+        row = self._begun_row(sender, Owner(draw.request_id, draw.epoch))
         if row is None:
             return
         self._reach(row, Phase.SHIPPING if draw.index == row.num_before else Phase.DECODING, now_s)

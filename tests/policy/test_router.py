@@ -267,6 +267,40 @@ def test_nobody_speaks_for_a_request_that_is_not_with_him(lie):
     assert (row.epoch, row.output, row.phase.value, row.failures) == (1, [], "prefilling", 0)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Drawn((Draw(A, 1, 0, (Sampled(7),)),)),
+        Ended(A, 1, FinishReason.STOP, 0.0, 0),
+        Preempted(A, 1, (), "no pages"),
+        Progress(A, 1, Mark.COMMITTED, 0.0),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_of_what_nobody_has_begun_there_is_nothing_to_say(lie):
+    talk = Talk()
+    talk.submit(request("a", 6))
+    talk.says(D, lie)
+    assert not talk.finishes() and not talk.router.queue and not talk.router.rows[A].output
+    talk.fire("row/a")  # the answer did not come: tried again, nothing was told
+    assert talk.router.rows[A].failures == 1
+
+
+def test_a_bed_is_answered_for_by_who_was_asked():
+    talk = Talk()
+    talk.submit(request("a", 6))
+    talk.says(P, Reserved(A, 1, (1, 2)))
+    assert talk.router.rows[A].phase.value == "queued"
+
+
+def test_tokens_that_were_not_asked_for_are_not_kept():
+    talk = Talk()
+    talk.to_decode()
+    row = talk.router.rows[A]
+    talk.drawn(D, row.epoch, 10**6, *range(1000))
+    assert not row.early
+
+
 def test_a_word_that_is_for_a_worker_is_refused_by_name_and_changes_nothing():
     talk = Talk()
     talk.submit(request("a", 6))
