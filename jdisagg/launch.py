@@ -29,7 +29,7 @@ from rich.progress import Progress
 from jdisagg import banner, config, devices, flags
 from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import FinishReason, SamplingParams
 from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint, offline, servers
 from jdisagg.serve.build import build
@@ -45,6 +45,7 @@ from jdisagg.serve.cluster.assemble import (
 )
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import OneLine
+from jdisagg.serve.service import Service
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
@@ -173,7 +174,7 @@ def sampling_of(settings: Settings) -> SamplingParams:
     return SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
 
 
-async def complete_one(service: LocalService, settings: Settings, console: Console) -> int:
+async def complete_one(service: Service, settings: Settings, console: Console) -> int:
     """Streams one completion to stdout, then prints its ledger."""
     room = service.max_model_len - len(service.tokenizer.encode(settings.prompt))
     sampling = sampling_of(replace(settings, max_tokens=max(1, min(settings.max_tokens, room))))
@@ -185,6 +186,9 @@ async def complete_one(service: LocalService, settings: Settings, console: Conso
     print(flush=True)
     if finish is not None:
         console.print(banner.ledger_table(finish.ledger, num_tokens))
+    if finish is not None and finish.reason is FinishReason.ERROR:
+        print(f"jdisagg: the answer ended early: {finish.detail}", file=sys.stderr)
+        return FAILED
     return 0
 
 

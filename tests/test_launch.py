@@ -1,5 +1,7 @@
 """The launcher as a user meets it: a process, its exit code, its lines, its signals."""
 
+import asyncio
+import io
 import json
 import os
 import signal
@@ -12,8 +14,13 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
+from rich.console import Console
 
+from jdisagg.core.request import FinishReason
+from jdisagg.core.settings import Settings
+from jdisagg.launch import complete_one
 from tests.fixtures import conformance
+from tests.serve.scripted import ScriptedService, tokens
 
 MODEL = conformance.load("llama3").folder
 SMALL = [
@@ -105,6 +112,15 @@ def test_one_prompt_prints_its_completion_and_a_ledger_whose_parts_sum_to_the_wh
         assert part in done.stderr
     assert "prefill-0" in done.stderr and "KV pages, shard by shard" in done.stderr
     assert "share device" not in done.stderr
+
+
+def test_one_prompt_whose_answer_ends_as_an_error_is_no_success(capsys):
+    broken = ScriptedService(lambda request: tokens(request, [5, 6], FinishReason.ERROR))
+    whole = ScriptedService(lambda request: tokens(request, [5, 6]))
+    settings, console = Settings(prompt="x"), Console(file=io.StringIO())
+    assert asyncio.run(complete_one(whole, settings, console)) == 0
+    assert asyncio.run(complete_one(broken, settings, console)) == 1
+    assert capsys.readouterr().err.startswith("jdisagg: the answer ended early: ")
 
 
 @pytest.mark.slow
