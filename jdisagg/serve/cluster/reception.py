@@ -125,13 +125,13 @@ class Reception:
                 link = Link(Seal(self._secret, nonces, "router"), Seal(self._secret, nonces, "worker"), self._pulse)
                 answer = self._admit(link, records)
         except PeerDead as error:
-            log.warning("%s", error)
+            log.info("%s", error)
             return
         except JdisaggError as error:
             log.warning("a peer at %s was sent away: %s", call.peer(), error)
             call.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except (grpc.RpcError, StopIteration):
-            log.warning("a peer at %s left, or was cut off, before it had proved itself", call.peer())
+            log.info("a peer at %s left, or was cut off, before it had proved itself", call.peer())
             return
         try:
             self._take_in(link, answer, records, call)

@@ -31,6 +31,7 @@ from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, read_ticket, tag_of, verify
 from jdisagg.kv.transport.wire import MAX_RECORD_BYTES, Wire
 from tests.kv.transport.peer import IDENTITY, SECRET
+from tests.kv.transport.peers import Peer
 
 TERMS = TransportConfig(SECRET, IDENTITY, control_timeout_s=1.0)
 
@@ -223,6 +224,17 @@ def test_segments_are_their_owners_alone_and_have_no_name():
     assert os.fstat(segment.descriptor).st_mode & 0o077 == 0
     assert set(os.listdir("/dev/shm")) == before
     os.close(segment.descriptor)
+
+
+def test_a_peer_that_is_killed_leaves_no_segment_and_no_socket_and_the_next_one_starts():
+    before = set(os.listdir("/dev/shm"))
+    for _ in range(2):
+        peer = Peer(["shm"])
+        name = peer.addresses["shm"].removeprefix("unix:")
+        assert name in Path("/proc/net/unix").read_text()
+        peer.kill()
+        assert name not in Path("/proc/net/unix").read_text()
+        assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_a_guessed_id_without_its_tag_is_unknown(source: Endpoint):

@@ -3,6 +3,7 @@ comes back."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 
@@ -100,6 +101,22 @@ def test_a_prefill_process_killed_after_shipping_is_not_missed(town: Town, pool)
     town.prefills[0].kill()
     for number, answer in enumerate(answers):
         town.assert_undisturbed(answer.result(), number)
+    town.cluster.await_all_free()
+
+
+def test_a_process_stopped_for_longer_than_the_silence_is_missed_and_joins_anew_when_it_goes_on(town: Town, pool):
+    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1, 2)]
+    late = town.busy(town.decodes)
+    late.send(signal.SIGSTOP)
+    until(lambda: town.router.said(rf"{late.worker} is gone"), "the router to miss it")
+    for body, answer in enumerate(answers):
+        town.assert_undisturbed(answer.result(), body)
+    assert late.worker not in town.cluster.pages()
+    late.send(signal.SIGCONT)
+    until(lambda: len(re.findall("joined the router", late.log.read_text())) == 2, "it to join anew")
+    town.cluster.await_workers(*town.decodes, *town.prefills)
+    town.cluster.await_all_free()
+    town.assert_undisturbed(town.cluster.ask(**BODIES[3]), 3)
     town.cluster.await_all_free()
 
 
