@@ -92,7 +92,7 @@ def test_a_signal_while_a_role_of_a_cluster_starts_is_one_line(role: str, after_
 def _ready(process: subprocess.Popen[str]) -> bool:
     """Whether it has said so: then a signal means to drain."""
     assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    told = process.stdout.read() or ""
-    os.set_blocking(process.stdout.fileno(), True)
-    return "ready" in told or "workers join" in told
+    told = b""
+    while select.select([process.stdout], [], [], 0)[0] and (piece := os.read(process.stdout.fileno(), 4096)):
+        told += piece
+    return b"ready" in told or b"workers join" in told
