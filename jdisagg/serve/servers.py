@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -142,6 +143,8 @@ class Running:
 async def start(service: LocalService, settings: Settings, sockets: Sockets, model_folder: Path) -> Running:
     """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile."""
     front = front_settings(service, settings, model_folder)
+    gc.collect()
+    gc.freeze()  # a full collection looked through JAX's million objects too: streams stood still for most of a second
     running = Running(None, None, None, [])
     if service.metrics is not None:
         running.lag_watch = asyncio.create_task(lag.watch(service.metrics.lagged))
