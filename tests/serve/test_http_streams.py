@@ -169,7 +169,7 @@ def test_streamed_text_ends_and_counts_are_those_of_the_whole_answer(
     body = {"prompt": text, "stop": stop, "n": n, "echo": echoed, "max_tokens": tokens, "seed": seed}
     whole = httpx.post(f"{served.url}/v1/completions", json=body).json()
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    shown, ends, usage = [""] * n, [()] * n, {}
+    shown, ends, usage = [""] * n, [("", None)] * n, {}
     for line in httpx.post(f"{served.url}/v1/completions", json=asked).text.splitlines():
         chunk = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"choices": []}
         usage = chunk.get("usage") or usage
