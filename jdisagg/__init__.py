@@ -9,11 +9,12 @@ from typing import Any
 _ROOMS = {
     "LLM": "jdisagg.llm",
     "Completion": "jdisagg.serve.offline",
-    "SamplingParams": "jdisagg.core.request",
+    "Choice": "jdisagg.serve.offline",
+    "SamplingParams": "jdisagg.serve.asked",
     "Settings": "jdisagg.core.settings",
     "MeshSpec": "jdisagg.core.mesh_spec",
 }
-__all__ = ["LLM", "Completion", "MeshSpec", "SamplingParams", "Settings"]
+__all__ = ["LLM", "Choice", "Completion", "MeshSpec", "SamplingParams", "Settings"]
 __version__ = "0.1.0"
 
 

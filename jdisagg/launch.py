@@ -18,7 +18,8 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,12 @@ from rich.progress import Progress
 from jdisagg import banner, config, devices, flags
 from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import FinishReason, SamplingParams
+from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint, offline, servers
+from jdisagg.serve.answers import AnswerFile
+from jdisagg.serve.asked import SamplingParams
+from jdisagg.serve.batch import Batch, read_jobs, run_jobs
 from jdisagg.serve.build import build
 from jdisagg.serve.cluster.assemble import (
     ALL_ROLES,
@@ -80,10 +84,16 @@ def run(settings: Settings) -> int:
     console = Console(stderr=bool(settings.prompt), soft_wrap=True)
     if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)
-    mesh = MeshSpec.parse(settings.mesh)
+    MeshSpec.parse(settings.mesh)
     once = bool(settings.prompt or settings.prompts)
     sockets = servers.Sockets() if once else servers.bind(settings)
-    jobs = _jobs(settings) if settings.prompts else []
+    with _batch(settings) as batch:
+        return run_alone(settings, console, sockets, batch)
+
+
+def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, batch: Batch | None) -> int:
+    """The whole stack in this process: it serves, or answers what it was given and ends."""
+    mesh = MeshSpec.parse(settings.mesh)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
     banner.show(console, plan, found[0].platform)
@@ -92,19 +102,19 @@ def run(settings: Settings) -> int:
         service = build(plan, settings, found, told)
     service.start()
     try:
-        if once:
+        if batch is not None or settings.prompt:
             interrupts.raise_again()
-            return asyncio.run(_run_once(service, settings, console, jobs))
-        return uvloop.run(serve(service, settings, sockets, console, plan.model_folder))
+            return asyncio.run(_run_once(service, settings, console, batch))
+        return uvloop.run(serve(service, settings, sockets, console))
     finally:
         interrupts.end_at_once("stopping")
         service.stop()
 
 
-async def _run_once(service: LocalService, settings: Settings, console: Console, jobs: Sequence[offline.Job]) -> int:
-    if settings.prompt:
+async def _run_once(service: LocalService, settings: Settings, console: Console, batch: Batch | None) -> int:
+    if settings.prompt or batch is None:
         return await complete_one(service, settings, console)
-    return await run_batch(service, settings, jobs)
+    return await run_batch(service, settings, batch)
 
 
 def run_in_cluster(settings: Settings, console: Console) -> int:
@@ -126,7 +136,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
         process.start()
         console.print(f"[bold]router[/]   workers join at {settings.host}:{process.reception.port}", highlight=False)
         try:
-            return uvloop.run(serve(process.service, settings, sockets, console, plan.model_folder))
+            return uvloop.run(serve(process.service, settings, sockets, console))
         finally:
             interrupts.end_at_once("stopping")
             process.stop()
@@ -155,19 +165,21 @@ def visit(workers: WorkerProcess, settings: Settings, console: Console, ends: qu
     return FAILED if why else 0
 
 
-def _jobs(settings: Settings) -> list[offline.Job]:
-    """The lines of --prompts, once it is known that --output can be written."""
-    if not Path(settings.prompts).exists():
-        raise ConfigError(f"--prompts={settings.prompts}: there is no such file")
+@contextmanager
+def _batch(settings: Settings) -> Iterator[Batch | None]:
+    """The lines of --prompts and the file of their answers, before anything is loaded; None where there are none."""
+    if not settings.prompts:
+        yield None
+        return
+    prompts = Path(settings.prompts)
+    if not prompts.exists():
+        raise ConfigError(f"--prompts={prompts}: there is no such file")
     try:
-        jobs = offline.read_jobs(Path(settings.prompts))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts={settings.prompts}: {error}") from error
-    try:
-        Path(settings.output).open("a").close()
+        jobs = read_jobs(prompts)
     except OSError as error:
-        raise ConfigError(f"--output={settings.output}: {error.strerror}") from error
-    return jobs
+        raise ConfigError(f"--prompts={prompts}: {error}") from error
+    with AnswerFile(Path(settings.output), {job.line for job in jobs}, prompts) as answers:
+        yield Batch(jobs, answers)
 
 
 def sampling_of(settings: Settings) -> SamplingParams:
@@ -192,29 +204,25 @@ async def complete_one(service: Service, settings: Settings, console: Console) -
     return 0
 
 
-async def run_batch(service: LocalService, settings: Settings, jobs: Sequence[offline.Job]) -> int:
+async def run_batch(service: LocalService, settings: Settings, batch: Batch) -> int:
     """Runs the lines of --prompts that --output does not have yet."""
-    output = Path(settings.output)
-    done = offline.done_lines(output)
-    left = [job for job in jobs if job.line not in done]
-    with Progress() as bar, output.open("a") as out:
-        task = bar.add_task(
-            f"{settings.prompts} -> {settings.output}", total=len(jobs), completed=len(jobs) - len(left)
-        )
-        failed = await offline.run_jobs(service, left, sampling_of(settings), out, lambda: bar.advance(task))
+    left = batch.left
+    with Progress() as bar:
+        done = len(batch.jobs) - len(left)
+        task = bar.add_task(f"{settings.prompts} -> {settings.output}", total=len(batch.jobs), completed=done)
+        sampling, write = sampling_of(settings), batch.answers.write
+        failed = await run_jobs(service, left, sampling, write, lambda: bar.advance(task))
     if failed:
         print(f"jdisagg: {failed} of {len(left)} prompts failed; run it again to try them again", file=sys.stderr)
     return FAILED if failed else 0
 
 
-async def serve(
-    service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console, model_folder: Path
-) -> int:
+async def serve(service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console) -> int:
     """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once.
 
     A driver that dies ends it as well, with a code that is not 0: whoever supervises the process can start another.
     """
-    running = await servers.start(service, settings, sockets, model_folder)
+    running = await servers.start(service, settings, sockets)
     for line in running.urls:
         console.print(f"[bold]ready[/]    {line}", highlight=False)
     stop = asyncio.Event()

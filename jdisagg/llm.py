@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import SamplingParams
 from jdisagg.core.settings import Settings
 from jdisagg.serve import blueprint, build, offline
-from jdisagg.serve.offline import Completion, Prompt
+from jdisagg.serve.asked import SamplingParams
+from jdisagg.serve.offline import Completion, Messages, Prompt
 from jdisagg.serve.text import Piece
 
 GREEDY = SamplingParams(max_tokens=128, temperature=0.0)
+GREEDY_CHAT = SamplingParams(temperature=0.0)
+Answer = TypeVar("Answer")
 
 
 class LLM:
@@ -39,22 +41,24 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()) -> Completion:
-        """One whole answer to a text or to token ids."""
-        return self.generate_all([prompt], sampling, stop)[0]
+    def generate(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> Completion:
+        """One whole completion of a text or of token ids."""
+        return self.generate_all([prompt], sampling)[0]
 
-    def generate_all(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()
-    ) -> list[Completion]:
-        """Answers in the prompts' order; they run together, batched as the workers see fit."""
-        work = offline.complete_all(self.service, prompts, sampling, stop)
+    def generate_all(self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY) -> list[Completion]:
+        """Completions in the prompts' order; they run together, batched as the workers see fit."""
+        return self._wait_for(offline.complete_all(self.service, prompts, sampling))
+
+    def chat(self, messages: Messages, sampling: SamplingParams = GREEDY_CHAT) -> Completion:
+        """The answer to messages of {"role", "content"}, by the model's own template; as long as there is room."""
+        return self._wait_for(offline.chat(self.service, messages, sampling))
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> AsyncGenerator[Piece]:
+        """Pieces of the answers as they come, on the caller's event loop; closing the generator cancels the request."""
+        return offline.stream(self.service, prompt, sampling)
+
+    def _wait_for(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def stream(
-        self, prompt: Prompt, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()
-    ) -> AsyncGenerator[Piece]:
-        """Pieces of one answer as they come, on the caller's event loop; closing the generator cancels the request."""
-        return offline.stream(self.service, prompt, sampling, stop)
 
     def close(self) -> None:
         self.service.stop()

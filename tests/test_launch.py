@@ -60,6 +60,9 @@ def busy_port():
         (["--mesh=colocated:tp1@9999", "--http_port=0", "--grpc_port=0"], "devices 0 to 9999, this machine has 256"),
         (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
         (["--prompts=/", "--output=/tmp/never.jsonl"], "--prompts=/: "),
+        (["--prompts=pyproject.toml", "--output=pyproject.toml"], "pyproject.toml, line 1: not an object"),
+        (["--prompts=/dev/null", "--output=README.md"], "--output=README.md: line 1 is not an answer"),
+        (["--prompts=/dev/null", "--output=/dev/stdout"], "--output=/dev/stdout: is a link to"),
         (["--prompts=/dev/null", "--output=/nowhere/out.jsonl"], "--output=/nowhere/out.jsonl: No such file"),
     ],
 )

@@ -3,7 +3,8 @@
 JdisaggError
 ├── ConfigError              a flag, a TOML key, a mesh or a size that cannot be
 │   ├── MeshError            a mesh text that does not parse, or does not fit the devices or the model
-│   └── FlagError            an unknown flag or a value of the wrong kind
+│   ├── FlagError            an unknown flag or a value of the wrong kind
+│   └── OutputError          --output is not ours to write, or cannot be written
 ├── CheckpointError          the folder, a file or a tensor is not what the model needs
 │   ├── UnsupportedModel     an architecture or an option this project does not run
 │   ├── MissingTensor        a tensor the model needs is in no file
@@ -40,6 +41,10 @@ class MeshError(ConfigError):
 
 class FlagError(ConfigError):
     """An unknown flag or configuration key, or a value of the wrong kind."""
+
+
+class OutputError(ConfigError):
+    """The file of a batch's answers is somebody else's, or has no room for an answer; no half of one stays in it."""
 
 
 class CheckpointError(JdisaggError):

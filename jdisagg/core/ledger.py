@@ -40,6 +40,7 @@ class Ledger:
 
     marks: list[tuple[Mark, int]] = field(default_factory=list)
     wire_ns: int = 0  # that parts of its KV were on their way, whatever else happened meanwhile
+    cached_tokens: int = 0  # of the prompt: their KV was found and not computed
 
     def mark(self, mark: Mark, at_s: float) -> None:
         """Notes an instant. Clocks of several reporters may disagree a little: time never runs backwards here."""

@@ -16,6 +16,7 @@ from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.warmup import Job
 from jdisagg.model.checkpoint import open_source
+from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -61,6 +62,7 @@ def build(
         model_config=plan.model,
         max_model_len=plan.max_model_len,
         tokenizer=tokenizer,
+        sampling_defaults=read_generation_config(plan.model_folder).sampling,
         observers=(journal.observe, metrics.observe, *watching(records, settings), *observers),
         metrics=metrics,
         journal=journal,

@@ -63,14 +63,17 @@ class LocalService:
         recompiles: Callable[[], int] = lambda: 0,
         far: Far | None = None,
         able: Callable[[], bool] | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         """`metrics`, `journal` and the records of `inside` are among the observers; here they are for the fronts.
 
         With workers in other processes, `far` is the way to them and `able` says whether every phase has one.
+        `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
         self.model_name, self.model_config = model_name, model_config
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal, self.inside = recompiles, metrics, journal, inside
+        self.sampling_defaults = dict(sampling_defaults or {})
         self.draining = False
         self.why_dead = ""  # why the driver has died
         self._dead, self._told_of_death = False, list[Callable[[], object]]()

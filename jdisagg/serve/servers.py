@@ -20,7 +20,6 @@ import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.model.hf_config import read_generation_config
 from jdisagg.serve import lag
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
@@ -140,9 +139,9 @@ class Running:
             await self.grpc_server.stop(grace=1.0)
 
 
-async def start(service: LocalService, settings: Settings, sockets: Sockets, model_folder: Path) -> Running:
+async def start(service: LocalService, settings: Settings, sockets: Sockets) -> Running:
     """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile."""
-    front = front_settings(service, settings, model_folder)
+    front = front_settings(service, settings)
     gc.collect()
     gc.freeze()  # a full collection looked through JAX's million objects too: streams stood still for most of a second
     running = Running(None, None, None, [])
@@ -192,10 +191,10 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def front_settings(service: LocalService, settings: Settings, model_folder: Path) -> FrontSettings:
-    """What a silent request means is the checkpoint's own generation_config.json."""
+def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
+    """What a silent request means, the service knows."""
     return FrontSettings(
-        sampling_defaults=read_generation_config(model_folder).sampling,
+        sampling_defaults=service.sampling_defaults,
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
         api_key=settings.api_key or None,

@@ -54,6 +54,7 @@ class Service(Protocol):
     max_model_len: int
     tokenizer: Tokenizer
     draining: bool
+    sampling_defaults: dict[str, float]  # what the model says where a client is silent
 
     @property
     def ready(self) -> bool:

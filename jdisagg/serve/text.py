@@ -33,6 +33,7 @@ class Piece:
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: str | int | None = None  # the stop string, or the id of a stop token the client named
     finish: Finish | None = None
+    choice: int = 0  # which of several answers it is of, where they come in one stream
 
 
 def _borders(word: str) -> list[int]:

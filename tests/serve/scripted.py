@@ -83,6 +83,7 @@ class ScriptedService:
         self.model_config = ModelConfig("llama", vocab, 8, 16, 1, 1, 1, 8, max_model_len)
         self.ready, self.draining, self.alive, self.script = True, False, True, script
         self.most: Capacity | None = None
+        self.sampling_defaults: dict[str, float] = {}
         self.seen: list[Request] = []
         self.running: set[RequestId] = set()
         self.cancelled: set[RequestId] = set()

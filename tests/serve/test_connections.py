@@ -21,7 +21,6 @@ from jdisagg.core.settings import Settings
 from jdisagg.serve import servers
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import ToyStack, toy_stack
-from tests.serve.scripted import FIXTURE
 
 SHORT_S = 0.5
 HEADER_LIMIT = 64 << 10
@@ -97,7 +96,7 @@ def door(**more: object) -> Iterator[Door]:
     stop = threading.Event()
 
     async def serve() -> None:
-        found.append(await servers.start(stack.service, settings, sockets, FIXTURE))
+        found.append(await servers.start(stack.service, settings, sockets))
         while not stop.is_set():
             await asyncio.sleep(0.01)
         await found[0].stop()

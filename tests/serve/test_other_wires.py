@@ -12,7 +12,7 @@ from jdisagg.kv.guard import Guard
 from tests.fixtures import conformance
 
 FAMILY = conformance.load("llama3")
-GREEDY = jdisagg.SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(0,))
+GREEDY = jdisagg.SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(0,), ignore_eos=True)
 SIZES: dict[str, Any] = {
     "mesh": "prefill:tp1,decode:tp1",
     "max_model_len": 64,  # the longest prompt, and what it is asked for

@@ -12,7 +12,6 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.serve import servers
 from tests.serve.live_toy import toy_stack
-from tests.serve.scripted import FIXTURE
 
 
 def test_a_client_that_never_reads_does_not_keep_a_stopped_server() -> None:
@@ -20,7 +19,7 @@ def test_a_client_that_never_reads_does_not_keep_a_stopped_server() -> None:
 
     async def run() -> bool:
         with toy_stack(decode_pages=2048) as stack:
-            running = await servers.start(stack.service, settings, sockets := servers.bind(settings), FIXTURE)
+            running = await servers.start(stack.service, settings, sockets := servers.bind(settings))
             assert sockets.http is not None
             deaf = socket.socket()
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -50,9 +49,9 @@ def test_of_two_that_start_at_once_on_a_port_the_second_says_so(flag: str) -> No
                 port = probe.getsockname()[1]
             settings = Settings(**{"http_port": -1, "grpc_port": -1, flag: port})
             both = servers.bind(settings), servers.bind(settings)
-            first = await servers.start(stack.service, settings, both[0], FIXTURE)
+            first = await servers.start(stack.service, settings, both[0])
             with pytest.raises(ConfigError, match=f"--{flag}={port}: cannot"):
-                await servers.start(stack.service, settings, both[1], FIXTURE)
+                await servers.start(stack.service, settings, both[1])
             await first.stop()
             if first.http_task is not None:
                 await first.http_task

@@ -31,6 +31,7 @@ from jdisagg.engine.warmup import Job
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
+from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -281,6 +282,7 @@ def _service(
         model_config=plan.model,
         max_model_len=plan.max_model_len,
         tokenizer=tokenizer,
+        sampling_defaults=read_generation_config(plan.model_folder).sampling,
         observers=(journal.observe, metrics.observe, *watching(records, settings), node.observe),
         metrics=metrics,
         journal=journal,

@@ -66,8 +66,13 @@ class Renderer:
             "prompt_tokens": self.job.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.job.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
         }
+
+    def _cached_tokens(self) -> int:
+        """Of each prompt as its first choice found it, as far as it has ended."""
+        firsts = (answer for answer, each in zip(self.answers, self.job.choices, strict=True) if each.first_of_prompt)
+        return sum(answer.finish.ledger.cached_tokens for answer in firsts if answer.finish is not None)
 
     def _noted(self, index: int, piece: Piece) -> Piece:
         """The piece, its end kept; without the drawn token where only the prompt was asked for."""

@@ -1,0 +1,89 @@
+"""What a caller of the library asks for: None where it says nothing, and silence means what it means over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from jdisagg.core import request as core
+from jdisagg.core.errors import RequestError
+from jdisagg.serve.sampling import fold_seed, sampling_params, stop_strings
+from jdisagg.serve.text import TextOptions
+
+MAX_CHOICES = 128  # n, as over HTTP
+MAX_STOPS, MAX_STOP_CHARS = 64, 256
+INT32 = 2**31
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), (bool,)),
+}
+OWN = ("n", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stop_token_ids", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How answers are drawn and where they stop. Names are those of the OpenAI and vLLM interfaces.
+
+    What is None is what the model's generation_config.json says, else the interfaces' default; a seed of None is
+    drawn anew each time. Raises RequestError for a value that is not of its field's kind.
+    """
+
+    max_tokens: int | None = None  # 16, but in chat what the model has room for
+    min_tokens: int | None = None
+    temperature: float | None = None  # 0 is greedy
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()  # texts that end an answer, and are not part of it
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's end tokens
+    ignore_eos: bool = False  # the model's end tokens end nothing
+    n: int = 1  # answers to each prompt
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, kinds = getattr(self, each.name), KINDS.get(each.name)
+            if kinds and type(value) not in kinds and not (value is None and each.default is None):
+                named = " or ".join(kind.__name__ for kind in kinds)
+                raise RequestError(f"{each.name} is {value!r}, must be of type {named}", param=each.name)
+            if kinds == (int,) and each.name != "seed" and value is not None and not -INT32 <= value < INT32:
+                raise RequestError(f"{each.name} is {value}, must lie in [{-INT32}, {INT32 - 1}]", param=each.name)
+        for name, kind, listed in (("stop", str, self.stop), ("stop_token_ids", int, self.stop_token_ids)):
+            if not all(type(each) is kind for each in listed):
+                raise RequestError(f"{name} is {listed!r}, must hold {kind.__name__} only", param=name)
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise RequestError(f"n is {self.n}, must lie in [1, {MAX_CHOICES}]", param="n")
+
+    def resolved(self, defaults: Mapping[str, float], eos_ids: Iterable[int]) -> core.SamplingParams:
+        """Silence filled in: `defaults` are the model's, `eos_ids` its end tokens."""
+        ends = () if self.ignore_eos else tuple(eos_ids)
+        asked = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in OWN}
+        bias = None if self.logit_bias is None else tuple(self.logit_bias.items())
+        said = asked | {
+            "logit_bias": bias,
+            "seed": fold_seed(self.seed),
+            "stop_token_ids": tuple(dict.fromkeys([*ends, *self.stop_token_ids])),
+        }
+        return sampling_params(said, defaults)
+
+    def options(self, drawn: core.SamplingParams, eos_ids: Iterable[int]) -> TextOptions:
+        """How the tokens that `drawn` brings are read as text."""
+        stop = self.stop if isinstance(self.stop, str) else list(self.stop)
+        return TextOptions(
+            stop=stop_strings(stop, MAX_STOPS, MAX_STOP_CHARS),
+            stop_token_ids=frozenset(drawn.stop_token_ids),
+            eos_ids=frozenset(eos_ids),
+            min_tokens=drawn.min_tokens,
+            include_stop=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+        )
