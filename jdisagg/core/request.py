@@ -116,6 +116,7 @@ class Request:
     arrival_s: float = 0.0
     priority: int = 0  # each step down is a head start of some seconds
     queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
+    cache_salt: str = ""  # KV is shared between requests of one salt only: a tenant's, say
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Raises RequestError or TooLong, naming the field and both values.

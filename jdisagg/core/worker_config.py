@@ -84,6 +84,7 @@ class WorkerConfig:
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one
+    prefix_caching: bool = False  # full pages are kept for their content until somebody needs the room
     stage_admission: bool = True  # a sequence may begin to decode when its first stage's layers are in, others follow
     kv_layout: str = ""  # what a page's bytes are, where workers may differ: a Commit of another is refused
     digests: Digests = Digests.FULL

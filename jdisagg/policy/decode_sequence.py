@@ -12,6 +12,8 @@ from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
 from jdisagg.policy.handoff import Handoff, Signal, State
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order, history_of
+from jdisagg.policy.prefix_cache import Handle
+from jdisagg.policy.shared_pages import NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +28,7 @@ class DecodeSequence:
     lease_s: float
     pages: list[int]  # the leading `cached_pages` are not its own
     cached_pages: int = 0
+    held: Handle = NOTHING  # those, locked
     parts: set[int] = field(default_factory=set)  # that are inserted
     num_parts: int | None = None  # that COMMIT counts
     layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all

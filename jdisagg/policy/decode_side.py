@@ -14,22 +14,17 @@ from jdisagg.core.events import DecodeDone, DropKV, InsertKV, KVArrived, RunDeco
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Renew, Resend, Reserve, Reserved
 from jdisagg.core.plans import DecodePlan, PageGrant
-from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
+from jdisagg.core.request import FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted, end_of
 from jdisagg.policy.early_admission import Ahead
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PagePool, PageState
-from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages
+from jdisagg.policy.page_pool import Owner, PageState
+from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages, readable_pages
+from jdisagg.policy.prefix_cache import PageHash
+from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
-
-HeldPrefix = Callable[[Request], tuple[int, ...]]  # pages, in order, that hold the KV of the prompt's first tokens
-
-
-def no_prefix(_: Request) -> tuple[int, ...]:
-    """Nothing is held of any prompt."""
-    return ()
 
 
 class DecodeSide:
@@ -38,13 +33,12 @@ class DecodeSide:
     def __init__(
         self,
         config: WorkerConfig,
-        pool: PagePool,
+        shared: SharedPages,
         out: Outbox,
         new_plan_id: Callable[[], int],
-        held_prefix: HeldPrefix = no_prefix,
     ) -> None:
-        self.config, self.pool, self.out, self.new_plan_id = config, pool, out, new_plan_id
-        self.held_prefix = held_prefix
+        self.config, self.shared, self.out, self.new_plan_id = config, shared, out, new_plan_id
+        self.pool = shared.pool
         self.slots: Slots[DecodeSequence] = Slots(config)
         self.sequences: dict[Owner, DecodeSequence] = {}
         self.steps: dict[int, Step] = {}
@@ -65,9 +59,9 @@ class DecodeSide:
 
     @property
     def reservable_pages(self) -> int:
-        """Free pages, less one for each sequence that may still grow."""
+        """Pages to be had, less one for each sequence that may still grow."""
         growing = sum(self._may_grow(sequence) for sequence in self.sequences.values())
-        return max(0, self.pool.free_pages - growing)
+        return max(0, self.shared.available - growing)
 
     def _may_grow(self, sequence: DecodeSequence) -> bool:
         return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.request))
@@ -86,12 +80,13 @@ class DecodeSide:
             self.out.tell_router(Reserved(*owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
 
     def _make_sequence(self, owner: Owner, message: Reserve, now_s: float) -> DecodeSequence | None:
-        cached = self.held_prefix(message.request)[: len(message.request.prompt) // self.config.page_size]
-        need = predicted_pages(message.request, self.config) - len(cached)
-        if self.free_slots < 1 or need > self.reservable_pages:
+        names, total = self._names_to_read(message), predicted_pages(message.request, self.config)
+        found, cost = self.shared.room_for(names, total)
+        if self.free_slots < 1 or cost > self.reservable_pages:
             return None
-        pages = self.pool.take(need, owner, PageState.IN_FLIGHT)
-        assert pages is not None, "reservable pages are free"
+        held = self.shared.lock(names[:found])
+        pages = self.shared.take(total - found, owner, PageState.IN_FLIGHT)
+        assert pages is not None, "reservable pages are there to be taken"
         handoff = Handoff(owner, End.DESTINATION, now_s + message.lease_s)
         handoff.take(Signal.RESERVE)
         self.out.arm(handoff)
@@ -102,11 +97,19 @@ class DecodeSide:
             num_output=message.num_output,
             source=message.prefill_worker,
             lease_s=message.lease_s,
-            pages=[*cached, *pages],
-            cached_pages=len(cached),
+            pages=[*held.pages, *pages],
+            cached_pages=found,
+            held=held,
         )
         self.sequences[owner] = sequence
         return sequence
+
+    def _names_to_read(self, message: Reserve) -> tuple[PageHash, ...]:
+        """Of pages that nobody will write: where the prompt is computed here, its last token is in none of them."""
+        names = self.shared.names(message.request)
+        if message.prefill_worker != self.config.worker:
+            return names
+        return names[: readable_pages(message.request, self.config)]
 
     def renew(self, message: Renew, source: WorkerId, now_s: float) -> None:
         """The source is at it still; one that waits for an Ack though the sequence is complete has missed it."""
@@ -226,17 +229,20 @@ class DecodeSide:
     def pages_of(self, owner: Owner) -> tuple[int, ...]:
         return tuple(self.sequences[owner].pages)
 
-    def end(self, owner: Owner, signal: Signal) -> bool:
-        """Gives back all that the sequence holds; False where there is none, or where the signal is not for its
-        state.
+    def end(self, owner: Owner, signal: Signal, *, broken: bool = False) -> bool:
+        """Gives back all that the sequence holds; False where there is none, or the signal is not for its state.
+
+        Its full pages are kept for their content, but for a `broken` one's, whose KV is not good.
         """
         sequence = self.sequences.get(owner)
         if sequence is None or not sequence.handoff.can_take(signal):
             return False
         self._drained -= sequence.drained
+        good = (admitted(sequence) or signal is Signal.RELEASE) and not broken
         sequence.handoff.take(signal)
         del self.sequences[owner]
-        self._strip(sequence)
+        self._leave_slot(sequence)
+        self._give_back(sequence, good=good)
         return True
 
     def keep(self, owner: Owner, now_s: float) -> None:
@@ -254,18 +260,30 @@ class DecodeSide:
         return self.end(owner, Signal.EXPIRE)
 
     def _drain(self, sequence: DecodeSequence) -> None:
-        """Its last step is dispatched: its slot and pages are free for steps behind that one."""
-        self._drained += 1
-        self._strip(sequence)
+        """Its last step is dispatched: its slot and pages are free for steps behind that one.
 
-    def _strip(self, sequence: DecodeSequence) -> None:
+        Pages that may be kept for their content wait for its last tokens, which name them, or for somebody in need.
+        """
+        self._drained += 1
+        self._leave_slot(sequence)
+        if not self.config.prefix_caching:
+            self._give_back(sequence, good=False)
+
+    def _leave_slot(self, sequence: DecodeSequence) -> None:
         self.ahead.drop(sequence)
         if sequence.slot is not None:
             self.slots.clear(sequence.slot, on_device=sequence.on_device)
             sequence.slot = None
         elif sequence in self._ready:
             self._ready.remove(sequence)
-        self.pool.give_back(sequence.own_pages, sequence.owner)
+
+    def _give_back(self, sequence: DecodeSequence, *, good: bool) -> None:
+        """Where its KV is `good` the full pages are kept: of its prompt, and its output but for the last token, which
+        is never fed."""
+        names = self.shared.names(sequence.request, sequence.output[:-1]) if good and sequence.pages else ()
+        self.shared.keep(names, sequence.pages, sequence.own_pages, sequence.owner)
+        self.shared.release(sequence.held)
+        sequence.held = NOTHING
         sequence.pages.clear()
 
     # ------------------------------------------------------------ steps
@@ -285,7 +303,7 @@ class DecodeSide:
 
     def _plan_step(self, microbatch: int) -> bool:
         seated = self.slots.seated(microbatch)
-        if self.pool.free_pages < len(seated):
+        if self.shared.available < len(seated):
             seated.sort(key=lambda each: each[1].order)  # the best takes pages first: it is never its inferiors' victim
         grants: list[PageGrant] = []
         active = [(slot, sequence) for slot, sequence in seated if self._has_room(slot, sequence, grants)]
@@ -321,7 +339,9 @@ class DecodeSide:
             return False  # it was a victim a moment ago
         if self.config.pages_for(sequence.num_tokens + sequence.dispatched) <= len(sequence.pages):
             return True
-        while (page := self.pool.take(1, sequence.owner, PageState.HELD)) is None:
+        while (page := self.shared.take(1, sequence.owner, PageState.HELD)) is None:
+            if self._take_from_drained():
+                continue
             if not admitted(sequence):
                 return False  # nobody gives way to who waits for KV
             victim = choose_victim(each for each in self.sequences.values() if each.pages and admitted(each))
@@ -335,6 +355,13 @@ class DecodeSide:
             grants.append(PageGrant(slot, len(sequence.pages), page[0]))
         sequence.pages.append(page[0])
         return True
+
+    def _take_from_drained(self) -> bool:
+        """Gives back the pages of one that only waits for its last tokens; False where nobody does."""
+        found = next((each for each in self.sequences.values() if each.pages and each.drained), None)
+        if found is not None:
+            self._give_back(found, good=False)
+        return found is not None
 
     def _alone(self, sequence: DecodeSequence) -> bool:
         """Whether `sequence` is the only admitted sequence with pages."""
@@ -372,7 +399,7 @@ class DecodeSide:
             self.out.end(
                 sequence.request.request_id, sequence.owner, reason, sequence.num_output + len(sequence.output), now_s
             )
-            self.end(sequence.owner, Signal.RELEASE)
+            self.end(sequence.owner, Signal.RELEASE, broken=reason is FinishReason.ERROR)
 
     def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
         if not sequence.stepped:

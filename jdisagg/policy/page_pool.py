@@ -62,6 +62,11 @@ class PagePool:
             self._count(before, state, count)
         self._owners.update(dict.fromkeys(pages, (owner, state)))
 
+    def hand_over(self, pages: Sequence[int], owner: Owner, to: Owner, state: PageState) -> None:
+        """The owner's pages become another's, under `state`."""
+        self.move(pages, owner, state)
+        self._owners.update(dict.fromkeys(pages, (to, state)))
+
     def give_back(self, pages: Sequence[int], owner: Owner) -> None:
         for before, count in self._states_of(pages, owner).items():
             self._count(before, PageState.FREE, count)

@@ -43,6 +43,13 @@ def predicted_pages(request: Request, config: WorkerConfig) -> int:
     return config.pages_for(predicted_tokens(request, config.reserve_tokens))
 
 
+def readable_pages(request: Request, config: WorkerConfig) -> int:
+    """Leading pages of the prompt that may be read where it is prefilled, not computed: never that of its last token,
+    and none where every token's logprobs are asked for."""
+    scored = request.sampling.prompt_logprobs is not None
+    return 0 if scored else (len(request.prompt) - 1) // config.page_size
+
+
 def history_of(request: Request, num_output: int, drawn: tuple[int, ...] = ()) -> History:
     """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded."""
     if not request.sampling.penalised:

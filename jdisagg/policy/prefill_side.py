@@ -9,77 +9,44 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from jdisagg.core.events import PrefillDone, RunPrefill, ShipKV
-from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Ack, Commit, Draw, Renew, Resend, StartPrefill
+from jdisagg.core.messages import Abort, Ack, Commit, Draw, Progress, Renew, Resend, StartPrefill
 from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
-from jdisagg.core.request import Request, Sampled, WorkerId
-from jdisagg.core.reshard import PageGroup, group_pages, pages_elsewhere
+from jdisagg.core.request import Sampled, WorkerId
+from jdisagg.core.reshard import group_pages
 from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig, bucket
 from jdisagg.policy.compression import Wires
 from jdisagg.policy.decode_sequence import end_of
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.page_pool import Owner, PageState
 from jdisagg.policy.parts import Piece, layers_of, pieces
-from jdisagg.policy.planning import Order, PromptView, history_of, order_of, pick_chunks
+from jdisagg.policy.planning import PromptView, history_of, order_of, pick_chunks, readable_pages
+from jdisagg.policy.prefill_sequence import PrefillSequence
+from jdisagg.policy.prefix_cache import PageHash
+from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.streaming import Streaming
 
 BEATS = 3  # a lease is renewed: two words of it may be lost
-
-
-@dataclass(slots=True, eq=False)
-class PrefillSequence:
-    """One prompt on its way from StartPrefill to the release of its pages."""
-
-    handoff: Handoff
-    request: Request
-    order: Order
-    num_output: int
-    decode_worker: WorkerId
-    decode_pages: tuple[int, ...]
-    lease_s: float  # of its reservation
-    cached_pages: int  # leading decode pages that the destination held already
-    group: PageGroup  # of this worker's pages and the destination's
-    sent_pages: int  # leading pages that have left, or whose KV the destination held already
-    mode: TransferMode = TransferMode.WHOLE  # settled when it begins
-    pages: tuple[int, ...] = ()  # its own; a colocated prompt computes in the reservation's
-    parts: list[KVTransfer] = field(default_factory=list)  # as shipped
-    planned: int = 0  # tokens that plans have taken
-    scored: list[Sampled] = field(default_factory=list)  # prompt logprobs so far
-
-    @property
-    def owner(self) -> Owner:
-        return self.handoff.owner
-
-    @property
-    def tokens_left(self) -> int:
-        return len(self.request.prompt) - self.planned
-
-    def pages_there(self, piece: Piece, page_size: int) -> tuple[int, ...]:
-        """Decode pages that hold the tokens of these pages; the null page for those that are held already."""
-        start, stop = pages_elsewhere(piece.start, piece.stop, len(self.request.prompt), page_size, self.group)
-        pages = self.decode_pages[start:stop]
-        return tuple(NULL_PAGE if start + at < self.cached_pages else page for at, page in enumerate(pages))
 
 
 class PrefillSide:
     """All prompts of one worker."""
 
     def __init__(
-        self, config: WorkerConfig, pool: PagePool, out: Outbox, decode_side: DecodeSide, new_plan_id: Callable[[], int]
+        self,
+        config: WorkerConfig,
+        shared: SharedPages,
+        out: Outbox,
+        decode_side: DecodeSide,
+        new_plan_id: Callable[[], int],
     ) -> None:
-        self.config, self.pool, self.out, self.decode_side, self.new_plan_id = (
-            config,
-            pool,
-            out,
-            decode_side,
-            new_plan_id,
-        )
+        self.config, self.shared, self.out = config, shared, out
+        self.decode_side, self.new_plan_id = decode_side, new_plan_id
         self.sequences: dict[Owner, PrefillSequence] = {}
         self.plans: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the plan's order
         auto = config.role is Role.PREFILL and config.transfer is TransferMode.AUTO
@@ -87,6 +54,7 @@ class PrefillSide:
         self.wires = Wires(config)
         self.waiting_tokens = 0
         self._waiting: list[PrefillSequence] = []  # with tokens not yet planned, in order
+        self._computing: dict[PageHash, PrefillSequence] = {}  # pages that will be published, and by whom first
 
     def start(self, message: StartPrefill, now_s: float) -> None:
         owner = Owner(message.handoff, message.epoch)
@@ -108,6 +76,8 @@ class PrefillSide:
             group=group,
             sent_pages=message.cached_pages // group.destination * group.source,
         )
+        if not here:
+            prompt.names = self.shared.names(prompt.request)
         self.sequences[owner] = prompt
         insort(self._waiting, prompt, key=lambda each: each.order)
         self.waiting_tokens += prompt.tokens_left
@@ -123,19 +93,52 @@ class PrefillSide:
         """Dispatches the next plan; False where nothing waits, or nothing can start, or enough is in flight."""
         if not self._waiting or len(self.plans) >= self.config.chunks_in_flight:
             return False
-        views = [PromptView(each.tokens_left, self._pages_to_start(each)) for each in self._waiting]
-        picked = pick_chunks(views, self.pool.free_pages, self.config)
+        ready = [each for each in self._waiting if not self._another_computes(each)]
+        picked = pick_chunks([self._view(each) for each in ready], self.shared.available, self.config)
         if not picked:
             return False
-        prompts = [(self._waiting[index], tokens) for index, tokens in picked]
+        prompts = [(ready[index], tokens) for index, tokens in picked]
+        self._lock([prompt for prompt, _ in prompts])
         chunks = tuple(self._take_chunk(prompt, tokens, now_s) for prompt, tokens in prompts)
         self._dispatch(chunks, tuple(prompt for prompt, _ in prompts), now_s)
         self._waiting = [each for each in self._waiting if each.tokens_left]
         return True
 
-    def _pages_to_start(self, prompt: PrefillSequence) -> int:
-        started = bool(prompt.pages) or self._here(prompt)
-        return 0 if started else self.config.pages_for(len(prompt.request.prompt))
+    def _view(self, prompt: PrefillSequence) -> PromptView:
+        if self._started(prompt):
+            return PromptView(prompt.tokens_left, 0)
+        if self._here(prompt):
+            return PromptView(prompt.tokens_left - self._held_tokens(prompt.cached_pages), 0)
+        held, cost = self.shared.room_for(self._to_read(prompt), self.config.pages_for(len(prompt.request.prompt)))
+        return PromptView(prompt.tokens_left - self._held_tokens(held), cost)
+
+    def _started(self, prompt: PrefillSequence) -> bool:
+        return prompt.planned > 0
+
+    def _held_tokens(self, pages: int) -> int:
+        return pages * self.config.page_size if self.config.prefix_caching else 0
+
+    def _to_read(self, prompt: PrefillSequence) -> tuple[PageHash, ...]:
+        return prompt.names[: readable_pages(prompt.request, self.config)]
+
+    def _another_computes(self, prompt: PrefillSequence) -> bool:
+        """Whether the next page that it lacks is being computed for another prompt, which has fewer tokens to go than
+        waiting for it saves. That one's end, whatever it is, lets this one go on."""
+        if self._started(prompt) or not self._computing:
+            return False
+        names = self._to_read(prompt)
+        held = self.shared.cache.match(names)
+        other = self._computing.get(names[held]) if held < len(names) else None
+        if other is None:
+            return False
+        saved = sum(self._computing.get(name) is other for name in names[held:])
+        return other.tokens_left <= saved * self.config.page_size
+
+    def _lock(self, prompts: list[PrefillSequence]) -> None:
+        """What they read stays as it is while they take the pages that they lack, and on."""
+        for prompt in prompts:
+            if not self._started(prompt) and not self._here(prompt):
+                prompt.held = self.shared.lock(self._to_read(prompt))
 
     def _take_chunk(self, prompt: PrefillSequence, tokens: int, now_s: float) -> PrefillChunk:
         if prompt.planned == 0:
@@ -157,10 +160,22 @@ class PrefillSide:
         )
 
     def _begin(self, prompt: PrefillSequence, now_s: float) -> None:
-        pages = self.pool.take(self._pages_to_start(prompt), prompt.owner, PageState.HELD)
-        assert pages is not None, "a prompt is picked only where its pages are free"
-        prompt.pages, prompt.mode = pages, self._mode(prompt)
-        self.out.reach(prompt.request.request_id, prompt.owner, Mark.PREFILL_STARTED, now_s)
+        cached = self._held_tokens(prompt.cached_pages) if self._here(prompt) else self._take_pages(prompt)
+        prompt.planned = cached
+        self.waiting_tokens -= cached
+        prompt.mode = self._mode(prompt)
+        reached = Progress(prompt.request.request_id, prompt.owner.epoch, Mark.PREFILL_STARTED, now_s)
+        self.out.tell_router(replace(reached, cached_tokens=cached))
+
+    def _take_pages(self, prompt: PrefillSequence) -> int:
+        """Takes what it lacks; returns the tokens whose KV it has already."""
+        held, total = len(prompt.held.pages), self.config.pages_for(len(prompt.request.prompt))
+        own = self.shared.take(total - held, prompt.owner, PageState.HELD)
+        assert own is not None, "a prompt is picked only where its pages are there to be taken"
+        prompt.own, prompt.pages = own, (*prompt.held.pages, *own)
+        for name in prompt.names[held:]:
+            self._computing.setdefault(name, prompt)
+        return held * self.config.page_size
 
     def _dispatch(self, chunks: tuple[PrefillChunk, ...], prompts: tuple[PrefillSequence, ...], now_s: float) -> None:
         plan = PrefillPlan(
@@ -192,7 +207,8 @@ class PrefillSide:
         if not cut:
             return []
         prompt.handoff.take(Signal.SHIP)
-        self.pool.move(prompt.pages[prompt.sent_pages : cut[-1].stop], prompt.owner, PageState.IN_FLIGHT)
+        first_own = max(prompt.sent_pages, len(prompt.held.pages))
+        self.shared.pool.move(prompt.pages[first_own : cut[-1].stop], prompt.owner, PageState.IN_FLIGHT)
         prompt.sent_pages = cut[-1].stop
         parts = [self._part(prompt, piece, len(prompt.parts) + index) for index, piece in enumerate(cut)]
         prompt.parts += parts
@@ -233,11 +249,13 @@ class PrefillSide:
         owner, here = prompt.owner, self._here(prompt)
         reason = end_of(prompt.request, first, 1)
         if reason is not None:
+            if not first.broken:
+                self._publish(prompt)
             num_output = prompt.num_output + (not first.broken)
             self.out.end(prompt.request.request_id, owner, reason, num_output, now_s)
             self.end(owner, Signal.RELEASE)
             if here:
-                self.decode_side.end(owner, Signal.RELEASE)
+                self.decode_side.end(owner, Signal.RELEASE, broken=first.broken)
             return
         if here:
             prompt.handoff.take(Signal.COMMIT)
@@ -250,6 +268,7 @@ class PrefillSide:
         """Ships what has not left, and says what was shipped in all."""
         for part in self._cut(prompt):
             self.out.put(ShipKV(part))
+        self._publish(prompt)
         prompt.handoff.take(Signal.COMMIT)
         num_tokens, num_parts = len(prompt.request.prompt), len(prompt.parts)
         layers = layers_of(prompt.mode, self.config)
@@ -257,6 +276,19 @@ class PrefillSide:
         self.out.send(prompt.decode_worker, manifest)
         prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
         self.out.arm(prompt.handoff)
+
+    def _publish(self, prompt: PrefillSequence) -> None:
+        """All its KV is computed: others may read its full pages while it is still on its way."""
+        self._compute_no_more(prompt)
+        if prompt.names:
+            before = prompt.held
+            prompt.held, prompt.own = self.shared.publish(prompt.names, prompt.pages, prompt.own, prompt.owner)
+            self.shared.release(before)
+
+    def _compute_no_more(self, prompt: PrefillSequence) -> None:
+        for name in prompt.names:
+            if self._computing.get(name) is prompt:
+                del self._computing[name]
 
     # ------------------------------------------------------------ while the destination waits
 
@@ -329,8 +361,10 @@ class PrefillSide:
         if prompt.tokens_left:
             self._waiting.remove(prompt)
             self.waiting_tokens -= prompt.tokens_left
-        self.pool.give_back(prompt.pages, owner)
-        prompt.pages = ()
+        self._compute_no_more(prompt)
+        self.shared.pool.give_back(prompt.own, owner)
+        self.shared.release(prompt.held)
+        prompt.pages, prompt.own, prompt.held = (), (), NOTHING
         return True
 
     def expire(self, owner: Owner, now_s: float) -> bool:

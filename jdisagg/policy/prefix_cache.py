@@ -12,21 +12,26 @@ the blocks are found again in 10,000 tokens that way, 4.2 % this way.)
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 PageHash = int
+DIGEST_BYTES = 16
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, salt: str = "") -> tuple[PageHash, ...]:
-    """One 64-bit name a full page, each with all pages before it in it; `salt` keeps tenants or adapters apart."""
-    chain = blake2b(salt.encode(), digest_size=8).digest()
+    """One 128-bit name a full page, each with all pages before it in it; `salt` keeps tenants or adapters apart.
+
+    128 bits of a keyless cryptographic hash: nobody finds two prompts of one name by trying, and chance does not.
+    """
+    chain = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+    content = array("I", tokens)  # 4 bytes a token
     names = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
-        content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page_size])
-        chain = blake2b(chain + content, digest_size=8).digest()
+        chain = blake2b(chain + content[start : start + page_size].tobytes(), digest_size=DIGEST_BYTES).digest()
         names.append(int.from_bytes(chain, "little"))
     return tuple(names)
 
@@ -73,6 +78,15 @@ class PrefixCache:
             if name not in self._nodes:
                 return index
         return len(names)
+
+    def found(self, names: Sequence[PageHash]) -> tuple[int, int]:
+        """How many leading pages are held, and how many of those nobody locks. Touches nothing."""
+        held = self.match(names)
+        return held, sum(name in self._unlocked for name in names[:held])
+
+    def pages(self) -> set[int]:
+        """All that are held."""
+        return {node.page for node in self._nodes.values()}
 
     def lock(self, names: Sequence[PageHash]) -> Handle:
         """Locks the leading pages that are held, perhaps none."""

@@ -112,6 +112,11 @@ class RequestState:
             self.ledger.mark(mark, at_s)
             self.ledger.wire_ns += round(wire_s * 1e9)
 
+    def begun(self, cached_tokens: int) -> None:
+        """Its prefill began with so many tokens of KV at hand; told of the first attempt."""
+        if not self.output:
+            self.ledger.cached_tokens = cached_tokens
+
     def natural_end(self) -> FinishReason | None:
         """Why the output is complete, None where it is not."""
         if self.output and self.output[-1] in self.request.sampling.stop_token_ids:

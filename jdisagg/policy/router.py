@@ -229,6 +229,8 @@ class Router:
         match message:
             case Progress(mark=mark, at_s=at_s):
                 row.mark(mark, at_s, message.wire_s)
+                if mark is Mark.PREFILL_STARTED:
+                    row.begun(message.cached_tokens)
                 self._reach(row, PHASE_OF_MARK.get(mark, row.phase), now_s)
             case Ended():
                 row.ended = message

@@ -38,25 +38,26 @@ from jdisagg.core.messages import (
 from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.decode_side import DecodeSide, HeldPrefix, no_prefix
+from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.fast_forward import next_plans, repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.prefill_side import PrefillSide
+from jdisagg.policy.shared_pages import SharedPages
 
 
 class Worker:
     """Owns its pool, its prompts, its reservations, and its side of every handoff."""
 
-    def __init__(self, config: WorkerConfig, held_prefix: HeldPrefix = no_prefix) -> None:
-        """`held_prefix` says which pages hold the KV of a prompt's first tokens already: they are nobody's to fill."""
+    def __init__(self, config: WorkerConfig) -> None:
         plan_ids = count(1)
         self.config = config
         self.pool = PagePool(config.num_pages)
+        self.shared = SharedPages(config, self.pool)
         self.out = Outbox()
-        self.decode_side = DecodeSide(config, self.pool, self.out, plan_ids.__next__, held_prefix)
-        self.prefill_side = PrefillSide(config, self.pool, self.out, self.decode_side, plan_ids.__next__)
+        self.decode_side = DecodeSide(config, self.shared, self.out, plan_ids.__next__)
+        self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side, plan_ids.__next__)
         self._steps_since_chunk = 0
         self._told_view: View | None = None
 
@@ -206,7 +207,7 @@ class Worker:
         return self._steps_since_chunk >= steps
 
     def _snapshot(self) -> View:
-        free_pages = self.decode_side.reservable_pages if self.config.role.decodes else self.pool.free_pages
+        free_pages = self.decode_side.reservable_pages if self.config.role.decodes else self.shared.available
         streaming = self.prefill_side.streaming
         return View(
             free_pages=free_pages,
@@ -226,13 +227,13 @@ class Worker:
 
     def check_invariants(self) -> None:
         """Asserts that every page is booked once, and that whoever owns pages is alive and lists just those."""
-        self.pool.check_invariants()
+        self.shared.check_invariants()
         listed = {
             owner: set(sequence.own_pages)
             for owner, sequence in self.decode_side.sequences.items()
             if sequence.own_pages
         }
-        listed |= {owner: set(prompt.pages) for owner, prompt in self.prefill_side.sequences.items() if prompt.pages}
+        listed |= {owner: set(prompt.own) for owner, prompt in self.prefill_side.sequences.items() if prompt.own}
         owned = {owner: self.pool.pages_of(owner) for owner in self.pool.owners() - self.pool.owners(PageState.CACHED)}
         assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
 

@@ -375,7 +375,7 @@ class Cluster:
         wrong = [record for record in self.records.values() if record.ends != 1]
         assert not wrong, f"{wrong[0].request_id} ended {wrong[0].ends} times"
         for name, worker in self.workers.items():
-            held = worker.config.num_pages - worker.pool.free_pages
+            held = worker.config.num_pages - worker.shared.available
             assert worker.idle and held == 0, f"{name} holds {held} pages"
 
 

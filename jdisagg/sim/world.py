@@ -260,5 +260,5 @@ class World:
         """Asserts that nothing is left anywhere: every page is back, no row, no abort unanswered."""
         assert not self.router.rows, f"still running: {sorted(self.router.rows)}"
         for name, worker in self.workers.items():
-            held = worker.config.num_pages - worker.pool.free_pages
+            held = worker.config.num_pages - worker.shared.available
             assert worker.idle and held == 0, f"{name} holds {held} pages"

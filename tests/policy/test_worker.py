@@ -304,19 +304,20 @@ def test_a_source_that_missed_its_ack_gets_another_and_one_without_a_reservation
 
 
 def test_pages_that_are_held_already_are_nobodys_to_fill_and_are_read():
-    each = request("a", 10, max_tokens=6)
-    bench, cache = decoding(), Owner("cache", 0)
-    held = bench.worker.pool.take(2, cache, PageState.CACHED) or ()
-    bench.worker.decode_side.held_prefix = lambda _: held
-    bench.fill(each, held)
-    assert bench.reserve(each) and bench.free_pages == 64 - 2 - 2
-    (reserved,) = bench.said(Reserved)
-    assert reserved.pages[:2] == held and reserved.cached_pages == 2
-    bench.take(KVArrived(replace(bench.transfer(each, 2, 3), part=0)))
-    bench.commit(each)
+    first, again = request("a", 10, max_tokens=6), replace(request("a", 10, max_tokens=6), request_id="b")
+    bench = decoding(prefix_caching=True)
+    seated(bench, first)
     bench.read_all()
-    assert tokens_of(bench, "a") == definition(each)[1:]
-    assert bench.worker.pool.pages_of(cache) == set(held) and bench.free_pages == 62
+    kept = bench.worker.shared.cache.pages()
+    assert len(kept) == 3 and bench.free_pages == 61, "of 10 tokens and 5 of the output: 3 full pages"
+    assert bench.reserve(again)
+    reserved = bench.said(Reserved)[-1]
+    assert set(reserved.pages[:2]) <= kept and reserved.cached_pages == 2
+    bench.take(KVArrived(replace(bench.transfer(again, 2, 3), part=0)))
+    bench.commit(again)
+    bench.read_all()
+    assert tokens_of(bench, "b") == definition(again)[1:]
+    assert bench.worker.shared.cache.pages() == kept and bench.free_pages == 61
 
 
 def test_a_word_that_is_for_a_router_is_refused_by_name_and_changes_nothing():

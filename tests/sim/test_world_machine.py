@@ -36,6 +36,7 @@ def clusters(draw: st.DrawFn) -> list[WorkerConfig]:
         "reservations_ahead": draw(st.integers(0, 2)),
         "reserve_tokens": draw(st.sampled_from([1, 3, 100])),
         "decode_steps_per_chunk": draw(st.integers(0, 2)),
+        "prefix_caching": draw(st.booleans()),
         "transfer": draw(st.sampled_from(TransferMode)),
         "layer_groups": tuple((2 * n, 2 * n + 2) for n in range(draw(st.integers(1, 3)))),
     }
@@ -46,7 +47,8 @@ def clusters(draw: st.DrawFn) -> list[WorkerConfig]:
 @st.composite
 def asked(draw: st.DrawFn) -> tuple[tuple[int, ...], SamplingParams, int]:
     """A prompt, its sampling, its priority; some stop early."""
-    prompt = draw(st.lists(st.integers(0, 96), min_size=1, max_size=LONGEST - 1).map(tuple))
+    tokens = draw(st.sampled_from([st.integers(0, 96), st.integers(0, 1)]))  # of two tokens: many begin alike
+    prompt = draw(st.lists(tokens, min_size=1, max_size=LONGEST - 1).map(tuple))
     most = draw(st.integers(1, LONGEST - len(prompt)))
     stops = draw(st.lists(st.integers(0, 96), max_size=12, unique=True).map(tuple))
     sampling = SamplingParams(max_tokens=most, min_tokens=draw(st.integers(0, most)), stop_token_ids=stops)

@@ -1,0 +1,55 @@
+"""One prompt on a prefill worker: what of it is planned, which pages it holds, and what of its KV has left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.plans import KVTransfer
+from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.reshard import PageGroup, pages_elsewhere
+from jdisagg.core.worker_config import TransferMode
+from jdisagg.policy.handoff import Handoff
+from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.parts import Piece
+from jdisagg.policy.planning import Order
+from jdisagg.policy.prefix_cache import Handle, PageHash
+from jdisagg.policy.shared_pages import NOTHING
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSequence:
+    """One prompt on its way from StartPrefill to the release of its pages."""
+
+    handoff: Handoff
+    request: Request
+    order: Order
+    num_output: int
+    decode_worker: WorkerId
+    decode_pages: tuple[int, ...]
+    lease_s: float  # of its reservation
+    cached_pages: int  # leading decode pages that the destination held already
+    group: PageGroup  # of this worker's pages and the destination's
+    sent_pages: int  # leading pages that have left, or whose KV the destination held already
+    mode: TransferMode = TransferMode.WHOLE  # settled when it begins
+    held: Handle = NOTHING  # leading pages whose KV was here already, locked
+    pages: tuple[int, ...] = ()  # all, the held ones first; a colocated prompt computes in the reservation's
+    own: tuple[int, ...] = ()  # of these, those that nobody else reads
+    names: tuple[PageHash, ...] = ()  # of its full pages
+    parts: list[KVTransfer] = field(default_factory=list)  # as shipped
+    planned: int = 0  # tokens that plans have taken
+    scored: list[Sampled] = field(default_factory=list)  # prompt logprobs so far
+
+    @property
+    def owner(self) -> Owner:
+        return self.handoff.owner
+
+    @property
+    def tokens_left(self) -> int:
+        return len(self.request.prompt) - self.planned
+
+    def pages_there(self, piece: Piece, page_size: int) -> tuple[int, ...]:
+        """Decode pages that hold the tokens of these pages; the null page for those that are held already."""
+        start, stop = pages_elsewhere(piece.start, piece.stop, len(self.request.prompt), page_size, self.group)
+        pages = self.decode_pages[start:stop]
+        return tuple(NULL_PAGE if start + at < self.cached_pages else page for at, page in enumerate(pages))

@@ -1,0 +1,86 @@
+"""One worker's pages, and what it remembers is in them: a pool, and a prefix cache over the pages that it keeps.
+
+A page is taken by one sequence, which alone writes it. When that sequence has no more use for its pages, the full ones
+are kept under the names of their tokens: nobody's to write, anybody's to read who locks them, and free again as soon
+as somebody needs the room. A page is kept only where all of its KV is known to be there and good. What other workers
+hold, and whether reading is worth it, is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from jdisagg.core.request import Request
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, page_hashes
+
+KEEPER = Owner("kept for its content", 0)  # in whose name the pool books pages of the prefix cache
+NOTHING = Handle((), ())
+
+
+class SharedPages:
+    """The pages of one tier of one worker. Without `config.prefix_caching` nothing is ever kept or found."""
+
+    def __init__(self, config: WorkerConfig, pool: PagePool) -> None:
+        self.config, self.pool, self.cache = config, pool, PrefixCache()
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` could give: free ones, and kept ones that nobody reads."""
+        return self.pool.free_pages + self.cache.evictable_pages
+
+    def take(self, count: int, owner: Owner, state: PageState) -> tuple[int, ...] | None:
+        """`count` pages, for which the least recently used kept ones make room; None, and nothing changed, where
+        fewer are available."""
+        if count > self.available:
+            return None
+        dropped = self.cache.evict(max(0, count - self.pool.free_pages))
+        if dropped:
+            self.pool.give_back(dropped, KEEPER)
+        return self.pool.take(count, owner, state)
+
+    # ------------------------------------------------------------ what is in them
+
+    def names(self, request: Request, output: Sequence[int] = ()) -> tuple[PageHash, ...]:
+        """Of the full pages of the request's prompt with these output tokens behind it."""
+        if not self.config.prefix_caching:
+            return ()
+        tokens = (*request.prompt, *output) if output else request.prompt
+        return page_hashes(tokens, self.config.page_size, request.cache_salt)
+
+    def room_for(self, names: Sequence[PageHash], total: int) -> tuple[int, int]:
+        """(leading pages that are held, pages out of `available` that it costs to lock them and to take the rest of
+        `total`)."""
+        held, idle = self.cache.found(names)
+        return held, total - held + idle
+
+    def lock(self, names: Sequence[PageHash]) -> Handle:
+        """The leading pages that are held, which stay as they are until `release`."""
+        return self.cache.lock(names) if self.cache.match(names[:1]) else NOTHING
+
+    def release(self, handle: Handle) -> None:
+        if handle.names:
+            self.cache.release(handle)
+
+    def publish(
+        self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Owner
+    ) -> tuple[Handle, tuple[int, ...]]:
+        """Lets others read the pages that `names` name, from now on written by nobody: (a lock on all of them, what of
+        the owner's `own` pages stays its own). A page whose content the cache has already stays its owner's."""
+        spare = set(self.cache.insert(names, pages[: len(names)]))
+        shown = {page for page in pages[: len(names)] if page not in spare}.intersection(own)
+        self.pool.hand_over(tuple(shown), owner, KEEPER, PageState.CACHED)
+        return self.lock(names), tuple(page for page in own if page not in shown)
+
+    def keep(self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Owner) -> None:
+        """A sequence is done with its pages: those that `names` name are kept, the rest of its own are free."""
+        handle, left = self.publish(names, pages, own, owner) if names else (NOTHING, own)
+        self.pool.give_back(tuple(left), owner)
+        self.release(handle)
+
+    def check_invariants(self) -> None:
+        """Asserts the law of the pool, and that just the cache's pages are booked as kept."""
+        self.pool.check_invariants()
+        self.cache.check_invariants()
+        assert self.pool.pages_of(KEEPER) == self.cache.pages(), "the pool and the cache disagree on what is kept"

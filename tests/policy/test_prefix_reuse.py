@@ -1,0 +1,145 @@
+"""KV that is kept: what is computed, shipped and given back where prompts begin alike. Contents are the toy engine's:
+it draws from what the pages really hold, so that a page with another's content gives another token."""
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.events import RunPrefill, ShipKV
+from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.worker_config import TransferMode
+from jdisagg.sim.world import World
+from tests.sim.cases import check_ended, colocated, definition, pair, request, run_all
+
+BEGINNING = tuple(range(40, 64))  # six pages of four tokens
+KEPT = {"prefix_caching": True, "transfer": TransferMode.WHOLE}
+layouts = pytest.mark.parametrize("workers", [pair(**KEPT), colocated(**KEPT)], ids=["pair", "colocated"])
+
+
+def asks(name: str, *more: int, arrival_s: float = 0.0, beginning: tuple[int, ...] = BEGINNING, **changes) -> Request:
+    given = {"sampling": SamplingParams(max_tokens=6), "arrival_s": arrival_s, **changes}
+    return Request(RequestId(name), (*beginning, *more), **given)
+
+
+def computed(world: World, name: str) -> list[int]:
+    """Prompt tokens of the request that chunks computed, by chunk."""
+    plans = [effect.plan for _, _, effect in reversed(world.effects) if isinstance(effect, RunPrefill)]
+    return [len(chunk.tokens) for plan in plans[::-1] for chunk in plan.chunks if chunk.request_id == name]
+
+
+def shipped_pages(world: World, name: str) -> int:
+    """Pages whose bytes travelled to the decode worker."""
+    parts = {effect.transfer for _, _, effect in world.effects if isinstance(effect, ShipKV)}
+    parts |= {part for _, _, effect in world.effects if isinstance(effect, RunPrefill) for part in effect.ships}
+    return sum(page != NULL_PAGE for part in parts if part.request_id == name for page in part.destination_pages)
+
+
+def cached_tokens(world: World, name: str) -> int:
+    return world.finished[RequestId(name)][0].ledger.cached_tokens
+
+
+@layouts
+def test_a_prompt_that_begins_like_an_earlier_one_computes_only_its_end(workers):
+    world = World(workers)
+    run_all(world, [asks("a", 1, 2, 3), asks("b", 9, 8, arrival_s=1.0)])
+    assert sum(computed(world, "a")) == 27 and sum(computed(world, "b")) == 2
+    assert (cached_tokens(world, "a"), cached_tokens(world, "b")) == (0, 24)
+
+
+@layouts
+def test_the_very_same_prompt_still_computes_its_last_token(workers):
+    world = World(workers)
+    run_all(world, [asks("a"), asks("b", arrival_s=1.0)])
+    assert sum(computed(world, "b")) == 4 and cached_tokens(world, "b") == 20
+    assert world.output(RequestId("a")) == world.output(RequestId("b"))
+
+
+def test_only_what_the_decode_worker_lacks_travels():
+    world = World(pair(**KEPT))
+    run_all(world, [asks("a", 1, 2, 3), asks("b", 9, 8, arrival_s=1.0)])
+    assert shipped_pages(world, "a") == 7 and shipped_pages(world, "b") == 1
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_the_delta_leaves_in_every_mode_and_gives_the_same_tokens(mode):
+    world = World(pair(prefix_caching=True, transfer=mode, layer_groups=((0, 2), (2, 4))))
+    run_all(world, [asks(f"r{i}", *range(i), arrival_s=0.3 * i) for i in range(20)])
+
+
+@layouts
+def test_the_next_turn_of_a_conversation_finds_its_own_answer(workers):
+    world = World(workers)
+    first = asks("a", 1, 2, 3)
+    answer = tuple(definition(first))
+    again = asks("b", 1, 2, 3, *answer, 5, 6, arrival_s=1.0)
+    run_all(world, [first, again])
+    on_decode = shipped_pages(world, "b") if len(workers) == 2 else 0
+    assert on_decode <= 2, "27 tokens of the prompt and 5 of the answer were there: 8 pages of 9"
+    if len(workers) == 1:
+        assert cached_tokens(world, "b") == 32
+
+
+def test_another_salt_finds_nothing():
+    world = World(pair(**KEPT))
+    run_all(
+        world, [asks("a", cache_salt="one"), asks("b", arrival_s=1.0, cache_salt="other"), asks("c", arrival_s=2.0)]
+    )
+    assert [cached_tokens(world, name) for name in "abc"] == [0, 0, 0] and shipped_pages(world, "b") == 6
+
+
+@layouts
+def test_without_prefix_caching_nothing_is_kept(workers):
+    off = [replace(each, prefix_caching=False) for each in workers]
+    world = World(off)
+    run_all(world, [asks("a"), asks("b", arrival_s=1.0)])
+    assert cached_tokens(world, "b") == 0
+    assert all(worker.pool.free_pages == worker.config.num_pages for worker in world.workers.values())
+
+
+@layouts
+def test_prompt_logprobs_come_for_every_token_though_its_beginning_is_held(workers):
+    world = World(workers)
+    scored = SamplingParams(max_tokens=4, prompt_logprobs=1)
+    run_all(world, [asks("a", 1), asks("b", 1, arrival_s=1.0, sampling=scored)])
+    assert len(world.scored[RequestId("b")]) == len(BEGINNING) and cached_tokens(world, "b") == 0
+
+
+def test_of_two_at_once_the_second_waits_for_what_the_first_computes():
+    world = World(pair(**KEPT))
+    run_all(world, [asks("a", 1), asks("b", 2, arrival_s=0.0001)])
+    assert sum(computed(world, "a")) == 25 and sum(computed(world, "b")) == 1
+
+
+@layouts
+def test_a_reservation_takes_kept_pages_before_anybody_is_refused(workers):
+    tight = [replace(each, num_pages=16) for each in workers]
+    world = World(tight)
+    run_all(world, [request(f"r{i}", 30, max_tokens=8, arrival_s=0.5 * i) for i in range(8)])
+    assert all(worker.shared.available == 16 for worker in world.workers.values())
+
+
+@layouts
+def test_who_is_cancelled_while_another_reads_takes_nothing_from_it(workers):
+    world = World(workers)
+    requests = [
+        asks("a", 1),
+        *(asks(f"r{i}", i, arrival_s=0.5, sampling=SamplingParams(max_tokens=40)) for i in range(4)),
+    ]
+    for each in requests:
+        world.submit(each, each.arrival_s)
+    world.cancel(RequestId("r0"), 0.52)
+    world.cancel(RequestId("r2"), 0.53)
+    world.run()
+    check_ended(world, requests)
+
+
+def test_a_lost_decode_worker_costs_time_and_no_token():
+    world = World([*pair(**KEPT), replace(pair(**KEPT)[1], worker=WorkerId("decode-1"))])
+    requests = [asks(f"r{i}", i, arrival_s=0.05 * i, sampling=SamplingParams(max_tokens=30)) for i in range(6)]
+    for each in requests:
+        world.submit(each, each.arrival_s)
+    world.lose(WorkerId("decode-0"), 0.2)
+    world.run()
+    check_ended(world, requests)
+    assert [world.output(each.request_id) for each in requests] == [definition(each) for each in requests]
