@@ -68,12 +68,12 @@ def test_a_stream_closed_early_frees_everything_it_held(llm):
         return None
 
     assert asyncio.run(first_piece()) is not None
-    pools = [actor.pool for name, actor in llm.service.driver.actors.items() if name != "router"]
+    pages = [actor.shared for name, actor in llm.service.driver.actors.items() if name != "router"]
     for _ in range(200):
-        if all(pool.free_pages == pool.num_pages for pool in pools):
+        if all(each.available == each.pool.num_pages for each in pages):
             break
         time.sleep(0.05)
-    assert all(pool.free_pages == pool.num_pages for pool in pools)
+    assert all(each.available == each.pool.num_pages for each in pages)
     assert llm.service.running == 0
 
 

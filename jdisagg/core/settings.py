@@ -80,6 +80,8 @@ class Settings:
                                        " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
     queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")
     queue_timeout_s: float = _setting(60.0, "scheduling", "longest wait before prefill starts; 0: none")
+    prefix_caching: str = _setting("on", "scheduling", "on: full pages of KV are kept until somebody needs the room;"
+                                   " prompts that begin alike compute and ship their ends", ("on", "off"))  # fmt: skip
     reserve_tokens: int = _setting(
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )

@@ -21,8 +21,7 @@ from jdisagg.policy.early_admission import Ahead
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PageState
-from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages, readable_pages
-from jdisagg.policy.prefix_cache import PageHash
+from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
 
@@ -30,13 +29,7 @@ from jdisagg.policy.slots import Slots
 class DecodeSide:
     """All sequences of one worker."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        shared: SharedPages,
-        out: Outbox,
-        new_plan_id: Callable[[], int],
-    ) -> None:
+    def __init__(self, config: WorkerConfig, shared: SharedPages, out: Outbox, new_plan_id: Callable[[], int]) -> None:
         self.config, self.shared, self.out, self.new_plan_id = config, shared, out, new_plan_id
         self.pool = shared.pool
         self.slots: Slots[DecodeSequence] = Slots(config)
@@ -80,7 +73,8 @@ class DecodeSide:
             self.out.tell_router(Reserved(*owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
 
     def _make_sequence(self, owner: Owner, message: Reserve, now_s: float) -> DecodeSequence | None:
-        names, total = self._names_to_read(message), predicted_pages(message.request, self.config)
+        here = message.prefill_worker == self.config.worker
+        names, total = self.shared.to_read(message.request, here=here), predicted_pages(message.request, self.config)
         found, cost = self.shared.room_for(names, total)
         if self.free_slots < 1 or cost > self.reservable_pages:
             return None
@@ -103,13 +97,6 @@ class DecodeSide:
         )
         self.sequences[owner] = sequence
         return sequence
-
-    def _names_to_read(self, message: Reserve) -> tuple[PageHash, ...]:
-        """Of pages that nobody will write: where the prompt is computed here, its last token is in none of them."""
-        names = self.shared.names(message.request)
-        if message.prefill_worker != self.config.worker:
-            return names
-        return names[: readable_pages(message.request, self.config)]
 
     def renew(self, message: Renew, source: WorkerId, now_s: float) -> None:
         """The source is at it still; one that waits for an Ack though the sequence is complete has missed it."""
@@ -278,8 +265,7 @@ class DecodeSide:
             self._ready.remove(sequence)
 
     def _give_back(self, sequence: DecodeSequence, *, good: bool) -> None:
-        """Where its KV is `good` the full pages are kept: of its prompt, and its output but for the last token, which
-        is never fed."""
+        """Where its KV is `good`, full pages are kept: of all its tokens but the last, which is never fed."""
         names = self.shared.names(sequence.request, sequence.output[:-1]) if good and sequence.pages else ()
         self.shared.keep(names, sequence.pages, sequence.own_pages, sequence.owner)
         self.shared.release(sequence.held)
@@ -396,9 +382,8 @@ class DecodeSide:
                 over.append((sequence, reason))
         self.out.draw(draws)
         for sequence, reason in over:
-            self.out.end(
-                sequence.request.request_id, sequence.owner, reason, sequence.num_output + len(sequence.output), now_s
-            )
+            num_output = sequence.num_output + len(sequence.output)
+            self.out.end(sequence.request.request_id, sequence.owner, reason, num_output, now_s)
             self.end(sequence.owner, Signal.RELEASE, broken=reason is FinishReason.ERROR)
 
     def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:

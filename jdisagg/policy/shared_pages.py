@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from jdisagg.core.request import Request
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, page_hashes
 
 KEEPER = Owner("kept for its content", 0)  # in whose name the pool books pages of the prefix cache
@@ -48,6 +49,12 @@ class SharedPages:
             return ()
         tokens = (*request.prompt, *output) if output else request.prompt
         return page_hashes(tokens, self.config.page_size, request.cache_salt)
+
+    def to_read(self, request: Request, *, here: bool) -> tuple[PageHash, ...]:
+        """Names of pages of its prompt that nobody will write: where the prompt is computed `here`, its last token is
+        in none of them."""
+        names = self.names(request)
+        return names[: readable_pages(request, self.config)] if here else names
 
     def room_for(self, names: Sequence[PageHash], total: int) -> tuple[int, int]:
         """(leading pages that are held, pages out of `available` that it costs to lock them and to take the rest of

@@ -145,6 +145,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
+        prefix_caching=settings.prefix_caching == "on",
         ack_timeout_s=settings.handoff_timeout_s,
     )
 

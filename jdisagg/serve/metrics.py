@@ -30,7 +30,8 @@ from jdisagg.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from jdisagg.core.messages import Ended, Preempted, Resend, View
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Ended, Preempted, Progress, Resend, Reserve, Reserved, StartPrefill, View
 from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
@@ -137,6 +138,8 @@ class Metrics:
         self._backlog = self._gauge("prefill_backlog_tokens", "Prompt tokens not yet prefilled", "worker")
         self._prefill_tokens = self._counter("prefill_tokens", "Tokens run through prefill", "worker")
         self._prefill_runs = self._counter("prefill_runs", "Prefill programs run", "worker")
+        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in kept KV", "worker")
+        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens whose KV was there", "worker")
         self._decode_runs = self._counter("decode_runs", "Decode steps run", "worker")
         self._decode_batch = self._histogram("decode_batch_sequences", "Sequences in a step", SEQUENCES, "worker")
         self._ship_bytes = self._counter("shipped_bytes", "KV shipped between workers", "source", "destination")
@@ -278,10 +281,22 @@ class Metrics:
             self._resends.labels(self._model, actor).inc()
         elif isinstance(item.message, Ended) and item.message.reason is FinishReason.ERROR:
             self._nan_logits.labels(self._model, actor).inc()
+        elif isinstance(item.message, Progress) and item.message.mark is Mark.PREFILL_STARTED:
+            self._cache_hits.labels(self._model, actor).inc(item.message.cached_tokens)
+        elif isinstance(item.message, Reserved) and self._only_decodes(actor):
+            self._cache_hits.labels(self._model, actor).inc(item.message.cached_pages * item.message.page_size)
+
+    def _only_decodes(self, actor: str) -> bool:
+        config = self._workers.get(actor)
+        return config is not None and not config.role.prefills
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
         if isinstance(item.message, View) and item.sender in self._workers:
             self._view(self._workers[item.sender], item.message)
+        elif isinstance(item.message, StartPrefill) or (
+            isinstance(item.message, Reserve) and self._only_decodes(actor)
+        ):
+            self._cache_queries.labels(self._model, actor).inc(len(item.message.request.prompt))
 
     def _joined(self, actor: str, item: WorkerJoined, now_s: float) -> None:
         config = self._workers[item.config.worker] = item.config

@@ -17,6 +17,8 @@ NAMES: dict[str, dict[str, str]] = {
         "requests_waiting": "vllm:num_requests_waiting",
         "kv_usage_ratio": "vllm:kv_cache_usage_perc",
         "preemptions": "vllm:num_preemptions",
+        "prefix_cache_queries": "vllm:prefix_cache_queries",
+        "prefix_cache_hits": "vllm:prefix_cache_hits",
         "prompt_tokens": "vllm:prompt_tokens",
         "generation_tokens": "vllm:generation_tokens",
         "requests": "vllm:request_success",

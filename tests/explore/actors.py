@@ -202,7 +202,7 @@ def _worker_holds(worker: Worker) -> str:
     ]
     prompts = worker.prefill_side.sequences.items()
     held += [f"{owner.handoff}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in prompts]
-    pages = worker.config.num_pages - worker.pool.free_pages
+    pages = worker.config.num_pages - worker.shared.available
     return "" if worker.idle and not pages else f"{', '.join(held) or 'no sequence'}, {pages} pages"
 
 

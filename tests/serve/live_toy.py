@@ -50,7 +50,7 @@ class SlowToy(ToyExecutor):
 
 
 def worker_config(name: str, role: Role, num_pages: int) -> WorkerConfig:
-    return WorkerConfig(WorkerId(name), role, num_pages, PAGE_SIZE, MAX_LEN, num_slots=8)
+    return WorkerConfig(WorkerId(name), role, num_pages, PAGE_SIZE, MAX_LEN, num_slots=8, prefix_caching=True)
 
 
 @dataclass
@@ -62,8 +62,8 @@ class ToyStack:
 
     def idle(self) -> bool:
         """No request is running and every page is back."""
-        pools = [worker.pool for worker in self.workers.values()]
-        return self.service.running == 0 and all(pool.free_pages == pool.num_pages for pool in pools)
+        pages = [worker.shared for worker in self.workers.values()]
+        return self.service.running == 0 and all(each.available == each.pool.num_pages for each in pages)
 
 
 @contextmanager

@@ -123,8 +123,8 @@ class Stack:
         )
 
     def idle(self) -> bool:
-        pools = [worker.pool for worker in self.workers.values()]
-        return self.service.running == 0 and all(pool.free_pages == pool.num_pages for pool in pools)
+        pages = [worker.shared for worker in self.workers.values()]
+        return self.service.running == 0 and all(each.available == each.pool.num_pages for each in pages)
 
 
 def toys(*roles: Role) -> list[Executor]:

@@ -147,7 +147,7 @@ def _job(
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
     )
-    choices = _choices(public_id, prompts, body.n or 1, sampling, body.priority, service, settings)
+    choices = _choices(public_id, prompts, body.n or 1, sampling, body, service, settings)
     runs_on = not (sampling.stop_token_ids or options.stop)
     check_work(service, [each.request for each in choices], settings.queue_timeout_s, runs_on)
     stream_options = body.stream_options
@@ -211,7 +211,7 @@ def _choices(
     prompts: Sequence[Prompt],
     n: int,
     sampling: SamplingParams,
-    priority: int,
+    body: GenerationFields,
     service: Service,
     settings: FrontSettings,
 ) -> tuple[Choice, ...]:
@@ -223,7 +223,7 @@ def _choices(
         prompt, nth = prompts[index // n], index % n
         drawn = replace(sampling, seed=choice_seed(sampling.seed, nth))
         request_id = RequestId(f"{public_id}-{unique}-{index}")
-        request = Request(request_id, prompt.ids, drawn, now_s, priority, deadline_s)
+        request = Request(request_id, prompt.ids, drawn, now_s, body.priority, deadline_s, body.cache_salt)
         if nth == 0:
             request.check(service.model_config.vocab_size, service.max_model_len)
         choices.append(Choice(request, prompt, nth == 0))

@@ -110,6 +110,7 @@ class GenerationFields(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     request_id: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
     ledger: bool = False
     user: str | None = None
 
