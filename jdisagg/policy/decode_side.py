@@ -216,16 +216,16 @@ class DecodeSide:
     def pages_of(self, owner: Owner) -> tuple[int, ...]:
         return tuple(self.sequences[owner].pages)
 
-    def end(self, owner: Owner, signal: Signal, *, broken: bool = False) -> bool:
+    def end(self, owner: Owner, signal: Signal, *, good: bool = False) -> bool:
         """Gives back all that the sequence holds; False where there is none, or the signal is not for its state.
 
-        Its full pages are kept for their content, but for a `broken` one's, whose KV is not good.
+        Where its KV is `good`, nothing having failed, its full pages are kept for their content.
         """
         sequence = self.sequences.get(owner)
         if sequence is None or not sequence.handoff.can_take(signal):
             return False
         self._drained -= sequence.drained
-        good = (admitted(sequence) or signal is Signal.RELEASE) and not broken
+        good = good and (admitted(sequence) or signal is Signal.RELEASE)
         sequence.handoff.take(signal)
         del self.sequences[owner]
         self._leave_slot(sequence)
@@ -358,7 +358,7 @@ class DecodeSide:
         self.out.tell_router(
             Preempted(sequence.request.request_id, sequence.owner.epoch, tuple(sequence.output), detail)
         )
-        self.end(sequence.owner, Signal.RELEASE)
+        self.end(sequence.owner, Signal.RELEASE, good=True)
 
     # ------------------------------------------------------------ results
 
@@ -384,7 +384,7 @@ class DecodeSide:
         for sequence, reason in over:
             num_output = sequence.num_output + len(sequence.output)
             self.out.end(sequence.request.request_id, sequence.owner, reason, num_output, now_s)
-            self.end(sequence.owner, Signal.RELEASE, broken=reason is FinishReason.ERROR)
+            self.end(sequence.owner, Signal.RELEASE, good=reason is not FinishReason.ERROR)
 
     def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
         if not sequence.stepped:

@@ -255,7 +255,7 @@ class PrefillSide:
             self.out.end(prompt.request.request_id, owner, reason, num_output, now_s)
             self.end(owner, Signal.RELEASE)
             if here:
-                self.decode_side.end(owner, Signal.RELEASE, broken=first.broken)
+                self.decode_side.end(owner, Signal.RELEASE, good=not first.broken)
             return
         if here:
             prompt.handoff.take(Signal.COMMIT)

@@ -114,14 +114,15 @@ class Worker:
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
-    def _end(self, owner: Owner, signal: Signal) -> bool:
+    def _end(self, owner: Owner, signal: Signal, *, good: bool = False) -> bool:
         prompt_ended = self.prefill_side.end(owner, signal)
-        return self.decode_side.end(owner, signal) or prompt_ended
+        return self.decode_side.end(owner, signal, good=good) or prompt_ended
 
     def _aborted(self, message: Abort, sender: WorkerId) -> None:
         """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
         owner = Owner(message.handoff, message.epoch)
-        if self._end(owner, Signal.ABORT) and sender != ROUTER:
+        cancelled = sender == ROUTER  # what it had is whole; another's abort may tell of a failure
+        if self._end(owner, Signal.ABORT, good=cancelled) and not cancelled:
             self.out.abort(owner, f"{sender}: {message.detail}", message.reason)
         self.out.send(sender, AbortAck(*owner))
 

@@ -9,6 +9,7 @@ from jdisagg.core.events import RunPrefill, ShipKV
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import TransferMode
+from jdisagg.sim.faults import Faults
 from jdisagg.sim.world import World
 from tests.sim.cases import check_ended, colocated, definition, pair, request, run_all
 
@@ -143,3 +144,14 @@ def test_a_lost_decode_worker_costs_time_and_no_token():
     world.run()
     check_ended(world, requests)
     assert [world.output(each.request_id) for each in requests] == [definition(each) for each in requests]
+
+
+def test_pages_of_a_step_that_failed_are_kept_for_nobody():
+    world = World(pair(**KEPT), faults=Faults(seed=3, fail_plan=0.3, fail_transfer=0.2))
+    requests = [asks(f"r{i}", i % 3, arrival_s=0.02 * i, sampling=SamplingParams(max_tokens=12)) for i in range(30)]
+    for each in requests:
+        world.submit(each, each.arrival_s)
+    world.run()
+    check_ended(world, requests)
+    reused = [finish.ledger.cached_tokens for ends in world.finished.values() for finish in ends]
+    assert any(reused), "and yet what was good is read"

@@ -88,7 +88,9 @@ def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
     assert found["jdisagg_requests_total", "reason=length"] == 4
     assert found["jdisagg_prompt_tokens_total", ""] == 4 * len(PROMPT)
     assert found["jdisagg_generation_tokens_total", ""] == 48
-    assert found["jdisagg_prefill_tokens_total", "worker=prefill-0"] == 4 * len(PROMPT)
+    assert found["jdisagg_prefix_cache_queries_total", "worker=prefill-0"] == 4 * len(PROMPT)
+    reused = found["jdisagg_prefix_cache_hits_total", "worker=prefill-0"]
+    assert reused > 0 and found["jdisagg_prefill_tokens_total", "worker=prefill-0"] == 4 * len(PROMPT) - reused
     assert found["jdisagg_time_to_first_token_seconds_count", ""] == 4
     assert found["jdisagg_inter_token_latency_seconds_count", ""] == 44
     assert found["jdisagg_rejects_total", ""] == 1
