@@ -74,8 +74,8 @@ class Settings:
                                      ("auto", "float32", "bfloat16"))  # fmt: skip
     table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
     # scheduling
-    routing: str = _setting("least_loaded", "scheduling", "by what prefill and decode workers are paired",
-                            ("least_loaded", "round_robin", "cache_aware", "pair_affinity", "random"))  # fmt: skip
+    routing: str = _setting("cache_aware", "scheduling", "by what prefill and decode workers are paired",
+                            ("cache_aware", "least_loaded", "round_robin", "pair_affinity", "random"))  # fmt: skip
     colocated_fallback: str = _setting("auto", "scheduling", "auto: workers of both roles beside pools take requests"
                                        " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
     queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")

@@ -1,8 +1,8 @@
 """Which prompts went to which worker, so that what begins alike may go where its beginning was computed.
 
 Soft state: names of pages only, by what the router sent; it knows nothing of what a worker dropped since, and forgets
-what a pool of the worker's size would have. Nothing breaks where it is wrong: a prompt is then computed. The engines
-reuse no prefix yet and compute every prompt whole: until they do, this only brings alike prompts to one worker.
+what a pool of the worker's size would have. Nothing breaks where it is wrong: a prompt is then computed, or its KV
+shipped, though another worker held it.
 """
 
 from __future__ import annotations

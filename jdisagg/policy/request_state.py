@@ -86,7 +86,7 @@ class RequestState:
         prompt = self.to_prefill().prompt
         key = (len(prompt), page_size)
         if key not in self.names:
-            self.names[key] = page_hashes(prompt, page_size)
+            self.names[key] = page_hashes(prompt, page_size, self.request.cache_salt)
         return self.names[key]
 
     def enter(self, phase: Phase) -> None:

@@ -43,6 +43,13 @@ class Gave:
     pages: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    owner: Owner
+    to: Owner
+    pages: tuple[int, ...]
+
+
 class NotedPool(PagePool):
     """Says what it does; the lowest free page is taken first."""
 
@@ -53,6 +60,11 @@ class NotedPool(PagePool):
         if pages:
             self.out.put(Took(owner, pages))  # type: ignore[arg-type]
         return pages
+
+    def hand_over(self, pages: Any, owner: Owner, to: Owner, state: PageState) -> None:
+        super().hand_over(pages, owner, to, state)
+        if pages:
+            self.out.put(Handed(owner, to, tuple(pages)))  # type: ignore[arg-type]
 
     def give_back(self, pages: Any, owner: Owner) -> None:
         given = tuple(pages)

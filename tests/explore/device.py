@@ -1,5 +1,6 @@
 """An abstract machine: who owns each page by the order of the program, what is in it, and what each slot decodes.
 
+Kept pages belong to the prefix cache: nobody writes them, and whoever reads one must have the text that it holds.
 A page holds, for each layer group, which of its token places were written, by which attempt at which request, and as
 which page of that sequence. Every read is checked against that, every write against the owner at that place of the
 program. What a page held is forgotten when it is given back, so that nobody is right by luck.
@@ -16,6 +17,7 @@ from jdisagg.core.plans import Admission, DecodePlan, Gate, KVTransfer, PrefillC
 from jdisagg.core.request import Request, RequestId, Sampled
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.page_pool import Owner
+from jdisagg.policy.shared_pages import KEEPER
 
 
 class Violation(Exception):
@@ -93,9 +95,16 @@ class Machine:
             owners[page] = contents[page] = None
         return device._replace(owners=tuple(owners), contents=tuple(contents))
 
+    def hand_over(self, device: Device, owner: Owner, to: Owner, pages: Sequence[int]) -> Device:
+        owners = list(device.owners)
+        for page in pages:
+            need(owners[page] == owner, f"{self._page(page)} is kept by {name(owner)}, and {owners[page]} has it")
+            owners[page] = to
+        return device._replace(owners=tuple(owners))
+
     def _owner_of(self, device: Device, pages: Sequence[int], request_id: RequestId) -> Owner:
-        holders = {device.owners[page] for page in pages}
-        owner = next(iter(holders))
+        holders = {device.owners[page] for page in pages} - {KEEPER}
+        owner = next(iter(holders), None)
         alone = len(holders) == 1 and owner is not None and owner.handoff == request_id
         need(
             alone, f"a plan of {self.config.worker} uses pages {list(pages)} for {request_id}; they belong to {holders}"
@@ -203,7 +212,8 @@ class Machine:
         need(len(transfer.source_pages) == len(transfer.destination_pages), f"{name(owner)} ships uneven page lists")
         for index, page in enumerate(transfer.source_pages):
             holder, content = device.owners[page], device.contents[page]
-            need(holder == owner, f"{name(owner)} ships {self._page(page)}, which belongs to {holder}")
+            theirs = holder == KEEPER and content is not None and self._same_text(content, owner, content.ordinal)
+            need(holder == owner or theirs, f"{name(owner)} ships {self._page(page)}, which belongs to {holder}")
             tokens = min(self.config.page_size, transfer.num_tokens - index * self.config.page_size)
             full = content is not None and self._holds(content, self.groups_of(transfer), tokens)
             need(full, f"{name(owner)} ships {self._page(page)} before it is computed")
@@ -227,6 +237,18 @@ class Machine:
 
     def _page(self, page: int) -> str:
         return f"page {page} of {self.config.worker}"
+
+    def _same_text(self, content: Content, owner: Owner, ordinal: int) -> bool:
+        """Whether this is that page of the owner's sequence: its own, or with prefix caching one of equal text."""
+        if content[:2] == (owner, ordinal):
+            return True
+        end = (ordinal + 1) * self.config.page_size
+        mine, other = self._text(owner), self._text(content.owner)
+        return self.config.prefix_caching and content.ordinal == ordinal and mine[:end] == other[:end]
+
+    def _text(self, owner: Owner) -> tuple[int, ...]:
+        request_id = RequestId(owner.handoff)
+        return (*self.requests[request_id].prompt, *self.outputs[request_id])
 
     def _holds(self, content: Content, groups: range, tokens: int) -> bool:
         mask = (1 << tokens) - 1
@@ -254,7 +276,8 @@ class Machine:
             page = table[ordinal]
             content = device.contents[page]
             here = min(size, tokens - ordinal * size)
-            right = content is not None and content[:2] == (owner, ordinal) and self._holds(content, groups, here)
+            right = content is not None and self._same_text(content, owner, ordinal)
+            right = right and content is not None and self._holds(content, groups, here)
             need(right, f"{name(owner)} reads {self._page(page)}, which holds {told(content)}")
 
 

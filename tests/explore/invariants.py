@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from jdisagg.core.request import FinishReason
+from jdisagg.policy.shared_pages import KEEPER
 from tests.explore.device import Violation, need
 from tests.explore.world import GONE, RUNNING, UNSENT, State, World
 
@@ -51,7 +52,7 @@ def unrest_of(world: World, state: State) -> str:
 def check_end(world: World, state: State) -> None:
     """Of an end: no device holds a page for anybody, and faults that may be tried again cost no request."""
     for number, device in enumerate(state.devices, 1):
-        held = [page for page, owner in enumerate(world.devices[device].owners) if owner is not None]
+        held = [page for page, owner in enumerate(world.devices[device].owners) if owner not in (None, KEEPER)]
         need(not held, f"pages {held} of {world.names[number]} are nobody's to give back")
     spent = [had - left for had, left in zip(world.scene.budget, state.budget, strict=True)]
     lasting = sum(getattr(world.scene.budget, kind) - getattr(state.budget, kind) for kind in LASTING)

@@ -103,6 +103,12 @@ def scene(workers: list[WorkerConfig], requests: list[Request], **budget: int) -
     return Scene(tuple(workers), tuple(requests), outputs_of(tuple(requests)), Budget(**budget), ROUTER)
 
 
+def twins(count: int, prompt_tokens: int = 4) -> list[Request]:
+    """Requests of one and the same prompt, and so of one answer."""
+    first = request(1, prompt_tokens)
+    return [replace(first, request_id=RequestId(f"r{number + 1}")) for number in range(count)]
+
+
 def disaggregated(num_requests: int = 1, requests: list[Request] | None = None, **sizes: Any) -> Scene:
     """One prefill and one decode worker."""
     workers = [worker("prefill", Role.PREFILL, **sizes), worker("decode", Role.DECODE, **sizes)]

@@ -8,6 +8,7 @@ attribute of every object, private ones too: what it leaves out is listed here, 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -124,7 +125,8 @@ class _Walk:
 
     def _dict(self, value: dict[Any, Any], name: str) -> Any:
         of_plans = name in ("plans", "steps")
-        keys = sorted(value) if value and all(isinstance(key, int) for key in value) else value
+        ordered = isinstance(value, OrderedDict)  # least recently used first: the order counts
+        keys = sorted(value) if value and not ordered and all(isinstance(key, int) for key in value) else value
         return ("dict", *[(self.walk(key, "plan_id" if of_plans else ""), self.walk(value[key], name)) for key in keys])
 
     def _object(self, value: Any) -> Any:

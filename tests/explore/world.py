@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jdisagg.core import events as ev
 from jdisagg.core.plans import KVTransfer
 from jdisagg.policy.page_pool import Owner
-from tests.explore.actors import Cast, Gave, Part, Took, Twist, new_router, new_worker
+from tests.explore.actors import Cast, Gave, Handed, Part, Took, Twist, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.scenes import Budget, Scene
 from tests.explore.shapes import shape_of
@@ -330,6 +330,8 @@ class World:
                     yield ("ship", transfer)
                 case Took(owner, pages):
                     yield ("take", owner, pages)
+                case Handed(owner, to, pages):
+                    yield ("hand_over", owner, to, pages)
                 case Gave(owner, pages):
                     yield ("give_back", owner, pages)
                 case ev.SetTimer() | ev.EmitTokens() | ev.Finish() | ev.Reject():

@@ -1,0 +1,69 @@
+"""Every interleaving where two requests have one text: who keeps, reads, evicts and writes which page."""
+
+import pytest
+
+from jdisagg.core.worker_config import TransferMode
+from jdisagg.policy import decode_side, shared_pages
+from jdisagg.policy.prefix_cache import Handle
+from jdisagg.policy.shared_pages import SharedPages
+from tests.explore.scenes import Scene, colocated, disaggregated, request, twins
+from tests.explore.search import explore
+from tests.explore.test_explore import endings, whole
+from tests.explore.world import World
+
+KEPT = {"prefix_caching": True, "transfer": TransferMode.WHOLE}
+PAIR = disaggregated(requests=twins(2, 5), num_pages=4, **KEPT)
+BOTH = colocated(2, 1, requests=twins(2, 5), num_pages=4, **KEPT)
+THREE = colocated(3, 1, requests=[*twins(2, 5), request(3)], num_pages=4, num_slots=2, **KEPT)  # the third evicts
+
+
+def broken(scene: Scene) -> str:
+    found = explore(World(scene)).violation
+    print(found)
+    return found
+
+
+@pytest.mark.parametrize("scene", [PAIR, BOTH, THREE], ids=["pair", "colocated", "and a third"])
+def test_two_requests_of_one_text_share_its_pages(scene):
+    assert endings(whole(scene)) == {"length"}
+
+
+@pytest.mark.slow
+def test_a_plan_that_fails_costs_no_request_that_reads_what_it_left():
+    assert endings(whole(PAIR.but(fail=1))) == {"length"}
+
+
+@pytest.mark.parametrize(("fault", "also"), [("cancel", {"abort"}), ("fail", set()), ("loss", set())])
+def test_a_fault_of_one_takes_no_page_from_the_others(fault, also):
+    assert endings(whole(THREE.but(**{fault: 1}))) == {"length"} | also
+
+
+def test_on_one_worker_a_reader_that_goes_leaves_the_other_what_it_reads():
+    assert endings(whole(BOTH.but(cancel=1))) == {"length", "abort"}
+
+
+def test_kept_pages_make_room_for_whoever_needs_it():
+    """Three pages hold one request: what is kept of the first goes when the second, of other text, is reserved."""
+    assert endings(whole(colocated(2, 1, **KEPT))) == {"length"}
+
+
+def test_pages_that_nobody_locks_could_go_while_they_are_read(monkeypatch):
+    monkeypatch.setattr(SharedPages, "lock", _unlocked)
+    assert broken(THREE)
+
+
+def _unlocked(shared: SharedPages, names: tuple[int, ...]) -> Handle:
+    cache = shared.cache
+    return Handle((), tuple(cache._nodes[name].page for name in names[: cache.match(names)]))
+
+
+def test_the_last_page_of_a_prompt_that_is_computed_here_must_be_its_own(monkeypatch):
+    monkeypatch.setattr(shared_pages, "readable_pages", lambda request, config: len(request.prompt) // config.page_size)
+    scene = colocated(2, 1, requests=twins(2, 4), num_pages=4, **KEPT)
+    assert broken(scene)
+
+
+def test_kv_that_never_was_whole_must_not_be_kept(monkeypatch):
+    keep = decode_side.DecodeSide._give_back
+    monkeypatch.setattr(decode_side.DecodeSide, "_give_back", lambda self, each, good: keep(self, each, good=True))
+    assert broken(PAIR.but(cancel=1)) or broken(PAIR.but(fail=1))
