@@ -107,7 +107,7 @@ def _in_turn(service: Service, request: Request, options: TextOptions) -> AsyncG
 
 
 @dataclass(slots=True)
-class _Steps:
+class _Turns:
     """What is known of several answers that run in turns."""
 
     patience_s: float | None
@@ -141,12 +141,12 @@ async def merged(starts: Sequence[Start], at_once: int, patience_s: float | None
             async for piece in only:
                 yield [(0, piece)]
         return
-    steps, room = _Steps(patience_s), asyncio.Semaphore(at_once)
-    pumps = [asyncio.create_task(_pump(i, start, steps.inbox, room)) for i, start in enumerate(starts)]
+    turns, room = _Turns(patience_s), asyncio.Semaphore(at_once)
+    pumps = [asyncio.create_task(_pump(i, start, turns.inbox, room)) for i, start in enumerate(starts)]
     try:
         running = len(pumps)
         while running:
-            arrived = await steps.next()
+            arrived = await turns.next()
             for _, item in arrived:
                 if isinstance(item, Exception):
                     raise item
