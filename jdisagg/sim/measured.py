@@ -177,7 +177,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         pools = ", ".join(f"{each.config.role}:pp{each.pp}tp{each.tp}" for each in profile.pools)
         raise ConfigError(f"{place.worker} is {role}:pp{place.pp}tp{place.tp}; the profile is of {pools}")
     chosen = decodes[0] if role.decodes else prefills[0]
-    config = replace(chosen.config, worker=place.worker, role=role)
+    config = replace(chosen.config, worker=place.worker, role=role, prefix_caching=False)  # prompts here are lengths
     cost = Measured(
         chunks=chunk_surfaces(prefills[0].prefill) if role.prefills else (),
         steps=step_surface(decodes[0].decode) if role.decodes else None,

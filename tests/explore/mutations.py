@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunDecode, Send, SetTimer
-from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Drawn, Refused, Renew, Resend, Reserved
+from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.request_state import Waiting
 from jdisagg.policy.router import Router
@@ -109,8 +109,6 @@ def unfenced(word: type) -> Mutation:
 
 
 def _of_present(actor: Actor, word: Any) -> Any:
-    if isinstance(word, Drawn):
-        return Drawn(tuple(_of_present(actor, draw) for draw in word.draws))
     request = word.handoff if hasattr(word, "handoff") else word.request_id
     present = [epoch for handoff, epoch in _attempts(actor) if handoff == request]
     return replace(word, epoch=max(present)) if present else word
@@ -123,7 +121,9 @@ def _attempts(actor: Actor) -> list[tuple[str, int]]:
 
 
 def fences() -> Iterator[Mutation]:
-    yield from (unfenced(word) for word in (KVArrived, Commit, Ack, Abort, Reserved, Drawn))
+    """Not that of Drawn: the router hears only who has a part in an attempt that has begun, and what a request draws
+    follows from its tokens, so that an earlier attempt's draws are the same."""
+    yield from (unfenced(word) for word in (KVArrived, Commit, Ack, Abort, Reserved))
 
 
 def unchecked() -> Mutation:
