@@ -242,9 +242,10 @@ class Machine:
         """Whether this is that page of the owner's sequence: its own, or with prefix caching one of equal text."""
         if content[:2] == (owner, ordinal):
             return True
+        if not self.config.prefix_caching or content.ordinal != ordinal or content.owner.handoff not in self.requests:
+            return False  # broken KV is nobody's
         end = (ordinal + 1) * self.config.page_size
-        mine, other = self._text(owner), self._text(content.owner)
-        return self.config.prefix_caching and content.ordinal == ordinal and mine[:end] == other[:end]
+        return self._text(owner)[:end] == self._text(content.owner)[:end]
 
     def _text(self, owner: Owner) -> tuple[int, ...]:
         request_id = RequestId(owner.handoff)
