@@ -88,7 +88,7 @@ class DecodeSequence:
         self.handoff.deadline_s = now_s + self.lease_s
 
     def is_for(self, transfer: KVTransfer) -> bool:
-        """Whether it comes from this bed's source, for pages that are this bed's to fill."""
+        """Whether it comes from this reservation's source, for pages that are its own to fill."""
         ours = {NULL_PAGE, *self.own_pages}
         return transfer.source == self.source and ours.issuperset(transfer.destination_pages)
 

@@ -17,7 +17,7 @@ from jdisagg.core.plans import DecodePlan, PageGrant
 from jdisagg.core.request import FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted, end_of
-from jdisagg.policy.early_admission import Ahead
+from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PageState
@@ -36,7 +36,7 @@ class DecodeSide:
         self.sequences: dict[Owner, DecodeSequence] = {}
         self.steps: dict[int, Step] = {}
         self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
-        self.ahead = Ahead(config, self.slots, self.steps, out)
+        self.ahead = EarlyAdmission(config, self.slots, self.steps, out)
         self._drained = 0
 
     # ------------------------------------------------------------ what is free

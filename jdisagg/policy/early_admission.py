@@ -25,7 +25,7 @@ def gates_of(sequence: DecodeSequence, stages: tuple[tuple[int, int], ...]) -> t
     return tuple(Gate(stage, *sequence.owner, parts) for stage, parts in enumerate(waits) if parts)
 
 
-class Ahead:
+class EarlyAdmission:
     """DecodeSide that COMMIT has reached before all of their parts, and those of them that are seated all the same."""
 
     def __init__(self, config: WorkerConfig, slots: Slots[DecodeSequence], steps: dict[int, Step], out: Outbox) -> None:

@@ -1,4 +1,4 @@
-"""What is done when something goes wrong: one literal table of kind and phase, which the router snapshots up.
+"""What is done when something goes wrong: a literal table of failure kind and phase, read by the router.
 
 Nothing hangs, for every wait has a deadline that is a kind here; and nothing ends as "length" that was cut short.
 A broken, late or failed part is shipped again by its source before any of this (`decode_side.py`, `prefill_side.py`):

@@ -1,9 +1,9 @@
 """One worker's pages, and what it remembers is in them: a pool, and a prefix cache over the pages that it keeps.
 
-A page is taken by one sequence, which alone writes it. When that sequence has no more use for its pages, the full ones
-are kept under the names of their tokens: nobody's to write, anybody's to read who locks them, and free again as soon
-as somebody needs the room. A page is kept only where all of its KV is known to be there and good. What other workers
-hold, and whether reading is worth it, is not decided here.
+A page is taken by one sequence, which alone writes it. Once all their KV is computed, full pages are published under
+the names of their tokens: nobody's to write, anybody's to read who locks them, and free again as soon as somebody
+needs the room. A page is kept only where all of its KV is known to be there and good. What other workers hold, and
+whether reading is worth it, is not decided here.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jdisagg.sim.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What all workers of a cluster_spec are given alike."""
+    """What all workers of a cluster are given alike."""
 
     max_model_len: int
     page_size: int = 16

@@ -96,7 +96,7 @@ def _check(config: WorkerConfig, cost: CostModel) -> None:
 
 
 def simulated(given: ClusterSpec, **named: Any) -> Cluster:
-    """The cluster of a cluster_spec, of the kind that its engines and devices are; `named` is what `Cluster` takes
+    """The cluster of a spec, of the kind that its engines and devices are; `named` is what `Cluster` takes
     besides.
     """
     named = {"message_s": given.message_s, "latency_s": given.latency_s, **named}

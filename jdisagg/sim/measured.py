@@ -135,7 +135,7 @@ def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> Tran
     return TransferLine(float(latency_s), float(1.0 / slope))
 
 
-# ---------------------------------------------------------------------- from a profile to a cluster_spec
+# ---------------------------------------------------------------------- from a profile to a cluster spec
 
 
 def cluster_spec_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None) -> ClusterSpec:

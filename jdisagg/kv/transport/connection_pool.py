@@ -19,7 +19,7 @@ from jdisagg.kv.transport.wire import Wire, tune
 UNIX = "unix:"  # an abstract socket's name follows
 
 
-class Lines:
+class ConnectionPool:
     """Idle wires by address; a wire is nobody else's from `ask` until `give_back` or its end."""
 
     def __init__(self, terms: TransportConfig) -> None:

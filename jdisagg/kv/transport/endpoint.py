@@ -26,7 +26,7 @@ from jdisagg.core.errors import (
     TransportError,
 )
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection_pool import Lines
+from jdisagg.kv.transport.connection_pool import ConnectionPool
 from jdisagg.kv.transport.deadlines import Deadlines
 from jdisagg.kv.transport.listener import Listener
 from jdisagg.kv.transport.offers import Ended, Offer, OfferTable
@@ -96,7 +96,7 @@ class Endpoint:
     def __init__(self, terms: TransportConfig, backend: Backend) -> None:
         self.terms, self.backend, self.name = terms, backend, backend.name
         self._offers = OfferTable(terms.offer_limit_bytes, terms.clock, backend.release)
-        self._lines = Lines(terms)
+        self._lines = ConnectionPool(terms)
         self._lock = threading.Lock()
         self._pulls: dict[int, tuple[Deadlines, list[Wire]]] = {}
         self._late_acks: dict[int, Ticket] = {}
