@@ -37,8 +37,8 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.profile import machine_name
-from jdisagg.serve import blueprint
 from jdisagg.serve.build import load_executors, router_config, warm
+from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.survey import Survey
 from jdisagg.sim.fused import simulated
@@ -124,27 +124,27 @@ class Stack:
 
     def __init__(self, settings: Settings, found: Sequence[object], console: Console) -> None:
         self.settings, self.mesh = settings, MeshSpec.parse(settings.mesh)
-        self.plan = blueprint.draw(settings, "cpu", None)
+        self.deployment = resolve_deployment(settings, "cpu", None)
         self.bar, self.told = banner.compile_bar(console)
         with self.bar:
-            self.machines = load_executors(self.plan, settings, found)
+            self.machines = load_executors(self.deployment, settings, found)
             warm(self.machines, self.told)
-        self.survey = Survey(self.plan, settings, self.machines)
-        self.tokenizer = Tokenizer(self.plan.model_folder)
+        self.survey = Survey(self.deployment, settings, self.machines)
+        self.tokenizer = Tokenizer(self.deployment.model_folder)
 
     def time(self, rounds: int) -> Profile:
         self.survey.run(rounds)
         return self.survey.profile(machine_name("cpu"))
 
     def live(self, jobs: Sequence[Job], at_s: Sequence[float]) -> list[Sample]:
-        limits, workers = router_config(self.settings), self.plan.workers
+        limits, workers = router_config(self.settings), self.deployment.workers
         service = LocalService(
             Router(limits, workers),
             {config.worker: Worker(config) for config in workers},
             self.machines,
-            model_name=self.plan.model_name,
-            model_config=self.plan.model,
-            max_model_len=self.plan.max_model_len,
+            model_name=self.deployment.model_name,
+            model_config=self.deployment.model,
+            max_model_len=self.deployment.max_model_len,
             tokenizer=self.tokenizer,
         )
         service.start()
@@ -156,7 +156,7 @@ class Stack:
 
 def calibrate(stack: Stack, values: flags.FlagValues) -> tuple[dict, Profile]:
     """One mesh: its row of the report, and its profile with the errors in it."""
-    work = Workload(Lengths.parse(values.inputs), Lengths.parse(values.outputs), stack.plan.model.vocab_size)
+    work = Workload(Lengths.parse(values.inputs), Lengths.parse(values.outputs), stack.deployment.model.vocab_size)
     jobs, mesh = work.draw(values.requests, "calibration"), stack.mesh
     profile = stack.time(values.rounds)
     rate = rate_at(values.load, profile, mesh, jobs)

@@ -34,8 +34,8 @@ from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
 from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve import blueprint
 from jdisagg.serve.build import load_executors
+from jdisagg.serve.deployment import EMBEDDED_MODEL, resolve_deployment
 from pallas_kernels.wire_format import WIRES
 
 MODULES = ("argparse", "calendar", "csv", "difflib", "heapq", "shlex", "textwrap", "zipfile")
@@ -66,8 +66,8 @@ class Stage:
 
     def __init__(self, settings: Settings, texts: Sequence[Sequence[int]], prompt_tokens: int) -> None:
         found = devices.prepare(settings.platform, MeshSpec.parse(settings.mesh).num_devices)
-        plan = blueprint.draw(settings, found[0].platform, None)
-        machines = load_executors(plan, settings, found)
+        deployment = resolve_deployment(settings, found[0].platform, None)
+        machines = load_executors(deployment, settings, found)
         self.source = next(each for each in machines.values() if each.config.role.prefills)
         self.destination = next(each for each in machines.values() if each.config.role.decodes)
         self.texts, self.prompt_tokens = texts, prompt_tokens
@@ -182,7 +182,7 @@ def main() -> int:
         max_num_batched_tokens=min(512, FLAGS.prompt_tokens),
         transfer_error_bound=1e9,  # every wire is to show what it does
     )
-    folder = Path(settings.model) if settings.model else blueprint.EMBEDDED_MODEL
+    folder = Path(settings.model) if settings.model else EMBEDDED_MODEL
     texts = texts_of(Tokenizer(folder), total)
     stage = Stage(settings, texts, FLAGS.prompt_tokens)
     raw_bytes, _ = stage.ship(RAW)

@@ -42,7 +42,7 @@ from benchmarks.load import Ask, Burst, closed_loop
 from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.profile import Profile, read_profile
 from jdisagg.model.hf_config import read_config
-from jdisagg.serve.blueprint import EMBEDDED_MODEL
+from jdisagg.serve.deployment import EMBEDDED_MODEL
 
 FLAGS = flags.FlagValues()
 QUICK = flags.DEFINE_bool("quick", False, "2 rounds at 1, 4 and 16 streams", flag_values=FLAGS)

@@ -29,7 +29,7 @@ from benchmarks.workload import Lengths, Workload
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.hf_config import read_config
-from jdisagg.serve.blueprint import EMBEDDED_MODEL
+from jdisagg.serve.deployment import EMBEDDED_MODEL
 
 FLAGS = flags.FlagValues()
 MODEL = flags.DEFINE_string("model", "", "model folder; empty: the embedded model", flag_values=FLAGS)

@@ -32,8 +32,8 @@ from benchmarks.workload import Lengths, Workload
 from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
-from jdisagg.serve import blueprint
 from jdisagg.serve.build import build
+from jdisagg.serve.deployment import resolve_deployment
 
 FLAGS = flags.FlagValues()
 URL = flags.DEFINE_string(
@@ -186,13 +186,15 @@ def local_target(stack: ExitStack, levels: Sequence[int]) -> Target:
     settings.check()
     num_devices = MeshSpec.parse(settings.mesh).num_devices
     found = devices.prepare(settings.platform, num_devices, settings.compile_cache_dir)
-    drawn = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
-    counters = Counters(drawn.kv.bytes_per_page)
-    service = build(drawn, settings, found, observers=[counters])
+    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
+    counters = Counters(deployment.kv.bytes_per_page)
+    service = build(deployment, settings, found, observers=[counters])
     stack.callback(service.stop)
     service.start()
-    name = f"{drawn.model_name} on {drawn.mesh}, in process"
-    return Target(name, Local(service).ask, lambda: machine.cpu_seconds(os.getpid()), counters, drawn.model.vocab_size)
+    name = f"{deployment.model_name} on {deployment.mesh}, in process"
+    return Target(
+        name, Local(service).ask, lambda: machine.cpu_seconds(os.getpid()), counters, deployment.model.vocab_size
+    )
 
 
 def run(console: Console) -> None:

@@ -38,8 +38,8 @@ from jdisagg.kv.transport.link import Link
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve import blueprint
 from jdisagg.serve.build import load_executors, router_config, warm
+from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
 
 TARGET = 0.10  # of the transfer exposed, for prompts of `LONG_CHUNKS` chunks and more on links that keep up
@@ -123,23 +123,23 @@ class Stack:
     def __init__(self, settings: Settings) -> None:
         mesh = MeshSpec.parse(settings.mesh)
         found = devices.prepare(settings.platform, mesh.num_devices)
-        self.settings, self.plan = settings, blueprint.draw(settings, found[0].platform, None)
-        self.tokenizer = Tokenizer(self.plan.model_folder)
-        self.machines = load_executors(self.plan, settings, found)
+        self.settings, self.deployment = settings, resolve_deployment(settings, found[0].platform, None)
+        self.tokenizer = Tokenizer(self.deployment.model_folder)
+        self.machines = load_executors(self.deployment, settings, found)
         warm(self.machines, lambda name, done, total: None)
 
     @property
     def chunk_tokens(self) -> int:
-        return self.plan.workers[0].prefill_buckets[-1]
+        return self.deployment.workers[0].prefill_buckets[-1]
 
     def service(self, mode: TransferMode, link: Link) -> LocalService:
-        configs = {config.worker: replace(config, transfer=mode) for config in self.plan.workers}
+        configs = {config.worker: replace(config, transfer=mode) for config in self.deployment.workers}
         machines: dict[WorkerId, Any] = {name: LinkedMachine(each, link) for name, each in self.machines.items()}
         workers = {name: Worker(config) for name, config in configs.items()}
         router = Router(router_config(self.settings), configs.values())
-        names = {"model_name": self.plan.model_name, "model_config": self.plan.model}
+        names = {"model_name": self.deployment.model_name, "model_config": self.deployment.model}
         return LocalService(
-            router, workers, machines, max_model_len=self.plan.max_model_len, tokenizer=self.tokenizer, **names
+            router, workers, machines, max_model_len=self.deployment.max_model_len, tokenizer=self.tokenizer, **names
         )
 
     def measure(self, mode: TransferMode, gbit_per_s: float, chunks: Sequence[int]) -> list[Cell]:
@@ -168,7 +168,7 @@ class Stack:
             finish = delta.finish or finish
         assert finish is not None and finish.reason == "length", finish
         parts, (hidden_ns, exposed_ns) = finish.ledger.parts_ns(), finish.ledger.transfer_ns()
-        size = self.plan.kv.pages_for(tokens) * self.plan.kv.bytes_per_page
+        size = self.deployment.kv.pages_for(tokens) * self.deployment.kv.bytes_per_page
         return Cell(
             gbit_per_s,
             chunks,
@@ -284,12 +284,12 @@ def main(argv: Sequence[str]) -> int:
     cells = compared(medians(rounds))
     Console(width=140).print(table(cells))
     report = this_machine.described() | {"mesh": values.mesh, "chunk_tokens": size, "rounds": values.rounds}
-    report |= {"model": stack.plan.model_name, "device": jax.devices()[0].device_kind}
+    report |= {"model": stack.deployment.model_name, "device": jax.devices()[0].device_kind}
     report |= {"cells": [asdict(cell) | shares(cell) for cell in cells]}
     if values.output:
         Path(values.output).write_text(json.dumps(report, indent=1) + "\n")
     if values.plot:
-        plot_exposed(values.plot, cells, f"{stack.plan.model_name}, {values.mesh}, chunks of {size} tokens, CPU")
+        plot_exposed(values.plot, cells, f"{stack.deployment.model_name}, {values.mesh}, chunks of {size} tokens, CPU")
     print("\n".join(tally(cells)))
     return 0
 

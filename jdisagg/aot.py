@@ -32,7 +32,7 @@ from jdisagg.core.targets import Target
 from jdisagg.engine.abstract_programs import AbstractPrograms, Task, shipments
 from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
-from jdisagg.serve import blueprint
+from jdisagg.serve.deployment import Deployment, NoRoom, resolve_deployment
 
 GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory that jax takes, as in the run itself
 UNFIT = 1
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(settings, Target.parse(values.target), values)
     except (ConfigError, CheckpointError) as error:
         print(f"jdisagg.aot: {error}", file=sys.stderr)
-        return UNFIT if isinstance(error, blueprint.NoRoom) else flags.BAD_USE
+        return UNFIT if isinstance(error, NoRoom) else flags.BAD_USE
     except KeyboardInterrupt:
         return flags.INTERRUPTED
 
@@ -74,22 +74,22 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # nothing is to look for the accelerator that is compiled for
     memory_bytes = usable_bytes(target)
-    plan = blueprint.draw(settings, target.chip.platform, memory_bytes)
-    if plan.mesh.num_devices > target.num_devices:
+    deployment = resolve_deployment(settings, target.chip.platform, memory_bytes)
+    if deployment.mesh.num_devices > target.num_devices:
         raise ConfigError(
-            f"the mesh {plan.mesh} needs {plan.mesh.num_devices} devices, {target} has {target.num_devices}"
+            f"the mesh {deployment.mesh} needs {deployment.mesh.num_devices} devices, {target} has {target.num_devices}"
         )
-    outlines = outlines_of(plan, target)
+    outlines = outlines_of(deployment, target)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    aot_report.show_plan(console, plan, target, memory_bytes)
+    aot_report.show_deployment(console, deployment, target, memory_bytes)
     checked = compile_all(outlines, values.all_programs)
     memory = [
         stage
         for outline in outlines
         for stage in memory_of(outline, [each for each in checked if each.worker == outline.config.worker])
     ]
-    context = min(values.context_tokens, plan.max_model_len)
-    report = aot_report.Report(plan, target, memory_bytes, context, checked, memory)
+    context = min(values.context_tokens, deployment.max_model_len)
+    report = aot_report.Report(deployment, target, memory_bytes, context, checked, memory)
     aot_report.show(console, report)
     if values.json:
         write_json(Path(values.json), report)
@@ -106,20 +106,20 @@ def usable_bytes(target: Target) -> int:
         raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
 
 
-def outlines_of(plan: blueprint.Blueprint, target: Target) -> list[AbstractPrograms]:
+def outlines_of(deployment: Deployment, target: Target) -> list[AbstractPrograms]:
     """One for each pool of equal workers: the first of each speaks for the others."""
     devices = devices_of(target)
-    first = {config.role: config for config in reversed(plan.workers)}
+    first = {config.role: config for config in reversed(deployment.workers)}
     return [
         AbstractPrograms(
             config,
-            plan.model,
-            plan.layout(config.role),
-            plan.layers,
-            [devices[index] for index in plan.place(config.worker).device_ids],
-            jnp.dtype(plan.dtype),
+            deployment.model,
+            deployment.layout(config.role),
+            deployment.layers,
+            [devices[index] for index in deployment.place(config.worker).device_ids],
+            jnp.dtype(deployment.dtype),
         )
-        for config in plan.workers
+        for config in deployment.workers
         if first[config.role] is config
     ]
 

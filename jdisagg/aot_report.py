@@ -19,7 +19,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.abstract_programs import Task
 from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
-from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.deployment import Deployment
 
 # Rows of a table that stand together.
 SECTIONS = {"prefill": "prefill", "head": "prefill", "score": "prefill", "decode": "decode", "draw": "draw"}
@@ -29,7 +29,7 @@ SECTIONS = {"prefill": "prefill", "head": "prefill", "score": "prefill", "decode
 class Report:
     """Everything that was found; `faults` is empty where the run compiles and fits."""
 
-    plan: Blueprint
+    deployment: Deployment
     target: Target
     memory_bytes: int  # that jax may use of one device
     context_tokens: int
@@ -37,12 +37,12 @@ class Report:
     memory: list[StageMemory]
 
     def shard(self, place: WorkerMesh, stage: int) -> Shard:
-        sizes = DTYPE_BYTES[self.plan.dtype], DTYPE_BYTES[self.plan.kv.dtype]
-        return Shard(self.plan.model, self.plan.layers[stage], place.tp, *sizes)
+        sizes = DTYPE_BYTES[self.deployment.dtype], DTYPE_BYTES[self.deployment.kv.dtype]
+        return Shard(self.deployment.model, self.deployment.layers[stage], place.tp, *sizes)
 
     def work(self, each: Checked) -> Work | None:
         """Of one device; None for programs whose floor says nothing."""
-        shard, config = self.shard(self.plan.place(each.worker), each.task.stage), self._config(each.worker)
+        shard, config = self.shard(self.deployment.place(each.worker), each.task.stage), self._config(each.worker)
         if each.task.kind == "decode":
             width = each.task.size * config.page_size
             return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
@@ -52,8 +52,8 @@ class Report:
 
     def limit_bytes(self, stage: StageMemory) -> int:
         """Of one device, where workers share it: this one's part."""
-        on = self.plan.mesh.on_device()
-        return self.memory_bytes // max(len(on[device]) for device in self.plan.place(stage.worker).device_ids)
+        on = self.deployment.mesh.on_device()
+        return self.memory_bytes // max(len(on[device]) for device in self.deployment.place(stage.worker).device_ids)
 
     @cached_property
     def faults(self) -> list[str]:
@@ -80,10 +80,10 @@ class Report:
 
     def first_workers(self) -> list[WorkerConfig]:
         named = {each.worker for each in self.checked}
-        return [config for config in self.plan.workers if config.worker in named]
+        return [config for config in self.deployment.workers if config.worker in named]
 
     def _config(self, worker: str) -> WorkerConfig:
-        return next(config for config in self.plan.workers if config.worker == worker)
+        return next(config for config in self.deployment.workers if config.worker == worker)
 
     def _floors(self, tasks: list[Checked], kind: str, size: int) -> list[float]:
         works = [self.work(each) for each in tasks if each.task.kind == kind and each.task.size == size]
@@ -129,10 +129,10 @@ class Report:
             for stage in self.memory
         ]
         found = {
-            "model": self.plan.model_name,
-            "mesh": str(self.plan.mesh),
+            "model": self.deployment.model_name,
+            "mesh": str(self.deployment.mesh),
             "target": str(self.target),
-            "dtype": self.plan.dtype,
+            "dtype": self.deployment.dtype,
             "kv_tokens": {each.worker: each.num_pages * each.page_size for each in self.first_workers()},
             "programs": programs,
             "stages": stages,
@@ -147,13 +147,14 @@ def label(task: Task) -> str:
     return f"{task.kind} of {task.size} {units.get(task.kind.split()[0], 'pages')}, stage {task.stage}"
 
 
-def show_plan(console: Console, plan: Blueprint, target: Target, memory_bytes: int) -> None:
+def show_deployment(console: Console, deployment: Deployment, target: Target, memory_bytes: int) -> None:
     """What is about to be compiled."""
     chip = target.chip
     console.print(
-        f"[bold]{plan.model_name}[/], {plan.model.num_params() / 1e9:.1f} B parameters in {plan.dtype}, {plan.mesh} on"
-        f" {plan.mesh.num_devices} of {target} ({_gib(memory_bytes)} GiB a device, {chip.memory_bytes_per_s / 1e9:,.0f}"
-        f" GB/s, {chip.flops_per_s / 1e12:,.0f} TFLOP/s)",
+        f"[bold]{deployment.model_name}[/], {deployment.model.num_params() / 1e9:.1f} B parameters in"
+        f" {deployment.dtype}, {deployment.mesh} on {deployment.mesh.num_devices} of {target}"
+        f" ({_gib(memory_bytes)} GiB a device, {chip.memory_bytes_per_s / 1e9:,.0f} GB/s,"
+        f" {chip.flops_per_s / 1e12:,.0f} TFLOP/s)",
         highlight=False,
     )
 
@@ -229,7 +230,7 @@ def _memory(report: Report) -> Table:
     for column in table.columns[2:]:
         column.justify = "right"
     for stage in report.memory:
-        config = next(each for each in report.plan.workers if each.worker == stage.worker)
+        config = next(each for each in report.deployment.workers if each.worker == stage.worker)
         parts = (stage.weight_bytes, stage.kv_bytes, stage.state_bytes, stage.temp_bytes, stage.code_bytes)
         total, limit = stage.total_bytes, report.limit_bytes(stage)
         table.add_row(

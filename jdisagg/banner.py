@@ -11,38 +11,39 @@ from rich.table import Table
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.serve.blueprint import Blueprint, sharing_warnings
+from jdisagg.serve.deployment import Deployment, sharing_warnings
 
 
-def show(console: Console, plan: Blueprint, platform: str) -> None:
-    """Prints the whole blueprint once."""
-    console.print(f"[bold]model[/]    {plan.model_name}: {_model_line(plan.model)}, {plan.dtype}, {plan.model_folder}")
-    used = len(plan.mesh.on_device())
-    console.print(f"[bold]mesh[/]     {plan.mesh} on {used} {platform} device{'s' * (used > 1)}")
-    for line in picture(plan):
+def show(console: Console, deployment: Deployment, platform: str) -> None:
+    """Prints the whole deployment once."""
+    model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
+    console.print(f"[bold]model[/]    {model}")
+    used = len(deployment.mesh.on_device())
+    console.print(f"[bold]mesh[/]     {deployment.mesh} on {used} {platform} device{'s' * (used > 1)}")
+    for line in picture(deployment):
         console.print(f"         {line}", highlight=False)
-    for line in sharing_warnings(plan.mesh):
+    for line in sharing_warnings(deployment.mesh):
         console.print(f"[bold yellow]warning[/]  {line}", highlight=False)
-    kv = plan.kv
+    kv = deployment.kv
     console.print(
         f"[bold]kv[/]       {kv.bytes_per_token:,} bytes a token ({kv.dtype}), pages of {kv.page_size} tokens,"
-        f" sequences up to {plan.max_model_len:,} tokens"
+        f" sequences up to {deployment.max_model_len:,} tokens"
     )
-    for config in plan.workers:
+    for config in deployment.workers:
         tokens = config.num_pages * config.page_size
-        size = config.num_pages * plan.layout(config.role).bytes_per_page
+        size = config.num_pages * deployment.layout(config.role).bytes_per_page
         console.print(f"         {config.worker}: {tokens:,} tokens ({config.num_pages:,} pages, {_mib(size)})")
-    for config in plan.workers:
-        console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, plan)}")
+    for config in deployment.workers:
+        console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, deployment)}")
 
 
-def picture(plan: Blueprint) -> list[str]:
+def picture(deployment: Deployment) -> list[str]:
     """Each worker's devices, stage by stage; shards of one stage stand in one bracket."""
-    lines, places = [], plan.mesh.workers()
+    lines, places = [], deployment.mesh.workers()
     last_prefill = next((place.worker for place in reversed(places) if place.role == "prefill"), None)
     for place in places:
         rows = [place.device_ids[stage * place.tp : (stage + 1) * place.tp] for stage in range(place.pp)]
-        runs = plan.layers if place.pp > 1 else (range(plan.model.num_layers),)
+        runs = deployment.layers if place.pp > 1 else (range(deployment.model.num_layers),)
         boxes = [
             f"[{' '.join(str(device) for device in row)}] layers {run.start}-{run.stop - 1}"
             for row, run in zip(rows, runs, strict=True)
@@ -60,12 +61,12 @@ def _model_line(model: ModelConfig) -> str:
     )
 
 
-def _programs(config: WorkerConfig, plan: Blueprint) -> str:
+def _programs(config: WorkerConfig, deployment: Deployment) -> str:
     widths = "/".join(str(width * config.page_size) for width in config.table_buckets)
     parts = []
     if config.role.prefills:
         chunks = "/".join(map(str, config.prefill_buckets))
-        parts.append(f"prefill chunks of {chunks} tokens x {len(plan.layers)} layer groups")
+        parts.append(f"prefill chunks of {chunks} tokens x {len(deployment.layers)} layer groups")
     if config.role.decodes:
         parts.append(
             f"decode of {config.slots_per_microbatch} slots x {config.num_microbatches} stages x {widths} tokens"

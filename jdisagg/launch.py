@@ -1,7 +1,7 @@
 """`python -m jdisagg.launch`: one command from nothing to a running stack. See --help.
 
-Settings are resolved, ports bound and the blueprint printed before anything is loaded, so that a mistake costs a second
-and one line: exit code 2, no traceback.
+Settings are resolved, ports bound and the deployment printed before anything is loaded, so that a mistake costs a
+second and one line: exit code 2, no traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
-from jdisagg.serve import blueprint, offline, servers
+from jdisagg.serve import offline, servers
 from jdisagg.serve.answers import AnswerFile
 from jdisagg.serve.asked import SamplingParams
 from jdisagg.serve.batch import Batch, read_jobs, run_jobs
@@ -47,6 +47,7 @@ from jdisagg.serve.cluster.assemble import (
     read_secret,
     roles_of,
 )
+from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import OneLine
 from jdisagg.serve.service import Service
@@ -95,11 +96,11 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     """The whole stack in this process: it serves, or answers what it was given and ends."""
     mesh = MeshSpec.parse(settings.mesh)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
-    plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
-    banner.show(console, plan, found[0].platform)
+    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
+    banner.show(console, deployment, found[0].platform)
     bar, told = banner.compile_bar(console)
     with bar:
-        service = build(plan, settings, found, told)
+        service = build(deployment, settings, found, told)
     service.start()
     try:
         if batch is not None or settings.prompt:
@@ -127,12 +128,12 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     servers.check_cluster_ports(settings, ROUTER_ROLE in roles, roles != {ROUTER_ROLE})
     count = num_devices(MeshSpec.parse(settings.mesh), roles)
     found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
-    plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
-    banner.show(console, plan, found[0].platform)
+    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
+    banner.show(console, deployment, found[0].platform)
     bar, told = banner.compile_bar(console)
     if sockets is not None:
         with bar:
-            process = build_router(plan, settings, found, told)
+            process = build_router(deployment, settings, found, told)
         process.start()
         console.print(f"[bold]router[/]   workers join at {settings.host}:{process.reception.port}", highlight=False)
         try:
@@ -142,7 +143,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
             process.stop()
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     with bar:
-        workers = build_workers(plan, settings, found, told, ends.put)
+        workers = build_workers(deployment, settings, found, told, ends.put)
     return visit(workers, settings, console, ends)
 
 

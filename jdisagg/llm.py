@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar
 from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
-from jdisagg.serve import blueprint, build, offline
+from jdisagg.serve import build, offline
 from jdisagg.serve.asked import SamplingParams
+from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.offline import Completion, Messages, Prompt
 from jdisagg.serve.text import Piece
 
@@ -34,8 +35,8 @@ class LLM:
         self.settings.check()
         mesh = MeshSpec.parse(self.settings.mesh)
         found = devices.prepare(self.settings.platform, mesh.num_devices, self.settings.compile_cache_dir)
-        self.plan = blueprint.draw(self.settings, found[0].platform, devices.memory_bytes(found[0]))
-        self.service = build.build(self.plan, self.settings, found)
+        self.deployment = resolve_deployment(self.settings, found[0].platform, devices.memory_bytes(found[0]))
+        self.service = build.build(self.deployment, self.settings, found)
         self.service.start()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)

@@ -23,8 +23,8 @@ from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile
 from jdisagg.core.settings import Settings
-from jdisagg.serve import blueprint
 from jdisagg.serve.build import load_executors, warm
+from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.survey import Survey
 
 
@@ -72,12 +72,12 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     """Builds the stack and times it, with a progress bar. Raises ConfigError or CheckpointError."""
     mesh = MeshSpec.parse(settings.mesh)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
-    plan = blueprint.draw(settings, found[0].platform, devices.memory_bytes(found[0]))
+    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     bar, told = banner.compile_bar(console)
     with bar:
-        machines = load_executors(plan, settings, found)
+        machines = load_executors(deployment, settings, found)
         warm(machines, told)
-        survey = Survey(plan, settings, machines)
+        survey = Survey(deployment, settings, machines)
         survey.run(rounds, told)
     return survey.profile(machine_name(found[0].device_kind))
 

@@ -1,4 +1,4 @@
-"""From a blueprint to a running stack: weights loaded, programs warm, actors and driver put together."""
+"""From a deployment to a running stack: weights loaded, programs warm, actors and driver put together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.learnt import learnt_by
 from jdisagg.serve.local import LocalService
@@ -33,43 +33,45 @@ Progress = Callable[[str, int, int], None]
 
 
 def build(
-    plan: Blueprint,
+    deployment: Deployment,
     settings: Settings,
     devices: Sequence[Any],
     progress: Progress = lambda name, done, total: None,
     observers: Sequence[Observer] = (),
 ) -> LocalService:
     """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError or ConfigError."""
-    tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
+    tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines: dict[WorkerId, MeshExecutor] = {}
 
     def recompiles() -> int:
         return sum(machine.recompiles() for machine in machines.values())
 
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
-    metrics = Metrics(plan.model_name, plan.workers, plan.kv.bytes_per_page, recompiles, compat)
-    header = Header(router_config(settings), plan.workers)
+    metrics = Metrics(deployment.model_name, deployment.workers, deployment.kv.bytes_per_page, recompiles, compat)
+    header = Header(router_config(settings), deployment.workers)
     journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
     records = Records(settings.debug_keep)
-    workers = {config.worker: Worker(config) for config in plan.workers}
-    machines.update(load_executors(plan, settings, devices))  # last, so that a wrong setting does not cost the warm-up
+    workers = {config.worker: Worker(config) for config in deployment.workers}
+    machines.update(
+        load_executors(deployment, settings, devices)
+    )  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
     service = LocalService(
-        Router(router_config(settings), plan.workers, records.note),
+        Router(router_config(settings), deployment.workers, records.note),
         workers,
         machines,
-        model_name=plan.model_name,
-        model_config=plan.model,
-        max_model_len=plan.max_model_len,
+        model_name=deployment.model_name,
+        model_config=deployment.model,
+        max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
-        sampling_defaults=read_generation_config(plan.model_folder).sampling,
+        sampling_defaults=read_generation_config(deployment.model_folder).sampling,
         observers=(journal.observe, metrics.observe, *watching(records, settings), *observers),
         metrics=metrics,
         journal=journal,
         inside=Inside(records, lambda: learnt_by(workers)) if settings.debug_keep else None,
         recompiles=recompiles,
     )
-    tell_wire_costs(service.driver, plan, machines)
+    tell_wire_costs(service.driver, deployment, machines)
     return service
 
 
@@ -79,28 +81,31 @@ def watching(records: Records, settings: Settings) -> tuple[Observer, ...]:
 
 
 def load_executors(
-    plan: Blueprint, settings: Settings, devices: Sequence[Any], own: Mapping[WorkerId, WorkerConfig] | None = None
+    deployment: Deployment,
+    settings: Settings,
+    devices: Sequence[Any],
+    own: Mapping[WorkerId, WorkerConfig] | None = None,
 ) -> dict[WorkerId, MeshExecutor]:
     """Every worker's machine on its own devices, with its own copy of the weights it runs.
 
     `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
     stand on, in the mesh's order.
     """
-    own = {config.worker: config for config in plan.workers} if own is None else own
+    own = {config.worker: config for config in deployment.workers} if own is None else own
     if not own:
         return {}
-    ids = sorted({device for name in own for device in plan.place(name).device_ids})
+    ids = sorted({device for name in own for device in deployment.place(name).device_ids})
     here = dict(zip(ids, devices, strict=False))
-    source = open_source(plan.model_folder, settings.load_format, plan.model, settings.seed)
+    source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
     return {
         config.worker: MeshExecutor(
             config,
-            plan.model,
+            deployment.model,
             source,
-            plan.layout(config.role),
-            plan.layers,
-            [here[device] for device in plan.place(name).device_ids],
-            jnp.dtype(plan.dtype),
+            deployment.layout(config.role),
+            deployment.layers,
+            [here[device] for device in deployment.place(name).device_ids],
+            jnp.dtype(deployment.dtype),
         )
         for name, config in own.items()
     }

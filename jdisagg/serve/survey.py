@@ -18,8 +18,8 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve import timing
-from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.build import router_config
+from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.local import LocalService
 
 Key = tuple[object, ...]
@@ -32,8 +32,8 @@ PREFILL, DECODE = PHASES
 class Survey:
     """A stack's machines, warm, and what is to be timed on them. Nothing else may use them meanwhile."""
 
-    def __init__(self, plan: Blueprint, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]) -> None:
-        self.plan, self.settings, self.machines = plan, settings, dict(machines)
+    def __init__(self, deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]) -> None:
+        self.deployment, self.settings, self.machines = deployment, settings, dict(machines)
         self.firsts = {machine.config.role: machine for machine in reversed([*machines.values()])}
         self.cells: dict[Key, Cell] = {}
         self.samples: dict[Key, list[tuple[float, ...]]] = {}
@@ -77,8 +77,8 @@ class Survey:
         if source is None or destination is None:
             return
         modes: list[tuple[str, tuple[int, int] | None]] = [("chunk", None)]
-        if len(self.plan.layers) > 1:
-            modes.append(("layer", (self.plan.layers[0].start, self.plan.layers[0].stop)))
+        if len(self.deployment.layers) > 1:
+            modes.append(("layer", (self.deployment.layers[0].start, self.deployment.layers[0].stop)))
         sizes = source.group_to(destination.config).buckets()
         for (mode, layers), wire, pages in itertools.product(modes, source.config.wires, sizes):
             if pages <= min(source.config.num_pages, destination.config.num_pages):
@@ -98,22 +98,22 @@ class Survey:
     def _add_host(self) -> None:
         prefiller = next(machine for machine in self.machines.values() if machine.prefiller is not None)
         decoder = next(machine for machine in self.machines.values() if machine.decoder is not None)
-        tokens = min(prefiller.config.prefill_buckets[0], self.plan.max_model_len - 2 * LONE_TOKENS)
+        tokens = min(prefiller.config.prefill_buckets[0], self.deployment.max_model_len - 2 * LONE_TOKENS)
         self._add(("host", "chunk"), lambda: timing.time_chunk(prefiller, tokens, 0))
         self._add(("host", "step"), lambda: timing.time_steps(decoder, 1, tokens))
         self.cells["host", "request"] = lambda: self._lone_request(tokens)
 
     def _lone_request(self, tokens: int) -> tuple[float, ...]:
         """Seconds of a request that is alone in the whole stack: its prefill, each token after, its reservation."""
-        plan, limits = self.plan, router_config(self.settings)
+        deployment, limits = self.deployment, router_config(self.settings)
         service = LocalService(
-            Router(limits, plan.workers),
-            {config.worker: Worker(config) for config in plan.workers},
+            Router(limits, deployment.workers),
+            {config.worker: Worker(config) for config in deployment.workers},
             self.machines,
-            model_name=plan.model_name,
-            model_config=plan.model,
-            max_model_len=plan.max_model_len,
-            tokenizer=Tokenizer(plan.model_folder),
+            model_name=deployment.model_name,
+            model_config=deployment.model,
+            max_model_len=deployment.max_model_len,
+            tokenizer=Tokenizer(deployment.model_folder),
         )
         service.start()
         try:
@@ -142,17 +142,17 @@ class Survey:
     # ------------------------------------------------------------ the table
 
     def profile(self, machine: str) -> Profile:
-        plan = self.plan
+        deployment = self.deployment
         return Profile(
             machine=machine,
             platform=next(iter(self.machines.values())).sections[0].place.devices[0].platform,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            mesh=str(plan.mesh),
-            model=plan.model_name,
-            dtype=plan.dtype,
-            page_size=plan.kv.page_size,
-            num_layers=plan.model.num_layers,
-            kv_bytes_per_token=plan.kv.bytes_per_page // plan.kv.page_size,
+            mesh=str(deployment.mesh),
+            model=deployment.model_name,
+            dtype=deployment.dtype,
+            page_size=deployment.kv.page_size,
+            num_layers=deployment.model.num_layers,
+            kv_bytes_per_token=deployment.kv.bytes_per_page // deployment.kv.page_size,
             repeats=min(map(len, self.samples.values())),
             pools=tuple(self._pool(each) for each in self.firsts.values()),
             transfers=self._transfers(),
@@ -161,7 +161,7 @@ class Survey:
         )
 
     def _pool(self, machine: MeshExecutor) -> Pool:
-        config, place = machine.config, self.plan.place(machine.config.worker)
+        config, place = machine.config, self.deployment.place(machine.config.worker)
         pool = Pool(config, place.tp, place.pp)
         if machine.prefiller is not None:
             chunks = tuple(

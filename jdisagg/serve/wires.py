@@ -8,13 +8,13 @@ from jdisagg.core.events import WiresTimed
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Compress, Role
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.serve.blueprint import Blueprint
+from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import LiveDriver
 
 
-def tell_wire_costs(driver: LiveDriver, plan: Blueprint, machines: Mapping[WorkerId, MeshExecutor]) -> None:
+def tell_wire_costs(driver: LiveDriver, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]) -> None:
     """Before the driver starts: until it does, nothing else uses the machines."""
-    tps = [place.tp for place in plan.mesh.workers() if place.role is Role.DECODE]
+    tps = [place.tp for place in deployment.mesh.workers() if place.role is Role.DECODE]
     for worker, machine in machines.items():
         if tps and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
-            driver.post(worker, WiresTimed(machine.time_packs(plan.decode_shapes(tps[0]))))
+            driver.post(worker, WiresTimed(machine.time_packs(deployment.decode_shapes(tps[0]))))

@@ -32,8 +32,8 @@ from jdisagg.engine.toy import VOCAB, ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve import blueprint
 from jdisagg.serve.build import build
+from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.service import Service
 from jdisagg.sim.rerun import Measured, Rerun, between, measure, rerun
@@ -139,7 +139,7 @@ def live_embedded(mesh: str, tmp_path: Path) -> Journalled:
     sizes = {"max_model_len": 128, "prefill_buckets": "64", "table_buckets": "128", "max_num_batched_tokens": 64}
     settings = Settings(mesh=mesh, record_dir=str(tmp_path), page_size=16, **sizes)
     found = devices.prepare("cpu", MeshSpec.parse(mesh).num_devices)
-    service = build(blueprint.draw(settings, "cpu", None), settings, found)
+    service = build(resolve_deployment(settings, "cpu", None), settings, found)
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     requests = [Request(RequestId(f"r{i}"), tuple(range(300, 310 + 9 * i)), sampling) for i in range(8)]
     return stream(service, requests, lambda: next(tmp_path.glob("*.jsonl")).read_text().splitlines())

@@ -35,7 +35,6 @@ from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.blueprint import Blueprint
 from jdisagg.serve.build import Progress, load_executors, router_config, warm, watching
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
@@ -44,6 +43,7 @@ from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
 from jdisagg.serve.cluster.reception import Reception
 from jdisagg.serve.cluster.visit import Visit
 from jdisagg.serve.cluster.warm import arrival_jobs, departure_jobs
+from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
@@ -83,25 +83,25 @@ def read_secret(settings: Settings) -> bytes:
     return secret
 
 
-def identity_of(plan: Blueprint, settings: Settings) -> Identity:
+def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     """What all processes must agree on: the weights (by their files' sizes), the model's numbers, the KV's pages.
 
     The mesh and the wires as well: what a worker compiles before it joins is for the shapes of the others.
     """
-    text = json.dumps(asdict(plan.model), sort_keys=True) + settings.load_format + str(settings.seed)
-    files = sorted((path.name, path.stat().st_size) for path in plan.model_folder.glob("*.safetensors"))
+    text = json.dumps(asdict(deployment.model), sort_keys=True) + settings.load_format + str(settings.seed)
+    files = sorted((path.name, path.stat().st_size) for path in deployment.model_folder.glob("*.safetensors"))
     model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
-    kv, sent = plan.kv, plan.prefill_kv
+    kv, sent = deployment.kv, deployment.prefill_kv
     layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.head_dim} in {sent.page_size} to {kv.page_size} of {settings.mesh}"
     if settings.transfer_compress != "none":
         layout += f" as {settings.transfer_compress}"
-    return Identity(f"{plan.model_name}:{model}", layout, f"{sent.dtype} to {kv.dtype}")
+    return Identity(f"{deployment.model_name}:{model}", layout, f"{sent.dtype} to {kv.dtype}")
 
 
-def own_workers(plan: Blueprint, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
+def own_workers(deployment: Deployment, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
     """The workers of these roles by their names in the mesh, renamed for this process."""
     suffix = secrets.token_hex(3)
-    mine = [config for config in plan.workers if plays(config.role, roles)]
+    mine = [config for config in deployment.workers if plays(config.role, roles)]
     return {config.worker: replace(config, worker=WorkerId(f"{config.worker}-{suffix}")) for config in mine}
 
 
@@ -115,22 +115,22 @@ def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
-def far_jobs(plan: Blueprint, machine: MeshExecutor) -> list[Job]:
+def far_jobs(deployment: Deployment, machine: MeshExecutor) -> list[Job]:
     """Shipments to and from workers of other processes."""
-    tps = {role: {place.tp for place in plan.mesh.workers() if place.role is role} for role in Role}
+    tps = {role: {place.tp for place in deployment.mesh.workers() if place.role is role} for role in Role}
     if machine.config.role is Role.PREFILL:
-        stages = [plan.decode_shapes(tp) for tp in tps[Role.DECODE]]
+        stages = [deployment.decode_shapes(tp) for tp in tps[Role.DECODE]]
         return [job for shapes in stages for job in departure_jobs(machine, shapes)]
     if machine.config.role is Role.DECODE:
-        return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, plan.prefill_kv, tp)]
+        return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, deployment.prefill_kv, tp)]
     return []
 
 
-def crossing_of(plan: Blueprint, settings: Settings) -> Crossing:
+def crossing_of(deployment: Deployment, settings: Settings) -> Crossing:
     server, client = kv_contexts(settings)
     terms = TransportConfig(
         read_secret(settings),
-        identity_of(plan, settings),
+        identity_of(deployment, settings),
         listen=settings.kv_listen,
         advertise=settings.kv_advertise,
         tls_server=server,
@@ -185,20 +185,20 @@ class WorkerProcess:
 
 
 def build_workers(
-    plan: Blueprint,
+    deployment: Deployment,
     settings: Settings,
     devices: Sequence[Any],
     progress: Progress,
     ended: Callable[[str], None],
 ) -> WorkerProcess:
     """`ended` is told why this process can do no more: the router refuses it, or its driver died."""
-    own = own_workers(plan, roles_of(settings))
+    own = own_workers(deployment, roles_of(settings))
     credentials = channel_credentials(settings)
-    crossing = crossing_of(plan, settings)
-    machines = load_executors(plan, settings, devices, own)
-    warm(machines, progress, partial(far_jobs, plan))
+    crossing = crossing_of(deployment, settings)
+    machines = load_executors(deployment, settings, devices, own)
+    warm(machines, progress, partial(far_jobs, deployment))
     node = WorkerNode(crossing, machines, peers_of(machines, crossing), ended)
-    metrics = _metrics(plan, settings, node)
+    metrics = _metrics(deployment, settings, node)
     node.driver = LiveDriver(
         None,
         {name: Worker(machine.config) for name, machine in machines.items()},
@@ -208,17 +208,17 @@ def build_workers(
         observers=(metrics.observe, node.observe),
         far=node,
     )
-    tell_wire_costs(node.driver, plan, machines)
+    tell_wire_costs(node.driver, deployment, machines)
     terms, pulse = crossing.terms, pulse_of(settings)
     visit = Visit(settings.router, terms.secret, terms.identity, node, pulse, credentials, refused=ended)
     return WorkerProcess(node, visit)
 
 
-def _metrics(plan: Blueprint, settings: Settings, node: Node) -> Metrics:
+def _metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
     """Of this process; that of the router hears of the others' besides."""
     configs = tuple(machine.config for machine in node.machines.values())
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
-    metrics = Metrics(plan.model_name, configs, plan.kv.bytes_per_page, node.recompiles, compat)
+    metrics = Metrics(deployment.model_name, configs, deployment.kv.bytes_per_page, node.recompiles, compat)
     if configs:
         metrics.watch_held(configs[0].worker, node.crossing.held_bytes)
     node.counted = metrics.counted
@@ -247,42 +247,44 @@ class RouterProcess:
         self.node.close()
 
 
-def build_router(plan: Blueprint, settings: Settings, devices: Sequence[Any], progress: Progress) -> RouterProcess:
+def build_router(
+    deployment: Deployment, settings: Settings, devices: Sequence[Any], progress: Progress
+) -> RouterProcess:
     """The router, and the workers whose roles this process plays as well."""
     roles = roles_of(settings)
-    own = own_workers(plan, roles)
+    own = own_workers(deployment, roles)
     credentials = server_credentials(settings)
-    crossing = crossing_of(plan, settings)
-    tokenizer = Tokenizer(settings.tokenizer or plan.model_folder)
-    machines = load_executors(plan, settings, devices, own)
+    crossing = crossing_of(deployment, settings)
+    tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
+    machines = load_executors(deployment, settings, devices, own)
     node = RouterNode(crossing, machines, peers_of(machines, crossing))
     address = f"{settings.host}:{settings.control_port}"
     terms = crossing.terms
     reception = Reception(address, terms.secret, terms.identity, node, pulse_of(settings), credentials)
-    warm(machines, progress, partial(far_jobs, plan))
+    warm(machines, progress, partial(far_jobs, deployment))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
     records = Records(settings.debug_keep)
-    service = _service(plan, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)
-    tell_wire_costs(service.driver, plan, machines)
+    service = _service(deployment, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)
+    tell_wire_costs(service.driver, deployment, machines)
     node.driver = service.driver
     return RouterProcess(service, node, reception)
 
 
 def _service(
-    plan: Blueprint, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router, records: Records
+    deployment: Deployment, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router, records: Records
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
-    metrics = _metrics(plan, settings, node)
+    metrics = _metrics(deployment, settings, node)
     journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
     return LocalService(
         router,
         {name: Worker(machine.config) for name, machine in node.machines.items()},
         node.machines,
-        model_name=plan.model_name,
-        model_config=plan.model,
-        max_model_len=plan.max_model_len,
+        model_name=deployment.model_name,
+        model_config=deployment.model,
+        max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
-        sampling_defaults=read_generation_config(plan.model_folder).sampling,
+        sampling_defaults=read_generation_config(deployment.model_folder).sampling,
         observers=(journal.observe, metrics.observe, *watching(records, settings), node.observe),
         metrics=metrics,
         journal=journal,

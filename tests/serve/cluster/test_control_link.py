@@ -25,12 +25,12 @@ from jdisagg.core.wire import MAX_RECORD_BYTES, Seal
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.ticket import Parcel
-from jdisagg.serve import blueprint
 from jdisagg.serve.cluster.assemble import identity_of
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.link import BEAT, LAST, METHOD, PROTOCOL, Link, Pulse, cut, new_nonce
 from jdisagg.serve.cluster.reception import Reception
 from jdisagg.serve.cluster.visit import Visit
+from jdisagg.serve.deployment import resolve_deployment
 from tests.serve.cluster.processes import private
 
 SECRET, OTHER_SECRET = b"sixteen bytes or more", b"another sixteen bytes"
@@ -191,7 +191,7 @@ def test_another_model_is_refused_with_both_fingerprints(open_reception, visit):
 def test_a_worker_that_cuts_its_pages_otherwise_is_refused_with_both_fingerprints(open_reception, visit):
     here = Settings(mesh="prefill:tp2,decode:pp2", page_size=16, prefill_page_size=32)
     there = replace(here, page_size=32)
-    kinds = [identity_of(blueprint.draw(each, "cpu", None), each) for each in (here, there)]
+    kinds = [identity_of(resolve_deployment(each, "cpu", None), each) for each in (here, there)]
     reception, _ = open_reception(kind=kinds[0])
     why: queue.SimpleQueue[str] = queue.SimpleQueue()
     visit(reception.port, kind=kinds[1], refused=why.put)

@@ -10,23 +10,23 @@ from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.serve import blueprint
+from jdisagg.serve.deployment import Deployment, resolve_deployment
 
 GIB = 1 << 30
 
 
-def drawn(mesh: str, device_bytes: int | None = GIB, **settings) -> blueprint.Blueprint:
+def resolved(mesh: str, device_bytes: int | None = GIB, **settings) -> Deployment:
     platform = "cpu" if device_bytes is None else "gpu"
-    return blueprint.draw(Settings(mesh=mesh, hbm_fraction=1.0, **settings), platform, device_bytes)
+    return resolve_deployment(Settings(mesh=mesh, hbm_fraction=1.0, **settings), platform, device_bytes)
 
 
-def bytes_on_devices(plan: blueprint.Blueprint, config: WorkerConfig) -> list[tuple[int, int]]:
+def bytes_on_devices(deployment: Deployment, config: WorkerConfig) -> list[tuple[int, int]]:
     """Weights with KV, and a page, of one device of each of the worker's stages."""
-    place, kv = plan.place(config.worker), plan.kv
+    place, kv = deployment.place(config.worker), deployment.kv
     found = []
-    for run in plan.layers if place.pp > 1 else (range(plan.model.num_layers),):
+    for run in deployment.layers if place.pp > 1 else (range(deployment.model.num_layers),):
         page = len(run) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
-        weights = int(Shard(plan.model, run, place.tp, DTYPE_BYTES[plan.dtype], 0).held_bytes)
+        weights = int(Shard(deployment.model, run, place.tp, DTYPE_BYTES[deployment.dtype], 0).held_bytes)
         found.append((weights + config.num_pages * page, page))
     return found
 
@@ -41,29 +41,29 @@ def bytes_on_devices(plan: blueprint.Blueprint, config: WorkerConfig) -> list[tu
     ],
 )
 def test_the_fullest_device_of_a_worker_is_full_but_for_less_than_a_page(mesh: str, parts: dict[str, float]):
-    plan = drawn(mesh)
-    for config in plan.workers:
-        used = bytes_on_devices(plan, config)
+    deployment = resolved(mesh)
+    for config in deployment.workers:
+        used = bytes_on_devices(deployment, config)
         left = [parts[config.worker] * GIB - size for size, _ in used]
         assert min(left) >= 0, "no device holds more than its part"
         assert any(each < page for each, (_, page) in zip(left, used, strict=True))
 
 
 def test_too_little_memory_for_two_names_the_worker_and_both_sizes():
-    alone = drawn("colocated:tp1", kv_tokens=2048)
+    alone = resolved("colocated:tp1", kv_tokens=2048)
     ((enough_for_one, _),) = bytes_on_devices(alone, alone.workers[0])
-    drawn("colocated:tp1", enough_for_one, max_model_len=2048)
+    resolved("colocated:tp1", enough_for_one, max_model_len=2048)
     with pytest.raises(
         ConfigError, match=r"prefill-0 does not fit: .* room for 0 KV tokens, and one sequence may have 2048"
     ):
-        drawn("prefill:tp1@0,decode:tp1@0", enough_for_one, max_model_len=2048)
+        resolved("prefill:tp1@0,decode:tp1@0", enough_for_one, max_model_len=2048)
 
 
 def test_sharing_is_warned_of_and_its_absence_is_not(caplog):
     with caplog.at_level(logging.WARNING):
-        drawn("prefill:tp1,decode:tp1", None)
+        resolved("prefill:tp1,decode:tp1", None)
     assert not caplog.records
-    drawn("prefill:2xtp1,decode:pp3@0", None)
+    resolved("prefill:2xtp1,decode:pp3@0", None)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "prefill-0 and decode-0 share device 0",
         "prefill-1 and decode-0 share device 1",

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class Deployment:
     """One stack, ready to be built. `layers` are the decode stages' runs, and the prefill meshes' layer groups."""
 
     model_folder: Path
@@ -56,8 +56,8 @@ class Blueprint:
         return next(each for each in self.mesh.workers() if each.worker == worker)
 
 
-def draw(settings: Settings, platform: str, device_bytes: int | None) -> Blueprint:
-    """The blueprint of `settings` on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
+def resolve_deployment(settings: Settings, platform: str, device_bytes: int | None) -> Deployment:
+    """What `settings` ask for, on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
 
     Logs a warning for workers that share devices; each then gets an equal part of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
@@ -100,7 +100,7 @@ def draw(settings: Settings, platform: str, device_bytes: int | None) -> Bluepri
     )
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
-    return Blueprint(folder, name, model, mesh, layers, dtype, kv, prefill_kv, longest, workers)
+    return Deployment(folder, name, model, mesh, layers, dtype, kv, prefill_kv, longest, workers)
 
 
 def sharing_warnings(mesh: MeshSpec) -> list[str]:
