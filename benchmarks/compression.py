@@ -30,7 +30,7 @@ from jdisagg.core.plans import KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import RAW
-from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
+from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
@@ -104,16 +104,16 @@ class Stage:
                 wire=wire,
             )
             departures = self.source.pack(transfer, shapes_of(self.destination.pages))
-            moves = [send(each, self.destination.pages[each.stage].place) for each in departures]
+            moves = [send(each, self.destination.pages[each.stage].submesh) for each in departures]
             for each in departures:
                 size += sum(piece.nbytes for piece in each.pieces)
                 for errors in sorted_atoms(each.packed).errors:
                     layers = slice(each.layers.start, each.layers.stop)
                     lost[layers] = np.maximum(lost[layers], np.asarray(errors).max(axis=(1, 2)))
-            parcel = MeshParcel(transfer, moves, [])
-            verdict = self.destination.check(parcel)
+            shipment = MeshShipment(transfer, moves, [])
+            verdict = self.destination.check(shipment)
             assert verdict is None or verdict(), "what landed is not what left"
-            self.destination.insert(parcel)
+            self.destination.insert(shipment)
         return size, lost
 
     def next_tokens(self) -> Iterator[np.ndarray]:
@@ -127,10 +127,10 @@ class Stage:
             batch.table[index, : len(pages)] = pages
         batch.tables.clear()
         for position in range(self.prompt_tokens, total):
-            feed = np.zeros((4, batch.size), np.int32)
-            feed[0, :slots] = [text[position] for text in self.texts]
-            feed[1, :slots], feed[3, :slots] = position, 1
-            batch.feed = jax.device_put(feed, decoder.device)
+            state = np.zeros((4, batch.size), np.int32)
+            state[0, :slots] = [text[position] for text in self.texts]
+            state[1, :slots], state[3, :slots] = position, 1
+            batch.state = jax.device_put(state, decoder.device)
             logits = np.asarray(decoder.stages(batch, self.destination.config.table_buckets[-1]))[:slots]
             logits = logits.astype(np.float64)
             top = logits.max(axis=-1, keepdims=True)

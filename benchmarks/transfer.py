@@ -33,7 +33,7 @@ from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
+from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.kv.transport.link import Link
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
@@ -49,28 +49,28 @@ MODES = (TransferMode.WHOLE, TransferMode.CHUNK, TransferMode.LAYER, TransferMod
 
 
 @dataclass(frozen=True)
-class SlowParcel:
-    """A parcel that also has to cross the link; the bytes go on the wire when they are packed."""
+class SlowShipment:
+    """A shipment that also has to cross the link; the bytes go on the wire when they are packed."""
 
-    parcel: MeshParcel
+    shipment: MeshShipment
     link: Link
     sent_s: list[float]
 
     @property
     def transfer(self) -> KVTransfer:
-        return self.parcel.transfer
+        return self.shipment.transfer
 
     @property
     def moves(self) -> Any:
-        return self.parcel.moves
+        return self.shipment.moves
 
     def wait_packed(self) -> None:
-        self.parcel.wait_packed()
+        self.shipment.wait_packed()
         self.sent_s.append(time.monotonic())
 
     def wait(self) -> None:
-        self.parcel.wait()
-        lands_s = self.link.send(self.sent_s[0], sum(array.nbytes for array in self.parcel.packed))
+        self.shipment.wait()
+        lands_s = self.link.send(self.sent_s[0], sum(array.nbytes for array in self.shipment.packed))
         time.sleep(max(0.0, lands_s - time.monotonic()))
 
 
@@ -83,11 +83,11 @@ class LinkedMachine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def check(self, parcel: SlowParcel) -> Any:
-        return self.inner.check(parcel.parcel)
+    def check(self, shipment: SlowShipment) -> Any:
+        return self.inner.check(shipment.shipment)
 
-    def ship(self, transfer: KVTransfer, destination: LinkedMachine) -> SlowParcel:
-        return SlowParcel(self.inner.ship(transfer, destination.inner), self.link, [])
+    def ship(self, transfer: KVTransfer, destination: LinkedMachine) -> SlowShipment:
+        return SlowShipment(self.inner.ship(transfer, destination.inner), self.link, [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ FLOORS = {
     "policy": 1,
     "parallel": 2,
     "model": 3,
-    "kv": 3.5,  # the bytes of a network: it knows the network's shape of an attention, and not the other way round
+    "kv": 3,  # the bytes of a network and the network know nothing of each other
     "engine": 4,
     "training": 4,
     "serve": 5,

@@ -1,7 +1,7 @@
 """Every program of a stack as it would be warmed, over shapes instead of arrays: to compile where nothing can run.
 
-The programs are the engine's own (`SectionPrograms`, `DrawPrograms`, `FirstDrawPrograms`, `Dock`); only their arguments
-are described here once more, and a test holds this list to what a warm machine has compiled.
+The programs are the engine's own (`LayerGroupPrograms`, `DrawPrograms`, `FirstDrawPrograms`, `Dock`); only their
+arguments are described here once more, and a test holds this list to what a warm executor has compiled.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.reshard import Route, StageShape, plan_routes
 from jdisagg.core.worker_config import RAW, WorkerConfig
 from jdisagg.engine.decode import DrawPrograms
-from jdisagg.engine.mesh_executor import places_of
+from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
+from jdisagg.engine.mesh_executor import submeshes_of
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
-from jdisagg.engine.section import SCORE_ROWS, SectionPrograms
 from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.kv.shipping import ATOM_SPEC, Dock, piece_shapes
 from jdisagg.model.params import abstract_stage_params
-from jdisagg.parallel.place import WHOLE, Device, Place, Program
+from jdisagg.parallel.submesh import WHOLE, Device, Program, Submesh
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Task:
     """One program for one set of shapes."""
 
     kind: str  # "prefill", "head", "score", "decode", "draw ...", "pack", "check", "insert"
-    stage: int  # section of the worker that it runs on
+    stage: int  # group of the worker that it runs on
     size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
     program: Program
     arguments: tuple[Any, ...]
-    place: Place
+    submesh: Submesh
     layers: int = 0
     traits: tuple[Any, ...] = ()  # what else tells two tasks of one kind apart, besides the numbers above
     batch_bytes: int = 0  # of one device: what temporaries may hold of the batch itself, generously
@@ -56,11 +56,11 @@ class Task:
     @property
     def family(self) -> tuple[Any, ...]:
         """Equal for tasks that are the same program but for sizes."""
-        return (self.kind, self.place.tp, *self.traits)
+        return (self.kind, self.submesh.tp, *self.traits)
 
 
 class AbstractPrograms:
-    """One worker's sections, and the tasks that its `warm` would run; sizes and shapes only."""
+    """One worker's layer groups, and the tasks that its `warm` would run; sizes and shapes only."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class AbstractPrograms:
     ) -> None:
         """Arguments as those of `MeshExecutor`; the devices may be those of a topology."""
         self.config, self.model, self.layout, self.dtype = config, model, layout, dtype
-        places = places_of(config.role, len(layers), devices)
-        self.sections = [
-            SectionPrograms(model, run, place, abstract_stage_params(model, run, place.mesh, dtype))
-            for run, place in zip(layers, places, strict=True)
+        submeshes = submeshes_of(config.role, len(layers), devices)
+        self.layer_groups = [
+            LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype))
+            for run, submesh in zip(layers, submeshes, strict=True)
         ]
-        self.docks = {place: Dock(place, config.digests, config.error_bound) for place in places}
+        self.docks = {submesh: Dock(submesh, config.digests, config.error_bound) for submesh in submeshes}
         self.draws, self.first_draws = DrawPrograms(), FirstDrawPrograms()
 
     def tasks(self) -> list[Task]:
@@ -93,59 +93,59 @@ class AbstractPrograms:
         return found
 
     def weight_bytes(self, stage: int) -> int:
-        """Of one device of the section."""
-        return sum(local_bytes(leaf) for leaf in self.sections[stage].params.leaves)
+        """Of one device of the group."""
+        return sum(local_bytes(leaf) for leaf in self.layer_groups[stage].params.leaves)
 
     def pool_bytes(self, stage: int, layers: int | None = None) -> int:
-        """Of one device: the pages of `layers` layers of the section (None: all), without padding."""
-        section = self.sections[stage]
-        return (len(section.layers) if layers is None else layers) * local_bytes(self._pool(section.place))
+        """Of one device: the pages of `layers` layers of the layer group (None: all), without padding."""
+        group = self.layer_groups[stage]
+        return (len(group.layers) if layers is None else layers) * local_bytes(self._pool(group.submesh))
 
     # ------------------------------------------------------------ one kind after the other
 
-    def _pool(self, place: Place) -> jax.ShapeDtypeStruct:
-        return abstract_pool(self.layout, self.config.num_pages, place)
+    def _pool(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
+        return abstract_pool(self.layout, self.config.num_pages, submesh)
 
-    def _section_task(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> Task:
-        section = self.sections[stage]
-        windows = tuple({self.model.window(layer) for layer in section.layers})
-        pools = [self._pool(section.place)] * len(section.layers)
-        sums = 2 * len(section.layers) if section.place.tp > 1 else 0
-        gathers = _gathers(section) if kind == "decode" and section.is_last else {}
+    def _group_task(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> Task:
+        group = self.layer_groups[stage]
+        windows = tuple({self.model.window(layer) for layer in group.layers})
+        pools = [self._pool(group.submesh)] * len(group.layers)
+        sums = 2 * len(group.layers) if group.submesh.tp > 1 else 0
+        gathers = _gathers(group) if kind == "decode" and group.is_last else {}
         return Task(
             kind,
             stage,
             size,
             program,
-            (section.params.leaves, pools, *batch),
-            section.place,
-            len(section.layers),
-            (section.is_first, section.is_last, windows),
-            self._activation_bytes(rows, section.place.tp) + (self._logit_bytes(rows) if gathers else 0),
+            (group.params.leaves, pools, *batch),
+            group.submesh,
+            len(group.layers),
+            (group.is_first, group.is_last, windows),
+            self._activation_bytes(rows, group.submesh.tp) + (self._logit_bytes(rows) if gathers else 0),
             self.pool_bytes(stage),
             {**({"all-reduce": sums} if sums else {}), **gathers},
         )
 
     def _prefills(self, tokens: int) -> Iterator[Task]:
         sequences, width = self.config.max_chunk_seqs, self.config.table_buckets[-1]
-        for stage, section in enumerate(self.sections):
-            place = section.place
+        for stage, group in enumerate(self.layer_groups):
+            submesh = group.submesh
             ints = [(3, tokens), (2, sequences + 1), (sequences, width)]
-            batch = (*(whole(place, shape) for shape in ints), self._activations(section, tokens))
-            yield self._section_task("prefill", stage, tokens, tokens, section.prefill_program, batch)
-        last, stage = self.sections[-1], len(self.sections) - 1
-        x = whole(last.place, (tokens, self.model.hidden_size), self.dtype)
+            batch = (*(whole(submesh, shape) for shape in ints), self._activations(group, tokens))
+            yield self._group_task("prefill", stage, tokens, tokens, group.prefill_program, batch)
+        last, stage = self.layer_groups[-1], len(self.layer_groups) - 1
+        x = whole(last.submesh, (tokens, self.model.hidden_size), self.dtype)
         for kind, program, rows in (("head", last.head_program, sequences), ("score", last.score_program, tokens)):
-            arguments, room = (last.params.leaves, x, whole(last.place, (rows,))), 2 * local_bytes(x)
+            arguments, room = (last.params.leaves, x, whole(last.submesh, (rows,))), 2 * local_bytes(x)
             room += self._logit_bytes(min(rows, max(sequences, SCORE_ROWS)))
-            yield Task(kind, stage, tokens, program, arguments, last.place, 0, (), room, 0, _gathers(last))
+            yield Task(kind, stage, tokens, program, arguments, last.submesh, 0, (), room, 0, _gathers(last))
 
     def _decodes(self, width: int) -> Iterator[Task]:
         slots = self.config.slots_per_microbatch
-        for stage, section in enumerate(self.sections):
-            place = section.place
-            batch = (whole(place, (slots, width)), whole(place, (4, slots)), self._activations(section, slots))
-            yield self._section_task("decode", stage, width, slots, section.decode_program, batch)
+        for stage, group in enumerate(self.layer_groups):
+            submesh = group.submesh
+            batch = (whole(submesh, (slots, width)), whole(submesh, (4, slots)), self._activations(group, slots))
+            yield self._group_task("decode", stage, width, slots, group.decode_program, batch)
 
     def _activation_bytes(self, rows: int, tp: int) -> int:
         """Four copies of the residual stream in f32, and two of the widest product of a layer."""
@@ -156,40 +156,40 @@ class AbstractPrograms:
         """Eight copies of the logits: sampling keeps several at once, and the least tile has eight rows."""
         return 8 * max(rows, 8) * self.model.vocab_size * 4
 
-    def _activations(self, section: SectionPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
-        return None if section.is_first else whole(section.place, (rows, self.model.hidden_size), self.dtype)
+    def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
+        return None if group.is_first else whole(group.submesh, (rows, self.model.hidden_size), self.dtype)
 
     def _first_draws(self) -> list[Task]:
-        """As `Prefiller.draw`: on the first device of the last section."""
+        """As `Prefiller.draw`: on the first device of the last group."""
         rows, programs = self.config.max_chunk_seqs, self.first_draws
-        state = DrawShapes(self.sections[-1].place.devices[0], rows, self.model.vocab_size)
-        positions = state.ints(rows)
+        shapes = DrawShapes(self.layer_groups[-1].submesh.devices[0], rows, self.model.vocab_size)
+        positions = shapes.ints(rows)
         return [
-            self._draw("draw first greedy", programs.greedy, state, (state.logits,)),
-            self._draw("draw first", programs.pick, state, (state.logits, state.metadata, state.counts, positions)),
-            self._draw("draw first logprobs", programs.logprobs, state, (state.logits, positions)),
+            self._draw("draw first greedy", programs.greedy, shapes, (shapes.logits,)),
+            self._draw("draw first", programs.pick, shapes, (shapes.logits, shapes.metadata, shapes.counts, positions)),
+            self._draw("draw first logprobs", programs.logprobs, shapes, (shapes.logits, positions)),
         ]
 
     def _draws(self) -> list[Task]:
         """As `Decoder`: on the first device of the last stage."""
         rows, programs = self.config.slots_per_microbatch, self.draws
-        state = DrawShapes(self.sections[-1].place.devices[0], rows, self.model.vocab_size)
-        feed, tokens = state.ints(4, rows), state.ints(rows)
-        row = (state.ints(), state.of((self.model.vocab_size,), jnp.bool_), state.ints(self.model.vocab_size))
-        output, both = local_bytes(state.counts.output), sum(map(local_bytes, state.counts))
+        shapes = DrawShapes(self.layer_groups[-1].submesh.devices[0], rows, self.model.vocab_size)
+        state, tokens = shapes.ints(4, rows), shapes.ints(rows)
+        row = (shapes.ints(), shapes.of((self.model.vocab_size,), jnp.bool_), shapes.ints(self.model.vocab_size))
+        output, both = local_bytes(shapes.counts.output), sum(map(local_bytes, shapes.counts))
         return [
-            self._draw("draw steer", programs.steer, state, (feed, feed)),
-            self._draw("draw greedy", programs.draw_greedy, state, (state.logits, feed, state.metadata)),
-            self._draw("draw", programs.draw, state, (state.logits, feed, state.metadata, state.counts)),
-            self._draw("draw logprobs", programs.logprobs, state, (state.logits, tokens)),
-            self._draw("draw count", programs.count, state, (state.counts, tokens), output),
-            self._draw("draw set row", programs.set_row, state, (state.counts, *row), both),
+            self._draw("draw steer", programs.steer, shapes, (state, state)),
+            self._draw("draw greedy", programs.draw_greedy, shapes, (shapes.logits, state, shapes.metadata)),
+            self._draw("draw", programs.draw, shapes, (shapes.logits, state, shapes.metadata, shapes.counts)),
+            self._draw("draw logprobs", programs.logprobs, shapes, (shapes.logits, tokens)),
+            self._draw("draw count", programs.count, shapes, (shapes.counts, tokens), output),
+            self._draw("draw set row", programs.set_row, shapes, (shapes.counts, *row), both),
         ]
 
-    def _draw(self, kind: str, program: Program, state: DrawShapes, arguments: tuple, donated: int = 0) -> Task:
-        stage = len(self.sections) - 1
-        place, room = Place([state.device]), self._logit_bytes(state.rows)
-        return Task(kind, stage, state.rows, program, arguments, place, batch_bytes=room, donated_bytes=donated)
+    def _draw(self, kind: str, program: Program, shapes: DrawShapes, arguments: tuple, donated: int = 0) -> Task:
+        stage = len(self.layer_groups) - 1
+        submesh, room = Submesh([shapes.device]), self._logit_bytes(shapes.rows)
+        return Task(kind, stage, shapes.rows, program, arguments, submesh, batch_bytes=room, donated_bytes=donated)
 
 
 @dataclass(frozen=True)
@@ -233,14 +233,14 @@ def shipments(source: AbstractPrograms, destination: AbstractPrograms) -> list[T
 
 def _shapes(outline: AbstractPrograms) -> tuple[StageShape, ...]:
     kv = outline.layout
-    return tuple(StageShape(each.layers, each.place.tp, kv.page_size, kv.dtype) for each in outline.sections)
+    return tuple(StageShape(each.layers, each.submesh.tp, kv.page_size, kv.dtype) for each in outline.layer_groups)
 
 
 def _shipment(
     source: AbstractPrograms, destination: AbstractPrograms, route: Route, wire: str, groups: int
 ) -> Iterator[Task]:
-    held = source.sections[route.source_stage].place
-    wanted = destination.sections[route.destination_stage].place
+    held = source.layer_groups[route.source_stage].submesh
+    wanted = destination.layer_groups[route.destination_stage].submesh
     number, heads, kind = len(route.layers), route.heads, () if wire == RAW else (wire,)
     pages = groups * route.group.source
     pools = [source._pool(held)] * number
@@ -261,16 +261,16 @@ def _shipment(
     yield Task("insert", stage, pages, dock.insert_program, arguments, wanted, number, kind, 2 * moved, donated)
 
 
-def landed(pieces: Sequence[jax.ShapeDtypeStruct], place: Place) -> list[Any]:
-    """Pieces of one shard as the place holds them: cut on heads, axis 2."""
-    cut = place.sharding(ATOM_SPEC)
-    shapes = [((*piece.shape[:2], piece.shape[2] * place.tp, *piece.shape[3:]), piece.dtype) for piece in pieces]
+def landed(pieces: Sequence[jax.ShapeDtypeStruct], submesh: Submesh) -> list[Any]:
+    """Pieces of one shard as the submesh holds them: cut on heads, axis 2."""
+    cut = submesh.sharding(ATOM_SPEC)
+    shapes = [((*piece.shape[:2], piece.shape[2] * submesh.tp, *piece.shape[3:]), piece.dtype) for piece in pieces]
     return [jax.ShapeDtypeStruct(shape, dtype, sharding=cut) for shape, dtype in shapes]
 
 
-def whole(place: Place, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
-    """An array that every shard of the place has."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=place.sharding(WHOLE))
+def whole(submesh: Submesh, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+    """An array that every shard of the submesh has."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=submesh.sharding(WHOLE))
 
 
 def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -279,7 +279,7 @@ def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return jnp.dtype(leaf.dtype).itemsize * prod(shape)
 
 
-def _gathers(section: SectionPrograms) -> dict[str, int]:
+def _gathers(group: LayerGroupPrograms) -> dict[str, int]:
     """The head's logits, gathered where the vocabulary is split."""
-    shards = section.place.tp
-    return {"all-gather": 1} if shards > 1 and section.config.vocab_size % shards == 0 else {}
+    shards = group.submesh.tp
+    return {"all-gather": 1} if shards > 1 and group.config.vocab_size % shards == 0 else {}

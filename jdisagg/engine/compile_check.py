@@ -74,20 +74,20 @@ def check(
 
 def memory_of(outline: AbstractPrograms, checked: Sequence[Checked]) -> list[StageMemory]:
     """Of each place of the worker; `checked` are all tasks that run on it, shipments included."""
-    places = list(dict.fromkeys(section.place for section in outline.sections))
+    submeshes = list(dict.fromkeys(group.submesh for group in outline.layer_groups))
     return [
-        _memory(outline, tuple(i for i, section in enumerate(outline.sections) if section.place is place), checked)
-        for place in places
+        _memory(outline, tuple(i for i, group in enumerate(outline.layer_groups) if group.submesh is submesh), checked)
+        for submesh in submeshes
     ]
 
 
 def _memory(outline: AbstractPrograms, stages: tuple[int, ...], checked: Sequence[Checked]) -> StageMemory:
     here = [each for each in checked if each.task.stage in stages]
-    counts = _state_bytes(outline) if len(outline.sections) - 1 in stages else 0
+    counts = _state_bytes(outline) if len(outline.layer_groups) - 1 in stages else 0
     return StageMemory(
         outline.config.worker,
         stages,
-        outline.sections[stages[0]].place.tp,
+        outline.layer_groups[stages[0]].submesh.tp,
         sum(outline.weight_bytes(stage) for stage in stages),
         sum(_kv_bytes(outline, stage, here) for stage in stages),
         counts,

@@ -33,10 +33,10 @@ class Facts:
 
 
 def compile_task(task: Task) -> Facts:
-    """Compiles the task to the end for the chip of its place; nothing runs. A refusal is a result, not an error."""
+    """Compiles the task to the end for the chip of its submesh; nothing runs. A refusal is a result, not an error."""
     start_s = time.monotonic()
     try:
-        with jax.sharding.set_mesh(task.place.mesh):
+        with jax.sharding.set_mesh(task.submesh.mesh):
             compiled = task.program.lower(*task.arguments).compile()
     except Exception as error:  # tracing, Mosaic, Triton and XLA each raise their own kinds
         return Facts(time.monotonic() - start_s, why=_first_line(error))

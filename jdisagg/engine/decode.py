@@ -1,10 +1,11 @@
 """Decode steps: one microbatch through all stages, its tokens drawn and fed back on the device.
 
-The last stage owns each microbatch's *feed*, i32[4, B]: the token fed next, its position, whether the slot has drawn a
-stop token, and whether the host has it enabled. Drawing makes the next feed, so steps follow each other without the
-host; steps of different microbatches share nothing but the KV pools, and pipeline over the stages by program order.
-The host owns page tables and metadata and sends them when they change; admissions, pauses and retirements go as one
-small delta to the feed. In steady state a step is its stage programs and one draw, and nothing is sent.
+The last stage owns each microbatch's *decode state*, i32[4, B]: the token fed next, its position, whether the slot has
+drawn a stop token, and whether the host has it enabled. Drawing makes the next state, so steps follow each other
+without the host; steps of different microbatches share nothing but the KV pools, and pipeline over the stages by
+program order. The host owns page tables and metadata and sends them when they change; admissions, pauses and
+retirements go as one small delta to it. In steady state a step is its stage programs and one draw, and nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine import executor
 from jdisagg.engine.gates import Gates, Stages
+from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
     Counts,
     SamplingMetadata,
@@ -34,39 +36,38 @@ from jdisagg.engine.sampling import (
     with_row,
 )
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
-from jdisagg.engine.section import Section
-from jdisagg.parallel.place import Device, Place, Program
+from jdisagg.parallel.submesh import Device, Program, Submesh
 
-TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a feed
+TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a state
 MASKED = -1  # reported for a slot that draws nothing
-ADMITTED = 2  # row of a delta, which else is as a feed: 1 where the slot takes a new sequence
+ADMITTED = 2  # row of a delta, which else is as a state: 1 where the slot takes a new sequence
 
 
-def steered(feed: Array, delta: Array) -> Array:
-    """The feed after the host's delta i32[4, B]: token, position, admitted, enabled."""
+def steered(state: Array, delta: Array) -> Array:
+    """The state after the host's delta i32[4, B]: token, position, admitted, enabled."""
     admitted = delta[ADMITTED] == 1
-    token, position = (jnp.where(admitted, delta[row], feed[row]) for row in (TOKEN, POSITION))
-    return jnp.stack([token, position, jnp.where(admitted, 0, feed[STOPPED]), delta[ENABLED]])
+    token, position = (jnp.where(admitted, delta[row], state[row]) for row in (TOKEN, POSITION))
+    return jnp.stack([token, position, jnp.where(admitted, 0, state[STOPPED]), delta[ENABLED]])
 
 
-def advanced(feed: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
-    """The feed after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot.
+def advanced(state: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+    """The state after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot.
 
     A slot whose logits were no numbers reports BROKEN once and is masked from then on.
     """
-    alive = (feed[ENABLED] == 1) & (feed[STOPPED] == 0)
-    position = feed[POSITION] + alive
-    stopped = feed[STOPPED] | (alive & (is_stop(tokens, metadata, position) | (tokens == BROKEN)))
-    fed = jnp.where(alive & (tokens != BROKEN), tokens, feed[TOKEN])
-    return jnp.stack([fed, position, stopped.astype(jnp.int32), feed[ENABLED]]), jnp.where(alive, tokens, MASKED)
+    alive = (state[ENABLED] == 1) & (state[STOPPED] == 0)
+    position = state[POSITION] + alive
+    stopped = state[STOPPED] | (alive & (is_stop(tokens, metadata, position) | (tokens == BROKEN)))
+    fed = jnp.where(alive & (tokens != BROKEN), tokens, state[TOKEN])
+    return jnp.stack([fed, position, stopped.astype(jnp.int32), state[ENABLED]]), jnp.where(alive, tokens, MASKED)
 
 
-def draw_greedy(logits: Array, feed: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
-    return advanced(feed, pick_greedy(logits), metadata)
+def draw_greedy(logits: Array, state: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+    return advanced(state, pick_greedy(logits), metadata)
 
 
-def draw(logits: Array, feed: Array, metadata: SamplingMetadata, counts: Counts) -> tuple[Array, Array]:
-    return advanced(feed, pick(logits, metadata, counts, feed[POSITION] + 1), metadata)
+def draw(logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts) -> tuple[Array, Array]:
+    return advanced(state, pick(logits, metadata, counts, state[POSITION] + 1), metadata)
 
 
 class Microbatch:
@@ -79,10 +80,10 @@ class Microbatch:
         self.sampling: list[SamplingParams | None] = [None] * size
         self.rows = SamplingRows(size)
         self.metadata = self.rows.on(device)
-        self.feed = jax.device_put(np.zeros((4, size), np.int32), device)
+        self.state = jax.device_put(np.zeros((4, size), np.int32), device)
         empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
         self.counts = Counts(*jax.device_put(empty, device))
-        self.tables: dict[Place, Array] = {}  # page tables as last sent, all of one width
+        self.tables: dict[Submesh, Array] = {}  # page tables as last sent, all of one width
 
     def take(self, plan: DecodePlan) -> np.ndarray | None:
         """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
@@ -109,11 +110,11 @@ class Microbatch:
         self.rows.set(row, admission.sampling, admission.position - admission.num_output + 1)
         delta[:ENABLED, row] = admission.token, admission.position, 1
 
-    def table_on(self, place: Place, width: int) -> Array:
-        """i32[B, width] on every shard of `place`; sent only if it changed since."""
-        held = self.tables.get(place)
+    def table_on(self, submesh: Submesh, width: int) -> Array:
+        """i32[B, width] on every shard of `submesh`; sent only if it changed since."""
+        held = self.tables.get(submesh)
         if held is None or held.shape[1] != width:
-            held = self.tables[place] = place.put(self.table[:, :width].copy())
+            held = self.tables[submesh] = submesh.put(self.table[:, :width].copy())
         return held
 
     def asked(self, active: Sequence[int]) -> list[SamplingParams]:
@@ -142,7 +143,7 @@ class PendingDecode:
 
 
 class DrawPrograms:
-    """The programs of a step after its last stage: from logits to tokens and the next feed."""
+    """The programs of a step after its last stage: from logits to tokens and the next state."""
 
     def __init__(self) -> None:
         self.steer, self.draw_greedy, self.draw = Program(steered), Program(draw_greedy), Program(draw)
@@ -160,10 +161,10 @@ class DrawPrograms:
 class Decoder(DrawPrograms):
     """Runs decode plans over the stages."""
 
-    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
-        self.sections, self.config = sections, config
-        self.device = sections[-1].place.devices[0]  # where tokens are drawn
+        self.layer_groups, self.config = layer_groups, config
+        self.device = layer_groups[-1].submesh.devices[0]  # where tokens are drawn
         size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
         self.microbatches = [
             Microbatch(index * size, size, max_pages, vocab_size, self.device)
@@ -178,14 +179,14 @@ class Decoder(DrawPrograms):
         """The plan, stage by stage (see `gates.py`)."""
         batch, x = self.microbatches[plan.microbatch], None
         self._send_changes(batch, plan)
-        for stage, section in enumerate(self.sections):
+        for stage, group in enumerate(self.layer_groups):
             yield stage
-            x = self._stage(section, batch, plan.table_pages, x)
+            x = self._stage(group, batch, plan.table_pages, x)
         assert x is not None
         return self._drawn(batch, plan, x.addressable_data(0))
 
     def _drawn(self, batch: Microbatch, plan: DecodePlan, logits: Array) -> PendingDecode:
-        """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next feed."""
+        """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""
         asked = batch.asked(plan.active)
         tokens = self._draw(batch, logits, asked)
         wanted = [sampling.logprobs for sampling in asked]
@@ -196,23 +197,23 @@ class Decoder(DrawPrograms):
             array.copy_to_host_async()
         return PendingDecode(plan, batch.first_slot, tokens, wanted, logprobs)
 
-    def _stage(self, section: Section, batch: Microbatch, width: int, x: Array | None) -> Array:
+    def _stage(self, group: LayerGroup, batch: Microbatch, width: int, x: Array | None) -> Array:
         """Activations of the stage before -> those after this one, [B, hidden], or logits."""
-        table, feed = batch.table_on(section.place, width), section.place.spread(batch.feed)
-        return section.decode(table, feed, x if x is None else section.place.hop(x))
+        table, state = batch.table_on(group.submesh, width), group.submesh.spread(batch.state)
+        return group.decode(table, state, x if x is None else group.submesh.transfer(x))
 
     def stages(self, batch: Microbatch, width: int) -> Array:
         """Logits f32[B, V] of one step, on the device that draws."""
         x = None
-        for section in self.sections:
-            x = self._stage(section, batch, width, x)
+        for group in self.layer_groups:
+            x = self._stage(group, batch, width, x)
         assert x is not None
         return x.addressable_data(0)
 
     def _send_changes(self, batch: Microbatch, plan: DecodePlan) -> None:
         delta = batch.take(plan)
         if delta is not None:
-            batch.feed = self.steer(batch.feed, jax.device_put(delta, self.device))
+            batch.state = self.steer(batch.state, jax.device_put(delta, self.device))
         if plan.admit:
             batch.metadata = batch.rows.on(self.device)
         for admission in plan.admit:
@@ -225,9 +226,9 @@ class Decoder(DrawPrograms):
 
     def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
         if all(is_plain(sampling) for sampling in asked):
-            batch.feed, tokens = self.draw_greedy(logits, batch.feed, batch.metadata)
+            batch.state, tokens = self.draw_greedy(logits, batch.state, batch.metadata)
             return tokens
-        batch.feed, tokens = self.draw(logits, batch.feed, batch.metadata, batch.counts)
+        batch.state, tokens = self.draw(logits, batch.state, batch.metadata, batch.counts)
         if any(sampling.penalised for sampling in asked):
             batch.counts = self.count(batch.counts, tokens)
         return tokens

@@ -1,4 +1,4 @@
-"""What a driver needs of a machine: a mesh with parameters and KV pages that runs plans and decides nothing.
+"""What a driver needs of an executor: a mesh with parameters and KV pages that runs plans and decides nothing.
 
 All methods are called from one thread, return before the device is done, and take effect in program order: pages that
 an earlier call wrote are what a later call reads. `read` and `wait` block, and are called from reader threads.
@@ -29,8 +29,8 @@ class PendingDecode(Protocol):
 GroupDone = Callable[[int], None]  # layers of the model whose programs are dispatched so far
 
 
-class Parcel(Protocol):
-    """Packed pages on their way to another machine."""
+class Shipment(Protocol):
+    """Packed pages on their way to another executor."""
 
     @property
     def transfer(self) -> KVTransfer: ...
@@ -63,19 +63,19 @@ class Executor(Protocol):
         """Steps that wait for parts of this handoff run now, whatever is in those pages."""
         ...
 
-    def ship(self, transfer: KVTransfer, destination: Any) -> Parcel:
-        """Packs the source pages in program order and starts them on their way to `destination`, another machine."""
+    def ship(self, transfer: KVTransfer, destination: Any) -> Shipment:
+        """Packs the source pages in program order and starts them on their way to `destination`, another executor."""
         ...
 
-    def check(self, parcel: Any) -> Callable[[], bool] | None:
-        """At the destination, once the parcel has landed: starts to compare its digests.
+    def check(self, shipment: Any) -> Callable[[], bool] | None:
+        """At the destination, once the shipment has landed: starts to compare its digests.
 
         The result says, after a wait, whether what landed is what was packed; None where no digest came with it.
         """
         ...
 
-    def insert(self, parcel: Any) -> None:
-        """At the destination, once the parcel has landed: scatters it into the transfer's destination pages.
+    def insert(self, shipment: Any) -> None:
+        """At the destination, once the shipment has landed: scatters it into the transfer's destination pages.
 
         Where this raises, the caller opens the handoff's gates: nothing else would let a step go on that waits for it.
         """

@@ -69,7 +69,7 @@ class HeldStep:
 
 
 class Gates:
-    """All steps of one machine that wait."""
+    """All steps of one executor that wait."""
 
     def __init__(self) -> None:
         self._held: list[HeldStep] = []

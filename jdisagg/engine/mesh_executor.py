@@ -1,7 +1,7 @@
 """`MeshExecutor`: one worker's devices, for every role. It owns weights and pages, runs plans, and decides nothing.
 
-A decode or colocated worker has one place a stage, a prefill worker one place for all its layer groups; everything
-else is the same code (`section.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
+A decode or colocated worker has one submesh a stage, a prefill worker one submesh for all its layer groups; everything
+else is the same code (`layer_group.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jdisagg.core.reshard import PageGroup, StageShape, group_pages
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.decode import Decoder
 from jdisagg.engine.executor import GroupDone, PendingDecode
+from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.prefill import PendingPrefill, Prefiller
-from jdisagg.engine.section import Section
 from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
 from jdisagg.kv.guard import Guard
 from jdisagg.kv.pools import StagePages
@@ -43,14 +43,14 @@ from jdisagg.kv.shipping import (
     ship_pages,
 )
 from jdisagg.model.sources import Source
-from jdisagg.parallel.place import Device, Place, Program
+from jdisagg.parallel.submesh import Device, Program, Submesh
 
 TIMINGS = 3  # of one pack; the least counts
 
 
 @dataclass(frozen=True)
-class MeshParcel:
-    """Packed pages on their way; see `machine.Parcel`."""
+class MeshShipment:
+    """Packed pages on their way; see `executor.Shipment`."""
 
     transfer: KVTransfer
     moves: list[Move]
@@ -65,7 +65,7 @@ class MeshParcel:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a machine holds, for people."""
+    """What an executor holds, for people."""
 
     weights_bytes: int
     pool_bytes: int
@@ -73,7 +73,7 @@ class Figures:
 
 
 class MeshExecutor:
-    """Implements `machine.Executor`."""
+    """Implements `executor.Executor`."""
 
     def __init__(
         self,
@@ -91,15 +91,15 @@ class MeshExecutor:
         stage-major. KV pages have the layout's dtype.
         """
         self.config, self.model = config, model
-        places = places_of(config.role, len(layers), devices)
-        self.sections = [
-            Section(source, model, run, place, layout, config.num_pages, dtype)
-            for run, place in zip(layers, places, strict=True)
+        submeshes = submeshes_of(config.role, len(layers), devices)
+        self.layer_groups = [
+            LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype)
+            for run, submesh in zip(layers, submeshes, strict=True)
         ]
-        self.docks = {place: Dock(place, config.digests, config.error_bound) for place in places}
+        self.docks = {submesh: Dock(submesh, config.digests, config.error_bound) for submesh in submeshes}
         self.guard = Guard(config.error_bound)
-        self.prefiller = Prefiller(self.sections, config, model.vocab_size) if config.role.prefills else None
-        self.decoder = Decoder(self.sections, config, model.vocab_size) if config.role.decodes else None
+        self.prefiller = Prefiller(self.layer_groups, config, model.vocab_size) if config.role.prefills else None
+        self.decoder = Decoder(self.layer_groups, config, model.vocab_size) if config.role.decodes else None
         self._compiled_when_warm: int | None = None
 
     def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
@@ -114,10 +114,10 @@ class MeshExecutor:
         assert self.decoder is not None, f"{self.config.worker} does not decode"
         self.decoder.gates.open(handoff, epoch)
 
-    def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshParcel:
+    def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshShipment:
         departures = self.pack(transfer, shapes_of(destination.pages))
-        moves = [send(departure, destination.pages[departure.stage].place) for departure in departures]
-        return MeshParcel(transfer, moves, [array for departure in departures for array in departure.packed])
+        moves = [send(departure, destination.pages[departure.stage].submesh) for departure in departures]
+        return MeshShipment(transfer, moves, [array for departure in departures for array in departure.packed])
 
     def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[Departure]:
         """Packs what is to leave for stages of these shapes, now in program order."""
@@ -125,19 +125,19 @@ class MeshExecutor:
         how = transfer.layers, transfer.wire, self.guard
         return pack_pages(self.pages, self.docks, shapes, *pages, *how)
 
-    def check(self, parcel: MeshParcel) -> Callable[[], bool] | None:
-        verdicts = check_moves(self.pages, self.docks, parcel.moves)
+    def check(self, shipment: MeshShipment) -> Callable[[], bool] | None:
+        verdicts = check_moves(self.pages, self.docks, shipment.moves)
         return (lambda: all(np.asarray(each).all() for each in verdicts)) if verdicts else None
 
-    def insert(self, parcel: MeshParcel) -> None:
-        insert_moves(self.pages, self.docks, parcel.moves)
+    def insert(self, shipment: MeshShipment) -> None:
+        insert_moves(self.pages, self.docks, shipment.moves)
         if self.decoder is not None:
-            self.decoder.gates.inserted(parcel.transfer)
+            self.decoder.gates.inserted(shipment.transfer)
 
     @property
     def pages(self) -> list[StagePages]:
-        """The KV pages of each section, in layer order."""
-        return [section.kv for section in self.sections]
+        """The KV pages of each layer group, in layer order."""
+        return [group.kv for group in self.layer_groups]
 
     # ------------------------------------------------------------ warm-up
 
@@ -149,7 +149,7 @@ class MeshExecutor:
     ) -> None:
         """Compiles every declared program by running it on null pages and idle slots, and `more` jobs like these.
 
-        `peers` are the machines this one ships to (their inserts are compiled too). `progress(label, done, total)` is
+        `peers` are the executors this one ships to (their inserts are compiled too). `progress(label, done, total)` is
         called before each program and once after the last, with done == total.
         """
         jobs = [*self._warm_jobs(peers), *more]
@@ -157,8 +157,8 @@ class MeshExecutor:
             progress(label, done, len(jobs))
             jax.block_until_ready(job())
         progress("ready", len(jobs), len(jobs))
-        for machine in (self, *peers):
-            machine._compiled_when_warm = machine.num_compiled
+        for executor in (self, *peers):
+            executor._compiled_when_warm = executor.num_compiled
 
     def _warm_jobs(self, peers: Sequence[MeshExecutor]) -> list[Job]:
         jobs = prefill_jobs(self.prefiller) if self.prefiller else []
@@ -200,7 +200,7 @@ class MeshExecutor:
 
     @property
     def programs(self) -> list[Program]:
-        owners = [*self.sections, *self.docks.values(), self.prefiller, self.decoder]
+        owners = [*self.layer_groups, *self.docks.values(), self.prefiller, self.decoder]
         return [program for owner in owners if owner is not None for program in owner.programs]
 
     @property
@@ -209,16 +209,16 @@ class MeshExecutor:
 
     def figures(self) -> Figures:
         return Figures(
-            sum(section.params.num_bytes for section in self.sections),
-            sum(section.kv.num_bytes for section in self.sections),
+            sum(group.params.num_bytes for group in self.layer_groups),
+            sum(group.kv.num_bytes for group in self.layer_groups),
             self.num_compiled,
         )
 
 
-def places_of(role: Role, num_sections: int, devices: Sequence[Device]) -> list[Place]:
-    """One place a section: a prefill worker's groups share all its devices, stages split them evenly."""
+def submeshes_of(role: Role, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
+    """One submesh a group: a prefill worker's groups share all its devices, stages split them evenly."""
     if not role.decodes:
-        return [Place(devices)] * num_sections
-    tp = len(devices) // num_sections
-    assert tp * num_sections == len(devices), (num_sections, len(devices))
-    return [Place(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_sections)]
+        return [Submesh(devices)] * num_groups
+    tp = len(devices) // num_groups
+    assert tp * num_groups == len(devices), (num_groups, len(devices))
+    return [Submesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]

@@ -19,10 +19,10 @@ from jdisagg.core.plans import PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone
+from jdisagg.engine.layer_group import Chunks, LayerGroup
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
-from jdisagg.engine.section import Chunks, Section
-from jdisagg.parallel.place import Program
+from jdisagg.parallel.submesh import Program
 
 MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
 
@@ -136,15 +136,15 @@ class FirstDrawPrograms:
 class Prefiller(FirstDrawPrograms):
     """Runs prefill plans over the layer groups."""
 
-    def __init__(self, sections: Sequence[Section], config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
-        self.sections, self.config, self.vocab_size = sections, config, vocab_size
-        self.device = sections[-1].place.devices[0]
+        self.layer_groups, self.config, self.vocab_size = layer_groups, config, vocab_size
+        self.device = layer_groups[-1].submesh.devices[0]
         self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
         self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
 
     def run(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
-        """See `machine.Executor.run_prefill`."""
+        """See `executor.Executor.run_prefill`."""
         packed = pack(plan, self.config)
         x = self.groups(packed, group_done)
         scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
@@ -155,7 +155,7 @@ class Prefiller(FirstDrawPrograms):
         if tokens is not None and any(chunk.last and chunk.sampling.logprobs is not None for chunk in plan.chunks):
             logprobs = self.logprobs(logits, tokens)
         if scored:
-            scores = self.sections[-1].score(x, packed.targets)
+            scores = self.layer_groups[-1].score(x, packed.targets)
         boundaries = {
             chunk.request_id: self._borders[chunk.request_id] for chunk in scored if chunk.request_id in self._borders
         }
@@ -167,19 +167,19 @@ class Prefiller(FirstDrawPrograms):
 
     def groups(self, packed: Packed, group_done: GroupDone | None = None) -> Array:
         """Activations [T, hidden] after all layers; `group_done` is called between the groups' programs."""
-        places = dict.fromkeys(section.place for section in self.sections)
-        chunks_at = {place: Chunks(*place.put((packed.rows, packed.spans, packed.table))) for place in places}
+        submeshes = dict.fromkeys(group.submesh for group in self.layer_groups)
+        chunks_at = {submesh: Chunks(*submesh.put((packed.rows, packed.spans, packed.table))) for submesh in submeshes}
         x = None
-        for section in self.sections:
+        for group in self.layer_groups:
             if x is not None and group_done is not None:
-                group_done(section.layers.start)
-            x = section.prefill(chunks_at[section.place], x if x is None else section.place.hop(x))
+                group_done(group.layers.start)
+            x = group.prefill(chunks_at[group.submesh], x if x is None else group.submesh.transfer(x))
         assert x is not None
         return x
 
     def head(self, x: Array, packed: Packed) -> Array:
         """Logits f32[S, V] after each chunk's last row, on the device that draws."""
-        return self.sections[-1].head(x, packed.last_rows).addressable_data(0)
+        return self.layer_groups[-1].head(x, packed.last_rows).addressable_data(0)
 
     def draw(self, plan: PrefillPlan, logits: Array) -> Array:
         """i32[S] tokens; only the rows of last chunks mean anything."""

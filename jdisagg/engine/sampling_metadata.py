@@ -28,7 +28,7 @@ from jdisagg.engine.sampling import (
     TOP_P,
     SamplingMetadata,
 )
-from jdisagg.parallel.place import Device
+from jdisagg.parallel.submesh import Device
 
 LARGEST = np.iinfo(np.int32).max
 

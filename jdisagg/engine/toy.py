@@ -1,4 +1,4 @@
-"""A machine without arithmetic worth the name, for tests and simulation: no JAX, no arrays, no time.
+"""An executor without arithmetic worth the name, for tests and simulation: no JAX, no arrays, no time.
 
 Its "KV" is the tokens themselves, kept a page slot each in every layer group, and a token is drawn as a hash of all
 tokens read back through the pages of all groups. So a page that is wrong, stale, foreign or not yet there, be it in one
@@ -25,7 +25,7 @@ NOTHING = -1  # what a page slot holds that nobody wrote
 
 
 class ToyFault(Exception):
-    """Raised by a machine that was told to fail at a plan."""
+    """Raised by an executor that was told to fail at a plan."""
 
 
 def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> int:
@@ -82,7 +82,7 @@ def digest_of(contents: tuple[tuple[tuple[int, ...], ...], ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ToyParcel:
+class ToyShipment:
     transfer: KVTransfer
     contents: tuple[tuple[tuple[int, ...], ...], ...]  # of each of its layer groups, the pages
     digest: int  # of the contents when they were packed
@@ -97,7 +97,7 @@ class ToyParcel:
     def intact(self) -> bool:
         return digest_of(self.contents) == self.digest
 
-    def flipped(self) -> ToyParcel:
+    def flipped(self) -> ToyShipment:
         """As it is after one bit of it changed on the way."""
         (first, *tokens), *pages = self.contents[-1]
         changed = ((first ^ 1, *tokens), *pages)
@@ -193,22 +193,22 @@ class ToyExecutor:
 
     # ------------------------------------------------------------ pages
 
-    def ship(self, transfer: KVTransfer, destination: ToyExecutor) -> ToyParcel:
+    def ship(self, transfer: KVTransfer, destination: ToyExecutor) -> ToyShipment:
         groups = self._groups_of(transfer)
         contents = tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups)
-        return ToyParcel(transfer, contents, digest_of(contents))
+        return ToyShipment(transfer, contents, digest_of(contents))
 
-    def check(self, parcel: ToyParcel) -> Callable[[], bool]:
-        return parcel.intact
+    def check(self, shipment: ToyShipment) -> Callable[[], bool]:
+        return shipment.intact
 
-    def insert(self, parcel: ToyParcel) -> None:
-        for group, contents in zip(self._groups_of(parcel.transfer), parcel.contents, strict=True):
+    def insert(self, shipment: ToyShipment) -> None:
+        for group, contents in zip(self._groups_of(shipment.transfer), shipment.contents, strict=True):
             tokens, size = [token for page in contents for token in page], self.config.page_size
             tokens += [NOTHING] * (-len(tokens) % size)
-            for index, page in enumerate(parcel.transfer.destination_pages):
+            for index, page in enumerate(shipment.transfer.destination_pages):
                 if page != NULL_PAGE:
                     group[page] = tokens[index * size : (index + 1) * size]
-        self.gates.inserted(parcel.transfer)
+        self.gates.inserted(shipment.transfer)
 
     def _groups_of(self, transfer: KVTransfer) -> list[list[list[int]]]:
         first, stop = transfer.layers or (0, self.layer_groups[-1][1])

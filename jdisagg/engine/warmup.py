@@ -1,4 +1,4 @@
-"""Every program a machine will ever run, as jobs that compile it: real calls over null pages and idle slots."""
+"""Every program an executor will ever run, as jobs that compile it: real calls over null pages and idle slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prefill_jobs(prefiller: Prefiller) -> list[Job]:
 def _prefill(prefiller: Prefiller, tokens: int) -> Any:
     packed = pack(PrefillPlan(-1, (), tokens, prefiller.config.table_buckets[-1]), prefiller.config)
     x = prefiller.groups(packed)
-    last = prefiller.sections[-1]
+    last = prefiller.layer_groups[-1]
     return last.head(x, packed.last_rows), last.score(x, packed.targets)
 
 
@@ -60,13 +60,13 @@ def _draws(decoder: Decoder) -> Any:
     batch = decoder.microbatches[0]
     logits = decoder.stages(batch, decoder.config.table_buckets[0])
     delta = jax.device_put(np.zeros((4, batch.size), np.int32), decoder.device)
-    batch.feed = decoder.steer(batch.feed, delta)
-    batch.feed, tokens = decoder.draw(logits, batch.feed, batch.metadata, batch.counts)
+    batch.state = decoder.steer(batch.state, delta)
+    batch.state, tokens = decoder.draw(logits, batch.state, batch.metadata, batch.counts)
     vocab_size = logits.shape[1]
     row = np.int32(0), np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32)
     batch.counts = decoder.count(batch.counts, tokens)
     batch.counts = decoder.set_row(batch.counts, *jax.device_put(row, decoder.device))
-    return batch.feed, batch.counts, decoder.logprobs(logits, tokens)
+    return batch.state, batch.counts, decoder.logprobs(logits, tokens)
 
 
 def ship_jobs(ship_null: Callable[[int], Any], name: str, buckets: Sequence[int]) -> list[Job]:

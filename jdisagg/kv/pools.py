@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -11,29 +9,27 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from jdisagg.core.kv_layout import KVLayout, heads_per_shard
-from jdisagg.model.network import Attend
-from jdisagg.parallel.place import AXIS, Place
-from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
+from jdisagg.parallel.submesh import AXIS, Submesh
 
 POOL_SPEC = PartitionSpec(None, AXIS)
 
 
-def pool_format(place: Place) -> Format:
+def pool_format(submesh: Submesh) -> Format:
     """A page is one run of memory: kernels take pools so, and would get a copy of one that is laid out otherwise."""
-    return place.row_major(POOL_SPEC, 5)
+    return submesh.row_major(POOL_SPEC, 5)
 
 
 class StagePages:
-    """The KV pages of one stage: layers `layers` of the model on `place`; pools[i] holds layer layers[i].
+    """The KV pages of one stage: layers `layers` of the model on `submesh`; pools[i] holds layer layers[i].
 
     A pool is [num_pages + 1, heads of all shards, 2, page_size, D]; with more shards than KV heads, a head is there
     once for every shard that holds it. Programs take `pools` donated and hand back the list that replaces it.
     """
 
-    def __init__(self, layout: KVLayout, layers: range, num_pages: int, place: Place) -> None:
-        self.layout, self.layers, self.place = layout, layers, place
-        pool = abstract_pool(layout, num_pages, place)
-        make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool_format(place))
+    def __init__(self, layout: KVLayout, layers: range, num_pages: int, submesh: Submesh) -> None:
+        self.layout, self.layers, self.submesh = layout, layers, submesh
+        pool = abstract_pool(layout, num_pages, submesh)
+        make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool_format(submesh))
         # Each by its own call, so that no two pools share a buffer; awaited, so that the calls never pile up.
         self.pools: list[Array] = [jax.block_until_ready(make()) for _ in layers]
 
@@ -43,59 +39,8 @@ class StagePages:
         return sum(pool.nbytes for pool in self.pools)
 
 
-def abstract_pool(layout: KVLayout, num_pages: int, place: Place) -> jax.ShapeDtypeStruct:
+def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh) -> jax.ShapeDtypeStruct:
     """The shape and sharding of one layer's pool; nothing is allocated."""
-    heads = heads_per_shard(layout.num_kv_heads, place.tp) * place.tp
+    heads = heads_per_shard(layout.num_kv_heads, submesh.tp) * submesh.tp
     shape = (num_pages + 1, heads, 2, layout.page_size, layout.head_dim)
-    return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=pool_format(place))
-
-
-def fit_to_keep(k: Array, v: Array) -> tuple[Array, Array]:
-    """[T, Hkv, D] as they may lie in a page: a value that is no number is kept as 0, and its key as NaN.
-
-    A page is read past its owner's tokens, where it holds what its last owner left, and of the null page anything: by
-    weights of 0, but 0 * NaN is NaN. So one sequence's NaN would end those that get its pages. The key says the same
-    to whoever attends to that token, and to nobody else: logits that are not to be seen are left out, not multiplied.
-    """
-    sound = jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
-    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
-
-
-def decode_attend(
-    pools: list[Array], table: Array, positions: Array, alive: Array, window_of: Callable[[int], int | None]
-) -> Attend:
-    """Attention of one new token a slot; `pools` (a list of this program's own) is updated in place.
-
-    table i32[B, W]; positions i32[B]: tokens held before this one; alive bool[B]: the others write to the null page
-    and attend to nothing.
-    """
-    page_size = pools[0].shape[3]
-    index = positions // page_size
-    alive = alive & (index < table.shape[1])
-    pages = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1)[:, None], axis=1)[:, 0]
-    pages, offsets = jnp.where(alive, pages, 0), positions % page_size
-    lengths = jnp.where(alive, positions + 1, 0)
-
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
-        return paged_attention(q, pools[layer], table, lengths, window=window_of(layer))
-
-    return attend
-
-
-def prefill_attend(
-    pools: list[Array],
-    table: Array,
-    pages: Array,
-    offsets: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    window_of: Callable[[int], int | None],
-) -> Attend:
-    """Attention of packed chunks; row t is written to `offsets[t]` of page `pages[t]` (0: padding)."""
-
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
-        return prefill_attention(q, pools[layer], table, kv_lens, cu_q_lens, window=window_of(layer))
-
-    return attend
+    return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=pool_format(submesh))

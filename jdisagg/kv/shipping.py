@@ -24,7 +24,7 @@ from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.guard import Guard
 from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, sorted_atoms
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
-from jdisagg.parallel.place import AXIS, WHOLE, Device, Place, Program
+from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh
 
 ATOM_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what atoms are
 
@@ -40,17 +40,17 @@ class Move:
 
 
 class Dock:
-    """One place's programs for sending and taking pages; stages that share a place share its dock."""
+    """One submesh's programs for sending and taking pages; stages that share a submesh share its dock."""
 
-    def __init__(self, place: Place, digests: Digests = Digests.FULL, error_bound: float = 1.0) -> None:
+    def __init__(self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0) -> None:
         """error_bound: the relative error of a layer over which what was quantised for the way is not intact."""
-        self.place, self.digests = place, digests
+        self.submesh, self.digests = submesh, digests
         self._packs: dict[tuple[int, str, str], Program] = {}
-        formats = pool_format(place), None
-        self.insert_program = place.program(
+        formats = pool_format(submesh), None
+        self.insert_program = submesh.program(
             insert_pages, (POOL_SPEC, WHOLE, ATOM_SPEC), (POOL_SPEC, WHOLE), donate=(0,), out_formats=formats
         )
-        self.check_program = place.program(
+        self.check_program = submesh.program(
             partial(are_intact, error_bound=error_bound), (ATOM_SPEC,), PartitionSpec(AXIS)
         )
 
@@ -58,19 +58,19 @@ class Dock:
         self, pools: Sequence[Array], pages: np.ndarray, atom_heads: int, wire: str, dtype: str
     ) -> tuple[Array, ...]:
         """Pools of some layers, i32[n] -> one array an atom of a shard and kind."""
-        return self.pack_program(atom_heads, wire, dtype)(list(pools), self.place.put(pages))
+        return self.pack_program(atom_heads, wire, dtype)(list(pools), self.submesh.put(pages))
 
     def pack_program(self, atom_heads: int, wire: str, dtype: str) -> Program:
         key = atom_heads, wire, dtype
         if key not in self._packs:
             pack = partial(pack_shard, atom_heads=atom_heads, wire=wire, dtype=dtype, digests=self.digests)
-            self._packs[key] = self.place.program(pack, (POOL_SPEC, WHOLE), ATOM_SPEC)
+            self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), ATOM_SPEC)
         return self._packs[key]
 
     def insert(self, pools: Sequence[Array], move: Move) -> list[Array]:
         """The pools of `move.layers`, donated -> the same with the pages written."""
         atoms = sorted_atoms(move.atoms)
-        return self.insert_program(list(pools), self.place.put(move.pages), [*atoms.values, *atoms.scales])[0]
+        return self.insert_program(list(pools), self.submesh.put(move.pages), [*atoms.values, *atoms.scales])[0]
 
     def check(self, move: Move) -> Array | None:
         """bool[tp]: whether what landed on each shard may be taken; None where nothing came to tell it by."""
@@ -117,12 +117,12 @@ class Departure:
 
 
 def shapes_of(stages: Sequence[StagePages]) -> tuple[StageShape, ...]:
-    return tuple(StageShape(each.layers, each.place.tp, each.layout.page_size, each.layout.dtype) for each in stages)
+    return tuple(StageShape(each.layers, each.submesh.tp, each.layout.page_size, each.layout.dtype) for each in stages)
 
 
 def pack_pages(
     source: Sequence[StagePages],
-    docks: dict[Place, Dock],
+    docks: dict[Submesh, Dock],
     shapes: Sequence[StageShape],
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
@@ -140,7 +140,7 @@ def pack_pages(
         held = source[route.source_stage]
         kind = wire if guard is None or guard.allows(route.layers) else RAW
         for span in plan_spans(len(source_pages), len(destination_pages), route.group):
-            packed = _pack(held, docks[held.place], route, span, source_pages, kind)
+            packed = _pack(held, docks[held.submesh], route, span, source_pages, kind)
             if guard is not None and kind != RAW:
                 guard.watch(route.layers, sorted_atoms(packed).errors)
             pages = padded(destination_pages[slice(*span.destination)], span.groups * route.group.destination)
@@ -169,7 +169,7 @@ def routes_of(
 
 def ship_pages(
     source: Sequence[StagePages],
-    docks: dict[Place, Dock],
+    docks: dict[Submesh, Dock],
     destination: Sequence[StagePages],
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
@@ -180,7 +180,7 @@ def ship_pages(
     """Packs as `pack_pages` and starts all on its way to stages of this process; the second result is at the source."""
     shapes = shapes_of(destination)
     departures = pack_pages(source, docks, shapes, source_pages, destination_pages, layers, wire, guard)
-    moves = [send(departure, destination[departure.stage].place) for departure in departures]
+    moves = [send(departure, destination[departure.stage].submesh) for departure in departures]
     return moves, [array for departure in departures for array in departure.packed]
 
 
@@ -211,35 +211,35 @@ def piece_shapes(
     return [kind for kind in jax.eval_shape(pack, pools, ids) for _ in range(heads.atoms_per_destination)]
 
 
-def check_moves(stages: Sequence[StagePages], docks: dict[Place, Dock], moves: Sequence[Move]) -> list[Array]:
+def check_moves(stages: Sequence[StagePages], docks: dict[Submesh, Dock], moves: Sequence[Move]) -> list[Array]:
     """Starts to compare digests and errors of what has landed: bool[tp] for every move that came with some."""
-    verdicts = [docks[stages[move.stage].place].check(move) for move in moves]
+    verdicts = [docks[stages[move.stage].submesh].check(move) for move in moves]
     return [verdict for verdict in verdicts if verdict is not None]
 
 
-def insert_moves(stages: Sequence[StagePages], docks: dict[Place, Dock], moves: Sequence[Move]) -> None:
+def insert_moves(stages: Sequence[StagePages], docks: dict[Submesh, Dock], moves: Sequence[Move]) -> None:
     """Scatters what has landed into the pools of its stages, in place."""
     for move in moves:
         stage = stages[move.stage]
         layers = slice(move.layers.start - stage.layers.start, move.layers.stop - stage.layers.start)
-        stage.pools[layers] = docks[stage.place].insert(stage.pools[layers], move)
+        stage.pools[layers] = docks[stage.submesh].insert(stage.pools[layers], move)
 
 
-def send(departure: Departure, place: Place) -> Move:
+def send(departure: Departure, submesh: Submesh) -> Move:
     """Starts every piece on its way to its destination device, shards as they are in one put; returns at once."""
-    landed = jax.device_put(departure.pieces, devices_of(place, departure.width))
-    return Move(departure.stage, departure.layers, joined(landed, place), departure.pages)
+    landed = jax.device_put(departure.pieces, devices_of(submesh, departure.width))
+    return Move(departure.stage, departure.layers, joined(landed, submesh), departure.pages)
 
 
-def devices_of(place: Place, atoms: int) -> list[Device]:
-    """Where the pieces of a departure go, one by one, at a place whose shards take `atoms` each, digests included."""
-    return [device for device in place.devices for _ in range(atoms)]
+def devices_of(submesh: Submesh, atoms: int) -> list[Device]:
+    """Where the pieces of a departure go, one by one, at a submesh whose shards take `atoms` each, digests included."""
+    return [device for device in submesh.devices for _ in range(atoms)]
 
 
-def joined(landed: Sequence[Array], place: Place) -> list[Array]:
+def joined(landed: Sequence[Array], submesh: Submesh) -> list[Array]:
     """Pieces on their devices -> the destination's atoms: atom j of all its shards as one array."""
-    width = len(landed) // place.tp
-    return [place.join(landed[j::width], ATOM_SPEC, axis=2) for j in range(width)]
+    width = len(landed) // submesh.tp
+    return [submesh.join(landed[j::width], ATOM_SPEC, axis=2) for j in range(width)]
 
 
 def _num_shards(array: Array) -> int:

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 
 from jdisagg.core.errors import ConfigError, MeshError
 from jdisagg.core.targets import Chip, Target
-from jdisagg.parallel.place import Device
+from jdisagg.parallel.submesh import Device
 
 # Variables that an entry file sets before the compilers are loaded. The first lets several processes load libtpu at
 # once; the others keep it from asking for a TPU's metadata, and the CUDA plugin for libraries that compiling needs not.

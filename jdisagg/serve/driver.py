@@ -43,7 +43,7 @@ from jdisagg.core.events import (
 from jdisagg.core.messages import Message
 from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import RequestId, WorkerId
-from jdisagg.engine.executor import Executor, Parcel, PendingPrefill
+from jdisagg.engine.executor import Executor, PendingPrefill, Shipment
 from jdisagg.serve.strikes import Strikes
 
 log = logging.getLogger("jdisagg.driver")
@@ -54,9 +54,9 @@ Observer = Callable[[WorkerId, Any, float], None]  # (actor, event or effect, no
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A parcel on its destination's devices, and the event that says so."""
+    """A shipment on its destination's devices, and the event that says so."""
 
-    parcel: Parcel
+    shipment: Shipment
     event: KVArrived
     checked: bool = False
 
@@ -105,7 +105,7 @@ class Far(Protocol):
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None: ...
 
-    def ship(self, machine: Executor, transfer: KVTransfer) -> Parcel:
+    def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
         """Packs, and offers what was packed; the other process calls `land`. Raises where there is no way there."""
         ...
 
@@ -144,7 +144,7 @@ class LiveDriver:
         self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
         self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
         self._told: list[tuple[RequestId, Outcome]] = []
-        self._landed: dict[KVTransfer, Parcel] = {}  # the worker decides in this very round
+        self._landed: dict[KVTransfer, Shipment] = {}  # the worker decides in this very round
         self._unheard: dict[WorkerId, set[int]] = {}  # plans that failed at once, of which their actor has not heard
         self._strikes = Strikes()
         self._lost: set[WorkerId] = set()
@@ -159,9 +159,9 @@ class LiveDriver:
     def post(self, actor: WorkerId, event: Event) -> None:
         self._inbox.put((actor, event))
 
-    def land(self, parcel: Parcel, event: KVArrived) -> None:
+    def land(self, shipment: Shipment, event: KVArrived) -> None:
         """A part that came from another process is on the devices of its destination, which is here."""
-        self._inbox.put((event.transfer.destination, Landed(parcel, event)))
+        self._inbox.put((event.transfer.destination, Landed(shipment, event)))
 
     def stop(self) -> None:
         """Ends the threads; what is in flight on the devices is left to finish unread."""
@@ -211,14 +211,14 @@ class LiveDriver:
             if not item.checked:
                 self._check(actor, item)
                 return
-            self._landed[item.event.transfer] = item.parcel
+            self._landed[item.event.transfer] = item.shipment
             item = item.event
         self._round.append((actor, item))
 
     def _check(self, actor: WorkerId, landed: Landed) -> None:
         """Its digests are compared on the devices before the worker hears of it."""
         try:
-            verdict = self._machines[actor].check(landed.parcel) if landed.event.intact else None
+            verdict = self._machines[actor].check(landed.shipment) if landed.event.intact else None
         except Exception as error:
             self._broken.append((actor, _failure(actor, error, transfer=landed.event.transfer)))
             return
@@ -230,7 +230,7 @@ class LiveDriver:
     def _read_verdict(self, actor: WorkerId, landed: Landed, verdict: Callable[[], bool]) -> None:
         try:
             event = replace(landed.event, intact=verdict())
-            self._inbox.put((actor, Landed(landed.parcel, event, checked=True)))
+            self._inbox.put((actor, Landed(landed.shipment, event, checked=True)))
         except Exception as error:
             self.post(actor, _failure(actor, error, transfer=landed.event.transfer))
 
@@ -344,33 +344,33 @@ class LiveDriver:
         try:
             if near is None:
                 assert self._far is not None, f"{transfer.destination} is not here"
-                parcel = self._far.ship(self._machines[actor], transfer)
+                shipment = self._far.ship(self._machines[actor], transfer)
             else:
-                parcel = self._machines[actor].ship(transfer, near)
+                shipment = self._machines[actor].ship(transfer, near)
         except Exception as error:
             self._broken.append((actor, _failure(actor, error, transfer=transfer)))
             return
         if near is None:
             return
         lane = f"ship-{actor}-{transfer.destination}"  # one source's parts land in the order of their leaving
-        self._readers.read(lane, lambda: self._await_landing(actor, parcel))
+        self._readers.read(lane, lambda: self._await_landing(actor, shipment))
 
-    def _await_landing(self, source: WorkerId, parcel: Parcel) -> None:
+    def _await_landing(self, source: WorkerId, shipment: Shipment) -> None:
         try:
-            parcel.wait_packed()
+            shipment.wait_packed()
             packed_s = self.now_s()
-            parcel.wait()
+            shipment.wait()
             landed_s = self.now_s()
-            self.land(parcel, KVArrived(parcel.transfer, wire_s=landed_s - packed_s))
+            self.land(shipment, KVArrived(shipment.transfer, wire_s=landed_s - packed_s))
         except Exception as error:
-            self.post(source, _failure(source, error, transfer=parcel.transfer))
+            self.post(source, _failure(source, error, transfer=shipment.transfer))
 
-    def _insert(self, actor: WorkerId, parcel: Parcel) -> None:
+    def _insert(self, actor: WorkerId, shipment: Shipment) -> None:
         try:
-            self._machines[actor].insert(parcel)
+            self._machines[actor].insert(shipment)
         except Exception as error:
-            self._broken.append((actor, _failure(actor, error, transfer=parcel.transfer)))
-            self._machines[actor].open_gates(parcel.transfer.handoff, parcel.transfer.epoch)  # its handoff ends by that
+            self._broken.append((actor, _failure(actor, error, transfer=shipment.transfer)))
+            self._machines[actor].open_gates(shipment.transfer.handoff, shipment.transfer.epoch)  # the handoff ends
 
     # ------------------------------------------------------------ timers
 

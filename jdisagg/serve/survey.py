@@ -145,7 +145,7 @@ class Survey:
         deployment = self.deployment
         return Profile(
             machine=machine,
-            platform=next(iter(self.machines.values())).sections[0].place.devices[0].platform,
+            platform=next(iter(self.machines.values())).layer_groups[0].submesh.devices[0].platform,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             mesh=str(deployment.mesh),
             model=deployment.model_name,
@@ -178,7 +178,7 @@ class Survey:
 
     def _step(self, machine: MeshExecutor, batch: int, context: int) -> DecodeTime:
         role, size = machine.config.role, (batch, context)
-        stages = tuple(self.seconds(role, "stages", *size, index=index) for index in range(len(machine.sections)))
+        stages = tuple(self.seconds(role, "stages", *size, index=index) for index in range(len(machine.layer_groups)))
         width = timing.table_pages(machine.config, context)
         return DecodeTime(width, batch, context + timing.TURNS // 2, self.seconds(role, "step", *size), stages)
 

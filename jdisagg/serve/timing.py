@@ -181,11 +181,11 @@ def time_stages(machine: MeshExecutor, batch: int, context: int) -> tuple[float,
     assert decoder is not None, f"{machine.config.worker} does not decode"
     with seated(machine, batch, context) as seats:
         microbatch, x, found = decoder.microbatches[0], None, []
-        for section in decoder.sections:
-            table, feed = microbatch.table_on(section.place, seats.width), section.place.spread(microbatch.feed)
-            hopped = jax.block_until_ready((table, feed, x if x is None else section.place.hop(x)))
+        for group in decoder.layer_groups:
+            table, state = microbatch.table_on(group.submesh, seats.width), group.submesh.spread(microbatch.state)
+            moved = jax.block_until_ready((table, state, x if x is None else group.submesh.transfer(x)))
             began_s = time.perf_counter()
-            x = jax.block_until_ready(section.decode(*hopped))
+            x = jax.block_until_ready(group.decode(*moved))
             found.append(time.perf_counter() - began_s)
     return tuple(found)
 
@@ -203,16 +203,16 @@ def time_transfer(
     lists = pages_for(source.config, tokens), pages_for(destination.config, tokens)
     transfer = KVTransfer("timing", 1, NOBODY, here, there, *lists, tokens, layers=layers, wire=wire)
     began_s = time.perf_counter()
-    parcel = source.ship(transfer, destination)
-    parcel.wait_packed()
-    parcel.wait()
+    shipment = source.ship(transfer, destination)
+    shipment.wait_packed()
+    shipment.wait()
     landed_s = time.perf_counter()
-    verdict = destination.check(parcel)
+    verdict = destination.check(shipment)
     if verdict is not None:
         verdict()
-    destination.insert(parcel)
+    destination.insert(shipment)
     jax.block_until_ready([stage.pools for stage in destination.pages])
-    return sum(array.nbytes for array in parcel.packed), landed_s - began_s, time.perf_counter() - landed_s
+    return sum(array.nbytes for array in shipment.packed), landed_s - began_s, time.perf_counter() - landed_s
 
 
 # ---------------------------------------------------------------------- two at once

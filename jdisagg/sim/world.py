@@ -40,7 +40,7 @@ from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.gates import HeldStep
-from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyParcel
+from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.sim.costs import Costs
@@ -75,7 +75,7 @@ class World:
         self._timers: dict[tuple[WorkerId, str], float] = {}
         self._busy_until_s: dict[WorkerId, float] = {}
         self._last_word_s: dict[tuple[WorkerId, WorkerId], float] = {}
-        self._parcels: dict[KVTransfer, ToyParcel] = {}
+        self._shipments: dict[KVTransfer, ToyShipment] = {}
         self._link_free_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._held: list[tuple[WorkerId, DecodePlan, HeldStep]] = []
         self._failing: Counter[WorkerId] = Counter()  # failures that their actors have not heard of
@@ -147,13 +147,13 @@ class World:
             case ShipKV(transfer):
                 self._ship(actor, transfer, max(self.now_s, self._busy_until_s.get(actor, 0.0)))
             case InsertKV(transfer):
-                self.machines[actor].insert(self._parcels.pop(transfer))
+                self.machines[actor].insert(self._shipments.pop(transfer))
                 self._run_on(actor)
             case OpenGates(handoff, epoch):
                 self.machines[actor].open_gates(handoff, epoch)
                 self._run_on(actor)
             case DropKV(transfer):
-                self._parcels.pop(transfer, None)
+                self._shipments.pop(transfer, None)
             case SetTimer(at_s, key):
                 self._timers[actor, key] = at_s
                 self._at(at_s, actor, TimerFired(key))
@@ -234,14 +234,14 @@ class World:
             self._at(ready_s, actor, failure)
             return
         machine, link = self.machines[actor], (actor, transfer.destination)
-        parcel = machine.ship(transfer, self.machines[transfer.destination])
+        shipment = machine.ship(transfer, self.machines[transfer.destination])
         if self.luck.strikes(self.luck.faults.flip_bit):
-            parcel = parcel.flipped()
-        self._parcels[transfer] = parcel
+            shipment = shipment.flipped()
+        self._shipments[transfer] = shipment
         wire_s = self.costs.of_transfer(transfer, machine.num_layers)
         landed_s = max(ready_s, self._link_free_s.get(link, 0.0)) + wire_s
         self._link_free_s[link] = landed_s
-        self._at(landed_s, transfer.destination, KVArrived(transfer, parcel.intact(), wire_s))
+        self._at(landed_s, transfer.destination, KVArrived(transfer, shipment.intact(), wire_s))
 
     def _at(self, at_s: float, actor: WorkerId, event: Event) -> None:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))

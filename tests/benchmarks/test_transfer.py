@@ -7,8 +7,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks.transfer import Cell, SlowParcel, compared, medians, shares, tally, verdict
-from jdisagg.engine.mesh_executor import MeshParcel
+from benchmarks.transfer import Cell, SlowShipment, compared, medians, shares, tally, verdict
+from jdisagg.engine.mesh_executor import MeshShipment
 from jdisagg.kv.transport.link import Link
 
 CELL = Cell(
@@ -28,7 +28,7 @@ CELL = Cell(
 
 @dataclass
 class Packed:
-    """A parcel that is packed and there at once."""
+    """A shipment that is packed and there at once."""
 
     packed: list[Any] = field(default_factory=lambda: [np.zeros(250_000, np.uint8)])
 
@@ -76,11 +76,11 @@ def test_the_tally_counts_only_cells_that_the_target_is_for():
     assert tally(cells)[1] == "layer meets the target in 1 of the 2 cells where it applies"
 
 
-def test_two_parcels_share_the_link_one_behind_the_other():
+def test_two_shipments_share_the_link_one_behind_the_other():
     link, began = Link(0.1), time.monotonic()  # 0.1 Gbit/s: 250,000 bytes take 20 ms
-    parcels = [SlowParcel(cast(MeshParcel, Packed()), link, []) for _ in range(2)]
-    for parcel in parcels:
-        parcel.wait_packed()
-    for parcel in parcels:
-        parcel.wait()
+    shipments = [SlowShipment(cast(MeshShipment, Packed()), link, []) for _ in range(2)]
+    for shipment in shipments:
+        shipment.wait_packed()
+    for shipment in shipments:
+        shipment.wait()
     assert time.monotonic() - began >= 0.04

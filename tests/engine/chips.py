@@ -15,7 +15,7 @@ from jdisagg.core.targets import Target
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.abstract_programs import AbstractPrograms, Task
 from jdisagg.engine.compile_check import Checked, check, memory_of
-from jdisagg.parallel.place import Device
+from jdisagg.parallel.submesh import Device
 from jdisagg.parallel.topology import ENVIRONMENT, check_compiler, devices_of
 
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)

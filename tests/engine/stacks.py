@@ -23,7 +23,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
 from jdisagg.model.params import load_stage
 from jdisagg.model.sources import RandomSource, Source
-from jdisagg.parallel.place import Device
+from jdisagg.parallel.submesh import Device
 from jdisagg.policy.parts import Piece, pieces
 
 CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
@@ -132,7 +132,7 @@ def prefill_and_ship(
 ) -> list[Sampled]:
     """First tokens; KV leaves as `mode` says, between the programs, and is inserted last part first."""
     config = replace(source.config, layer_groups=tuple((run.start, run.stop) for run in HALVES))
-    sent, parcels, pending = dict.fromkeys(range(len(prompts)), 0), [], []
+    sent, shipments, pending = dict.fromkeys(range(len(prompts)), 0), [], []
     for plan in prefill_plans(prompts, [GREEDY] * len(prompts)):
         cut: list[KVTransfer] = []
         for chunk in plan.chunks:
@@ -144,13 +144,13 @@ def prefill_and_ship(
 
         def group_done(layers: float, cut: list[KVTransfer] = cut) -> None:
             while cut and last_layer(cut[-1]) <= layers:
-                parcels.append(source.ship(cut.pop(), destination))
+                shipments.append(source.ship(cut.pop(), destination))
 
         pending.append(source.run_prefill(plan, group_done))
         group_done(math.inf)
-    for parcel in reversed(parcels):
-        parcel.wait()
-        destination.insert(parcel)
+    for shipment in reversed(shipments):
+        shipment.wait()
+        destination.insert(shipment)
     return first_tokens([each.read() for each in pending])
 
 
@@ -166,12 +166,12 @@ def part_of(whole: KVTransfer, piece: Piece) -> KVTransfer:
 
 def ship_all(source: MeshExecutor, destination: MeshExecutor, lengths: Sequence[int]) -> None:
     """Every prompt's pages from the one to the other, one handoff a prompt."""
-    parcels = [
+    shipments = [
         source.ship(transfer(source, destination, index, length), destination) for index, length in enumerate(lengths)
     ]
-    for parcel in parcels:
-        parcel.wait()
-        destination.insert(parcel)
+    for shipment in shipments:
+        shipment.wait()
+        destination.insert(shipment)
 
 
 def transfer(source: MeshExecutor, destination: MeshExecutor, index: int, length: int) -> KVTransfer:

@@ -13,15 +13,15 @@ from tests.engine.chips import assert_sound, checked_kinds, few_layers
 
 def outline_like(machine):
     """The outline of a machine that exists, on its devices."""
-    layers = [section.layers for section in machine.sections]
-    devices = list(dict.fromkeys(device for section in machine.sections for device in section.place.devices))
-    layout = machine.sections[0].kv.layout
+    layers = [group.layers for group in machine.layer_groups]
+    devices = list(dict.fromkeys(device for group in machine.layer_groups for device in group.submesh.devices))
+    layout = machine.layer_groups[0].kv.layout
     return AbstractPrograms(machine.config, machine.model, layout, layers, devices, jnp.float32)
 
 
 def twins(machine, outline):
     """(the outline's program, the machine's) of everything."""
-    pairs = [(a.programs, b.programs) for a, b in zip(outline.sections, machine.sections, strict=True)]
+    pairs = [(a.programs, b.programs) for a, b in zip(outline.layer_groups, machine.layer_groups, strict=True)]
     pairs += [(outline.draws.programs, machine.decoder.programs)] if machine.decoder else []
     pairs += [(outline.first_draws.programs, machine.prefiller.programs)] if machine.prefiller else []
     pairs += [(a.programs, b.programs) for a, b in zip(outline.docks.values(), machine.docks.values(), strict=True)]

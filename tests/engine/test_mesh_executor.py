@@ -213,7 +213,7 @@ def test_pools_are_updated_in_place(pair):
 
 
 def test_decode_steps_go_on_during_a_ship():
-    """The source is busy for long; steps dispatched after the ship end while its parcel is still on the way."""
+    """The source is busy for long; steps dispatched after the ship end while its shipment is still on the way."""
     source, destination = warm_pair(1, 2)
     firsts = first_tokens(run_prefill(source, prefill_plans(PROMPTS, [GREEDY] * len(PROMPTS))))
     ship_all(source, destination, [len(prompt) for prompt in PROMPTS])
@@ -223,13 +223,13 @@ def test_decode_steps_go_on_during_a_ship():
     pools = source.pages[0].pools
     pools[0] = busy_for_long(pools[0])
     started = time.perf_counter()
-    parcel = source.ship(transfer(source, destination, 9, LONGEST), destination)
+    shipment = source.ship(transfer(source, destination, 9, LONGEST), destination)
     dispatched_s = time.perf_counter() - started
     loop.run(2, active=[0, 1])
-    assert not all(is_ready(atom) for move in parcel.moves for atom in move.atoms), "the ship ended before the steps"
-    parcel.wait()
+    assert not all(is_ready(atom) for move in shipment.moves for atom in move.atoms), "the ship ended before the steps"
+    shipment.wait()
     arrived_s = time.perf_counter() - started
-    destination.insert(parcel)
+    destination.insert(shipment)
     assert dispatched_s < arrived_s / 2
     expected = [row[:5] for row in greedy_continuation(PROMPTS[:2], 5)]
     assert tokens_of([[firsts[n], *loop.drawn[n]] for n in (0, 1)]) == expected
@@ -273,4 +273,4 @@ def test_ids_of_requests_come_back_with_their_tokens(pair):
     plan = PrefillPlan(41, (prefill_chunk(7, (1, 2, 3), 0, 3, GREEDY),), CHUNK, WIDEST)
     done = pair[0].run_prefill(plan).read()
     assert done.plan_id == 41 and done.sampled[0][0] == RequestId("7")
-    assert jax.devices()[0] in pair[0].sections[0].place.devices
+    assert jax.devices()[0] in pair[0].layer_groups[0].submesh.devices

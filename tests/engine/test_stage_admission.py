@@ -8,7 +8,7 @@ import pytest
 from jdisagg.core.plans import Admission, DecodePlan, Gate
 from jdisagg.core.request import RequestId
 from jdisagg.engine.gates import HeldStep
-from jdisagg.engine.mesh_executor import MeshExecutor, MeshParcel
+from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from tests.engine.stacks import (
     GREEDY,
     HALVES,
@@ -34,7 +34,7 @@ class Sequence:
     machine: MeshExecutor
     index: int
     token: int
-    parts: list[MeshParcel]
+    parts: list[MeshShipment]
 
     @property
     def microbatch(self) -> int:
@@ -143,7 +143,7 @@ def test_gates_that_are_opened_let_the_step_run_before_its_pages_are_anothers():
     assert tokens == expected
 
 
-def moved(source: MeshExecutor, part: MeshParcel, to: Sequence) -> MeshParcel:
+def moved(source: MeshExecutor, part: MeshShipment, to: Sequence) -> MeshShipment:
     """The same KV for the pages of another."""
     pages = to.pages[: len(part.transfer.destination_pages)]
     return source.ship(replace(part.transfer, destination_pages=pages), to.machine)
@@ -158,7 +158,7 @@ def test_what_a_stage_raises_when_its_gate_opens_is_told_to_who_reads_the_step(m
     def broken(*_):
         raise RuntimeError("the stage is broken")
 
-    monkeypatch.setattr(machine.sections[1], "decode", broken)
+    monkeypatch.setattr(machine.layer_groups[1], "decode", broken)
     machine.insert(early.parts[1])
     with pytest.raises(RuntimeError, match="the stage is broken"):
         held.read()

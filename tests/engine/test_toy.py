@@ -62,9 +62,9 @@ def test_what_was_shipped_is_what_the_pages_held_then():
     source, destination = machine_of(), machine_of()
     first = prefill(source)
     transfer = KVTransfer("a", 1, A, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT))
-    parcel = source.ship(transfer, destination)
+    shipment = source.ship(transfer, destination)
     source.pages[3] = [0, 0, 0, 0]
-    destination.insert(parcel)
+    destination.insert(shipment)
     assert step(destination, 1, admit=(admission(first, pages=(5, 6)),)) == toy_output(PROMPT, GREEDY)[1]
 
 

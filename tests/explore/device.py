@@ -223,10 +223,10 @@ class Machine:
         return tuple(packed)
 
     def insert(
-        self, device: Device, transfer: KVTransfer, parcel: tuple[Content, ...]
+        self, device: Device, transfer: KVTransfer, shipment: tuple[Content, ...]
     ) -> tuple[Device, list[DecodeDone]]:
         owner, contents = Owner(transfer.handoff, transfer.epoch), list(device.contents)
-        for page, come in zip(transfer.destination_pages, parcel, strict=True):
+        for page, come in zip(transfer.destination_pages, shipment, strict=True):
             holder, there = device.owners[page], contents[page]
             need(holder == owner, f"a late write: KV of {name(owner)} into {self._page(page)}, which {holder} has")
             old = there.written if there is not None and there[:2] == come[:2] else (0,) * self.num_groups

@@ -81,9 +81,9 @@ class Draft:
         self._pop(action)
 
     def _flip(self, action: Action) -> None:
-        to, event, parcel = self.world.items[self._pop(action)]
+        to, event, shipment = self.world.items[self._pop(action)]
         assert isinstance(event, ev.KVArrived)
-        junk = tuple(content._replace(owner=JUNK) for content in parcel)
+        junk = tuple(content._replace(owner=JUNK) for content in shipment)
         self._deliver_item(self.world.item(to, replace(event, intact=False), junk))
 
     def _burst(self, action: Action) -> None:

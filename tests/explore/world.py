@@ -57,7 +57,7 @@ class Item(NamedTuple):
 
     to: int
     event: ev.Event
-    parcel: tuple[Content, ...] = ()  # what KVArrived brings
+    shipment: tuple[Content, ...] = ()  # what KVArrived brings
 
 
 class Action(NamedTuple):
@@ -124,13 +124,13 @@ class World:
     def _part(self, value: Any, owner: int = 0) -> Part:
         return self.cast.part(shape_of(value), owner)
 
-    def item(self, to: int, event: ev.Event, parcel: tuple[Content, ...] = ()) -> int:
-        item = Item(to, event, parcel)
+    def item(self, to: int, event: ev.Event, shipment: tuple[Content, ...] = ()) -> int:
+        item = Item(to, event, shipment)
         number = self._item_ids.get(item)
         if number is None:
             number = self._item_ids[item] = len(self.items)
             self.items.append(item)
-            self.item_parts.append(self._part((to, event, parcel), to))
+            self.item_parts.append(self._part((to, event, shipment), to))
         return number
 
     def device(self, device: Device) -> int:
@@ -299,9 +299,9 @@ class World:
     def react(self, actor: int, item: int, now_s: float) -> Reaction:
         known = self._reactions.get((actor, item, now_s))
         if known is None:
-            number, event, parcel = self.items[item]
+            number, event, shipment = self.items[item]
             after, effects = self.cast.step(number, actor, event, now_s)
-            moves = tuple(self._moves(number, effects, parcel))
+            moves = tuple(self._moves(number, effects, shipment))
             self._check_answered(event, effects)
             known = self._reactions[actor, item, now_s] = Reaction(after, tuple(effects), moves)
         return known
@@ -311,7 +311,7 @@ class World:
             answers = [each for each in effects if isinstance(each, ev.InsertKV | ev.DropKV)]
             need(len(answers) == 1, f"KV that arrived is answered by {answers}")
 
-    def _moves(self, number: int, effects: list[Any], parcel: tuple[Content, ...]) -> Iterator[Any]:
+    def _moves(self, number: int, effects: list[Any], shipment: tuple[Content, ...]) -> Iterator[Any]:
         for effect in effects:
             match effect:
                 case ev.Send(to, message):
@@ -319,7 +319,7 @@ class World:
                     item = self.item(to_number, ev.Received(self.names[number], message))  # type: ignore[arg-type]
                     yield Post(("mail", number, to_number), item)
                 case ev.InsertKV(transfer):
-                    yield ("insert", transfer, parcel)
+                    yield ("insert", transfer, shipment)
                 case ev.OpenGates(handoff, epoch):
                     yield ("open_gates", Owner(handoff, epoch))
                 case ev.RunPrefill(plan, ships):

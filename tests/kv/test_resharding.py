@@ -15,7 +15,7 @@ from jdisagg.kv.guard import Guard
 from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import Dock, check_moves, insert_moves, shapes_of, ship_pages
-from jdisagg.parallel.place import Place
+from jdisagg.parallel.submesh import Submesh
 from tests.kv.test_shipping import fill, held_by
 
 HEADS, D, TOKENS = 4, 4, 90  # the last page of either end is filled in part
@@ -40,13 +40,13 @@ def stages_of(layout: KVLayout, stops: list[int], tp: int, *, last: bool) -> lis
     made, start = [], 0
     for index, stop in enumerate(stops):
         first = index * tp % (9 - tp)
-        made.append(StagePages(layout, range(start, stop), pages, Place(devices[first : first + tp])))
+        made.append(StagePages(layout, range(start, stop), pages, Submesh(devices[first : first + tp])))
         start = stop
     return made
 
 
-def docks_of(stages: list[StagePages], digests: Digests = Digests.FULL, bound: float = 0.05) -> dict[Place, Dock]:
-    return {stage.place: Dock(stage.place, digests, bound) for stage in stages}
+def docks_of(stages: list[StagePages], digests: Digests = Digests.FULL, bound: float = 0.05) -> dict[Submesh, Dock]:
+    return {stage.submesh: Dock(stage.submesh, digests, bound) for stage in stages}
 
 
 def numbers(layout: KVLayout, seed: int) -> np.ndarray:
@@ -107,8 +107,8 @@ def test_pages_that_the_destination_holds_already_are_not_written():
 @pytest.mark.parametrize("wire", ["raw", "int8"])
 def test_no_number_of_tokens_compiles_a_program_that_was_not_declared(wire: str):
     ours, theirs = KVLayout(1, 2, D, 8), KVLayout(1, 2, D, 16)
-    source = [StagePages(ours, range(1), 300, Place(jax.devices()[:1]))]
-    destination = [StagePages(theirs, range(1), 150, Place(jax.devices()[1:2]))]
+    source = [StagePages(ours, range(1), 300, Submesh(jax.devices()[:1]))]
+    destination = [StagePages(theirs, range(1), 150, Submesh(jax.devices()[1:2]))]
     leaving, landing = docks_of(source), docks_of(destination)
 
     def ship(tokens: int) -> None:

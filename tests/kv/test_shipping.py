@@ -10,27 +10,29 @@ from jdisagg.core.kv_layout import KVLayout, heads_per_shard, kv_head_of_shard
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
 from jdisagg.kv.shipping import Dock, check_moves, insert_moves, ship_pages
-from jdisagg.parallel.place import Place
+from jdisagg.parallel.submesh import Submesh
 
 LAYERS, PAGES = 3, 24
 
 
-def stages(layout: KVLayout, cut: list[range], places: list[Place]) -> tuple[list[StagePages], dict[Place, Dock]]:
-    made = [StagePages(layout, run, PAGES, place) for run, place in zip(cut, places, strict=True)]
-    return made, {place: Dock(place) for place in places}
+def stages(
+    layout: KVLayout, cut: list[range], submeshes: list[Submesh]
+) -> tuple[list[StagePages], dict[Submesh, Dock]]:
+    made = [StagePages(layout, run, PAGES, submesh) for run, submesh in zip(cut, submeshes, strict=True)]
+    return made, {submesh: Dock(submesh) for submesh in submeshes}
 
 
 def fill(pages: list[StagePages], content: np.ndarray) -> None:
     """content [L, P + 1, Hkv, 2, page_size, D] into the pools, heads repeated where shards share them."""
     for stage in pages:
-        tp, heads = stage.place.tp, stage.layout.num_kv_heads
+        tp, heads = stage.submesh.tp, stage.layout.num_kv_heads
         held = [
             kv_head_of_shard(heads, tp, shard) + head
             for shard in range(tp)
             for head in range(heads_per_shard(heads, tp))
         ]
         stage.pools = [
-            jax.device_put(content[layer][:, held], stage.place.sharding(POOL_SPEC)) for layer in stage.layers
+            jax.device_put(content[layer][:, held], stage.submesh.sharding(POOL_SPEC)) for layer in stage.layers
         ]
 
 
@@ -44,10 +46,10 @@ def held_by(pages: list[StagePages]) -> np.ndarray:
 def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destination_tp: int):
     layout = KVLayout(LAYERS, 6 if source_tp == 3 else 2, 4, page_size=2)
     devices = jax.devices()
-    source, docks = stages(layout, [range(0, 1), range(1, 3)], [Place(devices[:source_tp])] * 2)
+    source, docks = stages(layout, [range(0, 1), range(1, 3)], [Submesh(devices[:source_tp])] * 2)
     split = [range(0, 2), range(2, 3)] if destination_tp < 4 else [range(3)]
-    places = [Place(devices[8 - (n + 1) * destination_tp : 8 - n * destination_tp]) for n in range(len(split))]
-    destination, other_docks = stages(layout, split, places)
+    submeshes = [Submesh(devices[8 - (n + 1) * destination_tp : 8 - n * destination_tp]) for n in range(len(split))]
+    destination, other_docks = stages(layout, split, submeshes)
     generator = np.random.default_rng(0)
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
     sent, there = (generator.normal(size=shape).astype(np.float32) for _ in range(2))
@@ -66,34 +68,34 @@ def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destina
 @pytest.mark.parametrize("digests", Digests)
 def test_a_bit_that_flips_on_the_way_is_seen(source_tp: int, destination_tp: int, digests: Digests):
     layout, devices = KVLayout(LAYERS, 2, 4, page_size=2), jax.devices()
-    source, _ = stages(layout, [range(LAYERS)], [Place(devices[:source_tp])])
-    destination, docks = stages(layout, [range(LAYERS)], [Place(devices[8 - destination_tp :])])
+    source, _ = stages(layout, [range(LAYERS)], [Submesh(devices[:source_tp])])
+    destination, docks = stages(layout, [range(LAYERS)], [Submesh(devices[8 - destination_tp :])])
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
     fill(source, np.random.default_rng(1).normal(size=shape).astype(np.float32))
-    packers = {stage.place: Dock(stage.place, digests) for stage in source}
+    packers = {stage.submesh: Dock(stage.submesh, digests) for stage in source}
     (move,), _ = ship_pages(source, packers, destination, [5, 3, 20], [2, 9, 4])
     if digests is Digests.OFF:
         assert not check_moves(destination, docks, [move])
         return
     verdicts = check_moves(destination, docks, [move])
     assert np.asarray(verdicts[0]).shape == (destination_tp,) and np.asarray(verdicts[0]).all()
-    for place in (0, move.atoms[0].size // 2 if digests is Digests.FULL else 5):
+    for position in (0, move.atoms[0].size // 2 if digests is Digests.FULL else 5):
         bits = np.array(move.atoms[0])
-        bits.reshape(-1).view(np.uint32)[place] ^= 1 << 11
+        bits.reshape(-1).view(np.uint32)[position] ^= 1 << 11
         changed = replace(move, atoms=[jax.device_put(bits, move.atoms[0].sharding), *move.atoms[1:]])
         assert not np.asarray(check_moves(destination, docks, [changed])[0]).all()
 
 
 def test_a_transfer_over_the_largest_bucket_goes_in_several_moves():
     layout = KVLayout(1, 2, 4, page_size=2)
-    pages, docks = stages(layout, [range(1)], [Place(jax.devices()[:1])])
+    pages, docks = stages(layout, [range(1)], [Submesh(jax.devices()[:1])])
     moves, _ = ship_pages(pages, docks, pages, [1] * 70, [2] * 70)
     assert [len(move.pages) for move in moves] == [64, 16]
 
 
 def test_pools_of_one_stage_never_share_a_buffer():
     layout = KVLayout(4, 2, 4, page_size=2)
-    stage = StagePages(layout, range(4), PAGES, Place(jax.devices()[:2]))
+    stage = StagePages(layout, range(4), PAGES, Submesh(jax.devices()[:2]))
     buffers = {shard.data.unsafe_buffer_pointer() for pool in stage.pools for shard in pool.addressable_shards}
     assert len(buffers) == 8
     assert stage.num_bytes == layout.bytes_per_page * (PAGES + 1)

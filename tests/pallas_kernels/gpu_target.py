@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from jax.experimental import topologies
 
-from jdisagg.parallel.place import Device
+from jdisagg.parallel.submesh import Device
 
 # What the compiler asks of a device: limits of a block and of a core, memory, and the toolkit it would run under.
 H100 = """

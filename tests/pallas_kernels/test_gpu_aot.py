@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdisagg.parallel.place import WHOLE, Place
+from jdisagg.parallel.submesh import WHOLE, Submesh
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import QuantizedPages
 from tests.pallas_kernels.gpu_target import gpu_devices
@@ -34,20 +34,20 @@ OTHERS = [
 PAGES, WIDTH = 8192, 2048  # a table of 32k tokens in pages of 16
 
 
-def array(place: Place, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(place.mesh, spec))
+def array(submesh: Submesh, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, spec))
 
 
-def make_pool(place: Place, shape: Shape, dtype: str, spec=WHOLE) -> Any:
-    numbers: Any = array(place, (PAGES, shape.kv_heads, 2, shape.page_size, shape.head_dim), dtype, spec)
+def make_pool(submesh: Submesh, shape: Shape, dtype: str, spec=WHOLE) -> Any:
+    numbers: Any = array(submesh, (PAGES, shape.kv_heads, 2, shape.page_size, shape.head_dim), dtype, spec)
     if dtype in ("float32", "bfloat16"):
         return numbers
-    scales: Any = array(place, (PAGES, shape.kv_heads, 2 * shape.page_size), jnp.float32, spec)
+    scales: Any = array(submesh, (PAGES, shape.kv_heads, 2 * shape.page_size), jnp.float32, spec)
     return QuantizedPages(numbers, scales)
 
 
-def compiled(place: Place, function, *arguments, donate=()) -> Any:
-    with jax.sharding.set_mesh(place.mesh):
+def compiled(submesh: Submesh, function, *arguments, donate=()) -> Any:
+    with jax.sharding.set_mesh(submesh.mesh):
         return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
 
 
@@ -60,8 +60,8 @@ def bytes_of(pool: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def place() -> Place:
-    return Place(gpu_devices(1))
+def submesh() -> Submesh:
+    return Submesh(gpu_devices(1))
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def place() -> Place:
     [*((*kernel, 1) for kernel in MODELS[::2]), *((*kernel, 64) for kernel in MODELS + OTHERS)],
     ids=str,
 )
-def test_decode_attention_compiles_and_copies_no_kv(place, shape, q_dtype, dtype, slots):
-    q = array(place, (slots, shape.kv_heads * shape.groups, shape.head_dim), q_dtype)
-    ints = array(place, (slots, WIDTH), jnp.int32), array(place, (slots,), jnp.int32)
-    program = compiled(place, paged_attention, q, make_pool(place, shape, dtype), *ints)
+def test_decode_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dtype, slots):
+    q = array(submesh, (slots, shape.kv_heads * shape.groups, shape.head_dim), q_dtype)
+    ints = array(submesh, (slots, WIDTH), jnp.int32), array(submesh, (slots,), jnp.int32)
+    program = compiled(submesh, paged_attention, q, make_pool(submesh, shape, dtype), *ints)
     assert kernels_of(program) == 2
     assert program.memory_analysis().temp_size_in_bytes < 64 * MIB
 
@@ -82,10 +82,10 @@ def test_decode_attention_compiles_and_copies_no_kv(place, shape, q_dtype, dtype
     [*((*kernel, 256) for kernel in MODELS[::2]), *((*kernel, 4096) for kernel in MODELS + OTHERS)],
     ids=str,
 )
-def test_prefill_attention_compiles_and_copies_no_kv(place, shape, q_dtype, dtype, tokens):
-    q = array(place, (tokens, shape.kv_heads * shape.groups, shape.head_dim), q_dtype)
-    ints = [array(place, size, jnp.int32) for size in ((4, WIDTH), (4,), (5,))]
-    program = compiled(place, prefill_attention, q, make_pool(place, shape, dtype), *ints)
+def test_prefill_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dtype, tokens):
+    q = array(submesh, (tokens, shape.kv_heads * shape.groups, shape.head_dim), q_dtype)
+    ints = [array(submesh, size, jnp.int32) for size in ((4, WIDTH), (4,), (5,))]
+    program = compiled(submesh, prefill_attention, q, make_pool(submesh, shape, dtype), *ints)
     assert kernels_of(program) == 1
     assert program.memory_analysis().temp_size_in_bytes < 64 * MIB
 
@@ -95,11 +95,11 @@ def test_prefill_attention_compiles_and_copies_no_kv(place, shape, q_dtype, dtyp
     [*((*kernel, 64) for kernel in MODELS[::2]), *((*kernel, 4096) for kernel in MODELS + OTHERS)],
     ids=str,
 )
-def test_writing_a_donated_pool_leaves_it_where_it_is(place, shape, q_dtype, dtype, tokens):
-    pool = make_pool(place, shape, dtype)
-    new = array(place, (tokens, shape.kv_heads, shape.head_dim), q_dtype)
-    ints = array(place, (tokens,), jnp.int32)
-    program = compiled(place, write_kv_pages, pool, new, new, ints, ints, donate=0)
+def test_writing_a_donated_pool_leaves_it_where_it_is(submesh, shape, q_dtype, dtype, tokens):
+    pool = make_pool(submesh, shape, dtype)
+    new = array(submesh, (tokens, shape.kv_heads, shape.head_dim), q_dtype)
+    ints = array(submesh, (tokens,), jnp.int32)
+    program = compiled(submesh, write_kv_pages, pool, new, new, ints, ints, donate=0)
     memory = program.memory_analysis()
     assert kernels_of(program) == 1
     assert memory.alias_size_in_bytes == bytes_of(pool), "donation took no effect"
@@ -111,7 +111,7 @@ OPTIONS = {"window": 4096, "soft_cap": 30.0}
 
 @pytest.mark.parametrize(("dtype", "check_vma"), [("bfloat16", True), ("int8", True), ("bfloat16", False)])
 def test_a_layer_with_every_option_compiles_with_its_heads_over_eight_gpus(dtype, check_vma):
-    place, shape, slots = Place(gpu_devices(8)), Shape(128, 8, 8, 16), 64
+    submesh, shape, slots = Submesh(gpu_devices(8)), Shape(128, 8, 8, 16), 64
 
     def layer(pool, q, k, table, lengths, sinks):
         pool = write_kv_pages(pool, k, k, table[:, 0], lengths)
@@ -119,23 +119,23 @@ def test_a_layer_with_every_option_compiles_with_its_heads_over_eight_gpus(dtype
         spans = jnp.arange(slots + 1, dtype=jnp.int32)
         return pool, prefill_attention(q, pool, table, lengths, spans, sinks=sinks, **OPTIONS)
 
-    pool = make_pool(place, shape, dtype, HEADS)
+    pool = make_pool(submesh, shape, dtype, HEADS)
     sharded = jax.shard_map(
         layer,
-        mesh=place.mesh,
+        mesh=submesh.mesh,
         in_specs=(HEADS, HEADS, HEADS, WHOLE, WHOLE, PartitionSpec("tp")),
         out_specs=(HEADS, HEADS),
         check_vma=check_vma,
     )
     program = compiled(
-        place,
+        submesh,
         sharded,
         pool,
-        array(place, (slots, 64, 128), jnp.bfloat16, HEADS),
-        array(place, (slots, 8, 128), jnp.bfloat16, HEADS),
-        array(place, (slots, WIDTH), jnp.int32),
-        array(place, (slots,), jnp.int32),
-        array(place, (64,), jnp.float32, PartitionSpec("tp")),
+        array(submesh, (slots, 64, 128), jnp.bfloat16, HEADS),
+        array(submesh, (slots, 8, 128), jnp.bfloat16, HEADS),
+        array(submesh, (slots, WIDTH), jnp.int32),
+        array(submesh, (slots,), jnp.int32),
+        array(submesh, (64,), jnp.float32, PartitionSpec("tp")),
         donate=0,
     )
     memory = program.memory_analysis()

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.kv.pools import POOL_SPEC
-from jdisagg.parallel.place import AXIS, WHOLE, Place
+from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
 from pallas_kernels import QuantizedPages, pack_kv_pages, unpack_kv_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import Shape
@@ -44,30 +44,32 @@ ODD = [
 ]
 
 
-def place_of(chip: str, count: int = 1) -> Place:
+def submesh_of(chip: str, count: int = 1) -> Submesh:
     if chip == "h100":
         pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
-        return Place(gpu_devices(count))
+        return Submesh(gpu_devices(count))
     pytest.importorskip("libtpu", reason="libtpu is not installed: jdisagg[aot-tpu]")
-    return Place(tpu_devices(chip, count))
+    return Submesh(tpu_devices(chip, count))
 
 
-def array(place: Place, shape, dtype, spec=WHOLE) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(place.mesh, spec))
+def array(submesh: Submesh, shape, dtype, spec=WHOLE) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, spec))
 
 
-def make_pools(place: Place, shape: Shape, dtype: str, layers: int, pages: int, spec=WHOLE) -> list[Any]:
-    numbers = array(place, (pages, shape.kv_heads, 2, shape.page_size, shape.head_dim), dtype, spec)
+def make_pools(submesh: Submesh, shape: Shape, dtype: str, layers: int, pages: int, spec=WHOLE) -> list[Any]:
+    numbers = array(submesh, (pages, shape.kv_heads, 2, shape.page_size, shape.head_dim), dtype, spec)
     if dtype in ("float32", "bfloat16"):
         return [numbers] * layers
-    return [QuantizedPages(numbers, array(place, (*numbers.shape[:2], 2 * shape.page_size), "float32", spec))] * layers
+    return [
+        QuantizedPages(numbers, array(submesh, (*numbers.shape[:2], 2 * shape.page_size), "float32", spec))
+    ] * layers
 
 
-def compile_both(place: Place, source: list, pools: list, wire: str, count: int = 64) -> tuple[Any, Any]:
-    pack, ids = partial(pack_kv_pages, wire=wire), array(place, (count,), jnp.int32)
-    with jax.sharding.set_mesh(place.mesh):
+def compile_both(submesh: Submesh, source: list, pools: list, wire: str, count: int = 64) -> tuple[Any, Any]:
+    pack, ids = partial(pack_kv_pages, wire=wire), array(submesh, (count,), jnp.int32)
+    with jax.sharding.set_mesh(submesh.mesh):
         packing = jax.jit(pack).lower(source, ids).compile()
-        packed = jax.tree.map(lambda part: array(place, part.shape, part.dtype), jax.eval_shape(pack, source, ids))
+        packed = jax.tree.map(lambda part: array(submesh, part.shape, part.dtype), jax.eval_shape(pack, source, ids))
         packed = packed._replace(digests=None)
         unpacking = jax.jit(unpack_kv_pages, donate_argnums=0).lower(pools, packed, ids).compile()
     return packing, unpacking
@@ -79,29 +81,32 @@ def bytes_of(pools: list) -> int:
 
 @pytest.mark.parametrize(("chip", "shape", "source", "wire", "dtype", "layers"), PROGRAMS, ids=str)
 def test_no_pool_is_copied_and_unpacking_writes_in_place(chip, shape, source, wire, dtype, layers):
-    place, pages = place_of(chip), (256 << 20) // (layers * shape.kv_heads * 2 * shape.page_size * shape.head_dim)
+    submesh, pages = submesh_of(chip), (256 << 20) // (layers * shape.kv_heads * 2 * shape.page_size * shape.head_dim)
     packing, unpacking = compile_both(
-        place, make_pools(place, shape, source, layers, pages), make_pools(place, shape, dtype, layers, pages), wire
+        submesh,
+        make_pools(submesh, shape, source, layers, pages),
+        make_pools(submesh, shape, dtype, layers, pages),
+        wire,
     )
     for program in (packing, unpacking):
         assert program.memory_analysis().temp_size_in_bytes < 16 * MIB, "a pool is copied"
-    assert unpacking.memory_analysis().alias_size_in_bytes >= bytes_of(make_pools(place, shape, dtype, layers, pages))
+    assert unpacking.memory_analysis().alias_size_in_bytes >= bytes_of(make_pools(submesh, shape, dtype, layers, pages))
 
 
 @pytest.mark.parametrize(("shape", "source", "wire", "dtype"), ODD, ids=str)
 def test_other_head_sizes_compile_for_tpus(shape, source, wire, dtype):
-    place = place_of("v5e")
+    submesh = submesh_of("v5e")
     programs = compile_both(
-        place, make_pools(place, shape, source, 2, 32), make_pools(place, shape, dtype, 2, 32), wire
+        submesh, make_pools(submesh, shape, source, 2, 32), make_pools(submesh, shape, dtype, 2, 32), wire
     )
     assert all("tpu_custom_call" in program.as_text() for program in programs)
 
 
 @pytest.mark.parametrize("chip", ["v5p", "h100"])
 def test_shards_of_heads_pack_and_unpack_without_a_word_to_each_other(chip):
-    place, later = place_of(chip, 4), PartitionSpec(None, None, AXIS)
-    cut = partial(jax.shard_map, mesh=place.mesh, check_vma=False)
-    pools, ids = make_pools(place, LLAMA_3_8B, "bfloat16", 2, 512, POOL_SPEC), array(place, (64,), jnp.int32)
+    submesh, later = submesh_of(chip, 4), PartitionSpec(None, None, AXIS)
+    cut = partial(jax.shard_map, mesh=submesh.mesh, check_vma=False)
+    pools, ids = make_pools(submesh, LLAMA_3_8B, "bfloat16", 2, 512, POOL_SPEC), array(submesh, (64,), jnp.int32)
 
     def relocate(pools, ids):
         packed = pack_kv_pages(pools, ids, wire="int8")
@@ -109,7 +114,7 @@ def test_shards_of_heads_pack_and_unpack_without_a_word_to_each_other(chip):
         return written, packed.digests, digests
 
     sharded = cut(relocate, in_specs=(POOL_SPEC, WHOLE), out_specs=(POOL_SPEC, later, later))
-    with jax.sharding.set_mesh(place.mesh):
+    with jax.sharding.set_mesh(submesh.mesh):
         program: Any = jax.jit(sharded, donate_argnums=0).lower(pools, ids).compile()
     assert not [word for word in ("all-reduce", "all-gather", "collective-permute") if word in program.as_text()]
     assert program.memory_analysis().temp_size_in_bytes < 16 * MIB

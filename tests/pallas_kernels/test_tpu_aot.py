@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.engine.section import SectionPrograms
+from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.params import StageParams, abstract_stage
-from jdisagg.parallel.place import WHOLE, Place, Program
+from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import LARGEST, QuantizedPages
 from pallas_kernels.tpu_blocks import num_cores
@@ -47,20 +47,20 @@ KERNELS = [
 POOL_BYTES = 256 * MIB  # of an abstract pool: a copy of it would be seen
 
 
-def whole(place: Place, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(place.mesh, spec))
+def whole(submesh: Submesh, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, spec))
 
 
-def large_pool(place: Place, shape: Shape, dtype: str) -> Any:
+def large_pool(submesh: Submesh, shape: Shape, dtype: str) -> Any:
     """POOL_BYTES of pages laid out as the engine lays them."""
     page = shape.kv_heads, 2, shape.page_size, shape.head_dim
     pages = POOL_BYTES // (math.prod(page) * jnp.dtype(dtype).itemsize)
-    numbers: Any = jax.ShapeDtypeStruct((pages, *page), dtype, sharding=place.row_major(WHOLE, 5))
+    numbers: Any = jax.ShapeDtypeStruct((pages, *page), dtype, sharding=submesh.row_major(WHOLE, 5))
     if dtype not in LARGEST:
         return numbers
     scales = pages, shape.kv_heads, 2 * shape.page_size
     return QuantizedPages(
-        numbers, cast(Any, jax.ShapeDtypeStruct(scales, jnp.float32, sharding=place.row_major(WHOLE, 3)))
+        numbers, cast(Any, jax.ShapeDtypeStruct(scales, jnp.float32, sharding=submesh.row_major(WHOLE, 3)))
     )
 
 
@@ -70,7 +70,7 @@ def large_pool(place: Place, shape: Shape, dtype: str) -> Any:
     ids=str,
 )
 def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape, q_dtype, dtype, chip):
-    place, slots, width = Place(tpu_devices(chip, 1)), 8, 5
+    submesh, slots, width = Submesh(tpu_devices(chip, 1)), 8, 5
 
     def step(pool, q, k, table, lengths):
         pool = write_kv_pages(pool, k, k, table[:, 0], lengths)
@@ -79,16 +79,16 @@ def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape
         spans = jnp.arange(slots + 1, dtype=jnp.int32)
         return pool, prefill_attention(q, pool, table, lengths, spans, **options)
 
-    pool = large_pool(place, shape, dtype)
+    pool = large_pool(submesh, shape, dtype)
     arguments = [
         pool,
-        whole(place, (slots, shape.kv_heads * shape.groups, shape.head_dim), q_dtype),
-        whole(place, (slots, shape.kv_heads, shape.head_dim), q_dtype),
-        whole(place, (slots, width), jnp.int32),
-        whole(place, (slots,), jnp.int32),
+        whole(submesh, (slots, shape.kv_heads * shape.groups, shape.head_dim), q_dtype),
+        whole(submesh, (slots, shape.kv_heads, shape.head_dim), q_dtype),
+        whole(submesh, (slots, width), jnp.int32),
+        whole(submesh, (slots,), jnp.int32),
     ]
-    formats = jax.tree.map(lambda leaf: place.row_major(WHOLE, leaf.ndim), pool), None
-    with jax.sharding.set_mesh(place.mesh):
+    formats = jax.tree.map(lambda leaf: submesh.row_major(WHOLE, leaf.ndim), pool), None
+    with jax.sharding.set_mesh(submesh.mesh):
         compiled = jax.jit(step, donate_argnums=0, out_shardings=formats).lower(*arguments).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -98,9 +98,9 @@ def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape
 
 
 def test_a_chip_of_two_cores_is_given_work_for_both():
-    with jax.sharding.set_mesh(Place(tpu_devices("v5p", 1)).mesh):
+    with jax.sharding.set_mesh(Submesh(tpu_devices("v5p", 1)).mesh):
         assert num_cores() == 2
-    with jax.sharding.set_mesh(Place(tpu_devices("v6e", 1)).mesh):
+    with jax.sharding.set_mesh(Submesh(tpu_devices("v6e", 1)).mesh):
         assert num_cores() == 1
 
 
@@ -108,31 +108,31 @@ def num_kernels(compiled: Any) -> int:
     return compiled.as_text().count("tpu_custom_call")
 
 
-def section_without_memory(config: ModelConfig, layers: range, place: Place, dtype: str) -> SectionPrograms:
-    """A section's programs over weights that are shapes."""
-    abstract = abstract_stage(config, layers, place.tp, place.axis, dtype)
-    rules = [stage_leaves(config, layers, place.tp)[path] for path in abstract.paths]
-    axes = [rule.axis if place.tp > 1 else None for rule in rules]
+def layer_group_without_memory(config: ModelConfig, layers: range, submesh: Submesh, dtype: str) -> LayerGroupPrograms:
+    """A layer group's programs over weights that are shapes."""
+    abstract = abstract_stage(config, layers, submesh.tp, submesh.axis, dtype)
+    rules = [stage_leaves(config, layers, submesh.tp)[path] for path in abstract.paths]
+    axes = [rule.axis if submesh.tp > 1 else None for rule in rules]
     specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "tp") for axis in axes]
-    leaves: Any = [  # shapes, where a section that runs has arrays
-        whole(place, [n * place.tp if d == axis else n for d, n in enumerate(leaf.shape)], leaf.dtype, spec)
+    leaves: Any = [  # shapes, where a layer group that runs has arrays
+        whole(submesh, [n * submesh.tp if d == axis else n for d, n in enumerate(leaf.shape)], leaf.dtype, spec)
         for leaf, axis, spec in zip(abstract.leaves, axes, specs, strict=True)
     ]
-    return SectionPrograms(config, layers, place, StageParams(abstract.graphdef, abstract.treedef, leaves, specs))
+    return LayerGroupPrograms(config, layers, submesh, StageParams(abstract.graphdef, abstract.treedef, leaves, specs))
 
 
-def check_program(section: SectionPrograms, program: Program, batch: list, *, pages: int) -> None:
-    """`program` of the section compiles, its donated pools stay in place, and nothing large is copied."""
-    config, place = section.config, section.place
-    layout = KVLayout(len(section.layers), config.num_kv_heads, config.head_dim, 16, "bfloat16")
-    pools = [abstract_pool(layout, pages - 1, place)] * len(section.layers)
-    with jax.sharding.set_mesh(place.mesh):
-        compiled: Any = program.lower(section.params.leaves, pools, *batch).compile()
+def check_program(group: LayerGroupPrograms, program: Program, batch: list, *, pages: int) -> None:
+    """`program` of the layer group compiles, its donated pools stay in place, and nothing large is copied."""
+    config, submesh = group.config, group.submesh
+    layout = KVLayout(len(group.layers), config.num_kv_heads, config.head_dim, 16, "bfloat16")
+    pools = [abstract_pool(layout, pages - 1, submesh)] * len(group.layers)
+    with jax.sharding.set_mesh(submesh.mesh):
+        compiled: Any = program.lower(group.params.leaves, pools, *batch).compile()
     memory, reductions = compiled.memory_analysis(), compiled.as_text().count(" all-reduce(")
-    assert num_kernels(compiled) == 2 * len(section.layers)
-    assert memory.alias_size_in_bytes >= pages * layout.bytes_per_page // place.tp, "donation took no effect"
+    assert num_kernels(compiled) == 2 * len(group.layers)
+    assert memory.alias_size_in_bytes >= pages * layout.bytes_per_page // submesh.tp, "donation took no effect"
     assert memory.temp_size_in_bytes < 64 * MIB, "the pool, or a matrix, is copied"
-    assert (reductions > 0) == (place.tp > 1)
+    assert (reductions > 0) == (submesh.tp > 1)
 
 
 STAGES = [
@@ -145,17 +145,17 @@ STAGES = [
 
 @pytest.mark.parametrize(("config", "chip", "tp", "layers"), STAGES, ids=["8b", "8b-tp4", "heads-of-64", "heads-of-80"])
 def test_the_decode_program_of_a_stage_copies_no_kv(config, chip, tp, layers):
-    place, slots = Place(tpu_devices(chip, tp)), 64
-    section = section_without_memory(config, layers, place, "bfloat16")
-    x = None if section.is_first else whole(place, (slots, config.hidden_size), jnp.bfloat16)
-    batch = [whole(place, (slots, 256), jnp.int32), whole(place, (4, slots), jnp.int32), x]
-    check_program(section, section.decode_program, batch, pages=4096)
+    submesh, slots = Submesh(tpu_devices(chip, tp)), 64
+    group = layer_group_without_memory(config, layers, submesh, "bfloat16")
+    x = None if group.is_first else whole(submesh, (slots, config.hidden_size), jnp.bfloat16)
+    batch = [whole(submesh, (slots, 256), jnp.int32), whole(submesh, (4, slots), jnp.int32), x]
+    check_program(group, group.decode_program, batch, pages=4096)
 
 
 @pytest.mark.parametrize(("chip", "tp", "layers"), [("v5p", 4, range(2, 4))])
 def test_the_prefill_program_of_a_layer_group_of_llama_3_8b_copies_no_kv(chip, tp, layers):
-    place, tokens, sequences = Place(tpu_devices(chip, tp)), 256, 4
-    section = section_without_memory(LLAMA_3_8B, layers, place, "bfloat16")
-    x = None if section.is_first else whole(place, (tokens, 4096), jnp.bfloat16)
+    submesh, tokens, sequences = Submesh(tpu_devices(chip, tp)), 256, 4
+    group = layer_group_without_memory(LLAMA_3_8B, layers, submesh, "bfloat16")
+    x = None if group.is_first else whole(submesh, (tokens, 4096), jnp.bfloat16)
     ints = [(3, tokens), (2, sequences + 1), (sequences, 256)]
-    check_program(section, section.prefill_program, [*(whole(place, i, jnp.int32) for i in ints), x], pages=4096)
+    check_program(group, group.prefill_program, [*(whole(submesh, i, jnp.int32) for i in ints), x], pages=4096)

@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from jdisagg.parallel.place import Device
+from jdisagg.parallel.submesh import Device
 
 # Read when libtpu is loaded, which importing it by name does not do. The first lets several test processes load it.
 QUIET = {

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdisagg.parallel.pace import LAUNCHES, Pace
-from jdisagg.parallel.place import AXIS, WHOLE, Place
+from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
 
 
 def test_no_more_than_the_limit_are_left_undrained():
@@ -17,7 +17,7 @@ def test_no_more_than_the_limit_are_left_undrained():
 
 
 def test_programs_of_several_devices_pass_the_pace_and_others_do_not():
-    many, one = Place(jax.devices()[:2]), Place(jax.devices()[2:3])
+    many, one = Submesh(jax.devices()[:2]), Submesh(jax.devices()[2:3])
     before = LAUNCHES.in_flight
     total = many.program(lambda x: jax.lax.psum(x, AXIS), PartitionSpec(AXIS), WHOLE)
     result = total(jax.device_put(np.arange(4.0), many.sharding(PartitionSpec(AXIS))))
@@ -28,19 +28,19 @@ def test_programs_of_several_devices_pass_the_pace_and_others_do_not():
 
 
 def test_hundreds_of_collective_programs_without_a_wait_do_not_starve_each_other():
-    place = Place(jax.devices()[:4])
-    step = place.program(lambda x: jax.lax.psum(x, AXIS) / 4, WHOLE, WHOLE)
-    x = place.put(np.ones((64, 64), np.float32))
+    submesh = Submesh(jax.devices()[:4])
+    step = submesh.program(lambda x: jax.lax.psum(x, AXIS) / 4, WHOLE, WHOLE)
+    x = submesh.put(np.ones((64, 64), np.float32))
     for _ in range(200):
         x = step(x)
     assert float(x[0, 0]) == 1.0
 
 
 def test_arrays_reach_every_shard_and_hop_between_places():
-    first, second, single = Place(jax.devices()[:2]), Place(jax.devices()[4:6]), Place(jax.devices()[7:])
+    first, second, single = Submesh(jax.devices()[:2]), Submesh(jax.devices()[4:6]), Submesh(jax.devices()[7:])
     x = first.put(np.arange(6.0))
-    hopped = second.hop(x)
-    assert hopped.devices() == set(second.devices) and second.hop(hopped) is hopped
+    moved = second.transfer(x)
+    assert moved.devices() == set(second.devices) and second.transfer(moved) is moved
     spread = first.spread(single.put(np.arange(3)))
     assert spread.devices() == set(first.devices)
     np.testing.assert_array_equal(np.asarray(spread), np.arange(3))
@@ -48,7 +48,7 @@ def test_arrays_reach_every_shard_and_hop_between_places():
 
 
 def test_a_program_counts_what_it_was_compiled_for():
-    program = Place(jax.devices()[:1]).program(lambda x: x * 2)
+    program = Submesh(jax.devices()[:1]).program(lambda x: x * 2)
     for size in (3, 3, 5):
         program(jnp.zeros(size))
     assert program.num_compiled == 2

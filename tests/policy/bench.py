@@ -26,7 +26,7 @@ from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved
 from jdisagg.core.plans import KVTransfer, PrefillPlan, last_layer
 from jdisagg.core.request import Request, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyParcel
+from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyShipment
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import definition
 
@@ -42,7 +42,7 @@ class Bench:
         self.heard: list[Message] = []  # what the worker has said
         self.effects: list[Effect] = []
         self.timers: dict[str, float] = {}
-        self.shipped: dict[str, list[ToyParcel]] = {}
+        self.shipped: dict[str, list[ToyShipment]] = {}
         self.epochs: dict[str, int] = {}
         self.requests: dict[str, Request] = {}  # those that asked for a reservation
 
@@ -67,7 +67,7 @@ class Bench:
             case SetTimer(at_s, key):
                 self.timers[key] = at_s
             case InsertKV(transfer):
-                self.machine.insert(self._parcel(transfer))
+                self.machine.insert(self._shipment(transfer))
             case DropKV():
                 return
             case _:
@@ -112,7 +112,7 @@ class Bench:
         self.requests[request.request_id] = request
         places = tuple(range(len(pages)))
         transfer = KVTransfer("before", 0, request.request_id, OTHER, self.worker.config.worker, places, pages, 0)
-        self.machine.insert(self._parcel(transfer))
+        self.machine.insert(self._shipment(transfer))
 
     def start(self, request: Request, *, decode: WorkerId = OTHER, **fields: Any) -> list[Effect]:
         epoch = self.epochs.setdefault(request.request_id, len(self.epochs) + 1)
@@ -153,11 +153,11 @@ class Bench:
     def joined(self, name: str) -> tuple[int, ...]:
         """The prompt as its shipped parts hold it, page by page; every group of every page came once."""
         held: dict[tuple[int, int], tuple[int, ...]] = {}
-        for parcel in self.shipped.get(name, []):
+        for shipment in self.shipped.get(name, []):
             runs = self.machine.layer_groups
-            groups = [i for i, run in enumerate(runs) if parcel.transfer.layers in (None, run)]
-            for group, contents in zip(groups, parcel.contents, strict=True):
-                for page, content in zip(parcel.transfer.destination_pages, contents, strict=True):
+            groups = [i for i, run in enumerate(runs) if shipment.transfer.layers in (None, run)]
+            for group, contents in zip(groups, shipment.contents, strict=True):
+                for page, content in zip(shipment.transfer.destination_pages, contents, strict=True):
                     assert (group, page) not in held, f"page {page} of group {group} was shipped twice"
                     held[group, page] = content
         pages = sorted({page for _, page in held})
@@ -176,12 +176,12 @@ class Bench:
         pages = reserved[0].pages[: self.worker.config.pages_for(tokens)] if reserved else ()
         each = -(-len(pages) // num_parts)
         run = slice(part * each, (part + 1) * each)
-        indices = tuple(range(len(pages)))[run]  # places in the prompt, which `_parcel` reads
+        indices = tuple(range(len(pages)))[run]  # places in the prompt, which `_shipment` reads
         return KVTransfer(name, epoch, name, OTHER, self.worker.config.worker, indices, pages[run], tokens, part)
 
-    def _parcel(self, transfer: KVTransfer) -> ToyParcel:
+    def _shipment(self, transfer: KVTransfer) -> ToyShipment:
         """The prompt's KV as a source would have packed it."""
         prompt, size = list(self.requests[transfer.request_id].prompt), self.worker.config.page_size
         padded = prompt + [NOTHING] * (-len(prompt) % size)
         contents = tuple(tuple(padded[i * size : (i + 1) * size]) for i in transfer.source_pages)
-        return ToyParcel(transfer, (contents,) * len(self.machine.groups), 0)
+        return ToyShipment(transfer, (contents,) * len(self.machine.groups), 0)

@@ -179,7 +179,7 @@ class PromptsMachine(SideMachine):
         counted = {message.handoff: message.num_parts for message in self.bench.said(Commit)}
         for name, num_parts in counted.items():
             assert self.bench.joined(name) == self.requests[name].prompt
-            assert [parcel.transfer.part for parcel in self.bench.shipped[name]] == list(range(num_parts))
+            assert [shipment.transfer.part for shipment in self.bench.shipped[name]] == list(range(num_parts))
             assert self.tokens_of(name) == definition(self.requests[name])[:1]
 
 

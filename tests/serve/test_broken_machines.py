@@ -19,7 +19,7 @@ from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParam
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.executor import Executor, GroupDone
-from jdisagg.engine.toy import ToyExecutor, ToyParcel, toy_output
+from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -79,32 +79,32 @@ class Breakable:
 
     def ship(self, transfer: KVTransfer, destination: Breakable) -> Any:
         self._try("ship")
-        parcel = self.machine.ship(transfer, destination.machine)
+        shipment = self.machine.ship(transfer, destination.machine)
         if self._breaks("bits"):
-            parcel = flipped(parcel)
-        return Late(transfer) if self._breaks("ship wait") else parcel
+            shipment = flipped(shipment)
+        return Late(transfer) if self._breaks("ship wait") else shipment
 
-    def check(self, parcel: Any) -> Any:
+    def check(self, shipment: Any) -> Any:
         self._try("check")
-        return self.machine.check(parcel)
+        return self.machine.check(shipment)
 
-    def insert(self, parcel: Any) -> None:
+    def insert(self, shipment: Any) -> None:
         self._try("insert")
-        self.machine.insert(parcel)
+        self.machine.insert(shipment)
 
     def open_gates(self, handoff: str, epoch: int) -> None:
         self.machine.open_gates(handoff, epoch)
 
 
-def flipped(parcel: Any) -> Any:
+def flipped(shipment: Any) -> Any:
     """One bit of it changes on its way."""
-    if isinstance(parcel, ToyParcel):
-        return parcel.flipped()
-    atom = parcel.moves[-1].atoms[0]
+    if isinstance(shipment, ToyShipment):
+        return shipment.flipped()
+    atom = shipment.moves[-1].atoms[0]
     bits = np.array(atom)
     bits.reshape(-1).view(np.uint8)[bits.nbytes // 3] ^= 1
-    parcel.moves[-1].atoms[0] = jax.device_put(bits, atom.sharding)
-    return parcel
+    shipment.moves[-1].atoms[0] = jax.device_put(bits, atom.sharding)
+    return shipment
 
 
 class Stack:

@@ -12,7 +12,7 @@ from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.engine.gates import HeldStep
-from jdisagg.engine.toy import ToyExecutor, ToyParcel, toy_output
+from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import worker_config
 from tests.serve.test_broken_machines import PAIR, Stack, answer, answers, requests, started
@@ -26,10 +26,10 @@ class LateToy(ToyExecutor):
     late_s = 0.0
     waited = 0
 
-    def check(self, parcel: ToyParcel) -> Callable[[], bool]:
+    def check(self, shipment: ToyShipment) -> Callable[[], bool]:
         def verdict() -> bool:
-            time.sleep(self.late_s if parcel.transfer.layers == (2, 4) else 0.0)
-            return parcel.intact()
+            time.sleep(self.late_s if shipment.transfer.layers == (2, 4) else 0.0)
+            return shipment.intact()
 
         return verdict
 

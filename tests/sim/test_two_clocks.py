@@ -46,7 +46,7 @@ Journalled = tuple[Header, list[Recorded]]
 
 @dataclass(frozen=True)
 class Late:
-    """An answer, or a parcel, that is some time on its way."""
+    """An answer, or a shipment, that is some time on its way."""
 
     inner: Any
     late_s: float
@@ -76,11 +76,11 @@ class LateToy(ToyExecutor):
     def ship(self, transfer: Any, destination: Any) -> Any:
         return Late(super().ship(transfer, destination), self.luck.uniform(0.0, 3e-3))
 
-    def check(self, parcel: Any) -> Any:
-        return super().check(parcel.inner)
+    def check(self, shipment: Any) -> Any:
+        return super().check(shipment.inner)
 
-    def insert(self, parcel: Any) -> None:
-        super().insert(parcel.inner)
+    def insert(self, shipment: Any) -> None:
+        super().insert(shipment.inner)
 
 
 def configs_of(mesh: str) -> list[WorkerConfig]:

@@ -11,7 +11,7 @@ from jdisagg.core.messages import Abort, Commit, Preempted, Refused, Renew, Rese
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.engine.toy import ToyParcel
+from jdisagg.engine.toy import ToyShipment
 from jdisagg.sim.costs import Costs
 from jdisagg.sim.faults import Faults
 from jdisagg.sim.world import World
@@ -295,7 +295,7 @@ def test_every_output_is_the_definition_in_every_mode_though_bits_flip_and_parts
 
 
 def test_a_flipped_bit_that_nobody_looks_for_would_give_wrong_tokens(monkeypatch):
-    monkeypatch.setattr(ToyParcel, "intact", lambda _: True)
+    monkeypatch.setattr(ToyShipment, "intact", lambda _: True)
     world, each = World(pair(), faults=Faults(flip_bit=1.0)), request("a")
     world.submit(each)
     world.run()

@@ -103,8 +103,8 @@ def _read_move(record: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class FarParcel:
-    """A part that came from another process; see `machine.Parcel`."""
+class FarShipment:
+    """A part that came from another process; see `executor.Shipment`."""
 
     transfer: KVTransfer
     moves: list[Move]
@@ -156,28 +156,29 @@ class Crossing:
 
     # ------------------------------------------------------------ destination
 
-    def fetch(self, machine: MeshExecutor, notice: dict[str, Any]) -> tuple[FarParcel, KVArrived]:
+    def fetch(self, machine: MeshExecutor, notice: dict[str, Any]) -> tuple[FarShipment, KVArrived]:
         """Pulls what the notice offers; blocks. A failed pull is a part that is not intact."""
         transfer = decode_as(KVTransfer, notice["transfer"])
         began_s = time.monotonic()
         try:
-            parcel = FarParcel(transfer, self._pull(machine, notice, began_s + self._timeout_s))
+            shipment = FarShipment(transfer, self._pull(machine, notice, began_s + self._timeout_s))
         except TransportError as error:
             log.warning("part %d of %s did not come: %s", transfer.part, transfer.handoff, error)
-            parcel = FarParcel(transfer, [])
-        return parcel, KVArrived(transfer, parcel.came, time.monotonic() - began_s)
+            shipment = FarShipment(transfer, [])
+        return shipment, KVArrived(transfer, shipment.came, time.monotonic() - began_s)
 
     def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[Move]:
         ticket = read_ticket(notice["ticket"])
-        places = [machine.pages[stage].place for stage, *_ in notice["moves"]]
+        submeshes = [machine.pages[stage].submesh for stage, *_ in notice["moves"]]
         counts = [atoms for *_, atoms in notice["moves"]]
-        devices = [device for place, atoms in zip(places, counts, strict=True) for device in devices_of(place, atoms)]
+        each_of = zip(submeshes, counts, strict=True)
+        devices = [device for submesh, atoms in each_of for device in devices_of(submesh, atoms)]
         transport = self._open(ticket.transport)
         arrays = iter(transport.pull(ticket, devices, deadline_s))
         moves = []
-        for place, (stage, first, stop, pages, atoms) in zip(places, notice["moves"], strict=True):
-            landed = [next(arrays) for _ in range(atoms * place.tp)]
-            moves.append(Move(stage, range(first, stop), joined(landed, place), np.array(pages, np.int32)))
+        for submesh, (stage, first, stop, pages, atoms) in zip(submeshes, notice["moves"], strict=True):
+            landed = [next(arrays) for _ in range(atoms * submesh.tp)]
+            moves.append(Move(stage, range(first, stop), joined(landed, submesh), np.array(pages, np.int32)))
         transport.ack(ticket)
         return moves
 

@@ -56,13 +56,13 @@ def _insert_nulls(machine: MeshExecutor, layout: KVLayout, source_tp: int, wire:
     moves = []
     group = group_pages(layout.page_size, machine.config.page_size)
     for index, stage in enumerate(machine.pages):
-        heads = plan_heads(layout.num_kv_heads, source_tp, stage.place.tp)
+        heads = plan_heads(layout.num_kv_heads, source_tp, stage.submesh.tp)
         size = len(stage.layers), groups * group.source
         shapes = piece_shapes(layout, stage.layout.dtype, *size, heads, machine.config.digests, wire)
         zeros = [np.zeros(piece.shape, piece.dtype) for piece in shapes]
-        landed = jax.device_put(zeros * stage.place.tp, devices_of(stage.place, len(zeros)))
+        landed = jax.device_put(zeros * stage.submesh.tp, devices_of(stage.submesh, len(zeros)))
         null_pages = np.full(groups * group.destination, NULL_PAGE, np.int32)
-        moves.append(Move(index, stage.layers, joined(landed, stage.place), null_pages))
+        moves.append(Move(index, stage.layers, joined(landed, stage.submesh), null_pages))
     jax.block_until_ready(check_moves(machine.pages, machine.docks, moves))
     insert_moves(machine.pages, machine.docks, moves)
     return [stage.pools for stage in machine.pages]

@@ -1,4 +1,4 @@
-"""Where a stage lives: one or more devices under the single axis "tp", and how arrays and programs get there.
+"""A submesh: the devices of one stage under the single axis "tp", and how arrays and programs get there.
 
 One device means plain single-device arrays and programs, never a mesh of one: on the CPU backend single-device
 programs overlap with everything, multi-device ones with none of their kind.
@@ -22,7 +22,7 @@ AXIS = "tp"
 WHOLE = PartitionSpec()
 
 
-class Place:
+class Submesh:
     """Devices of one stage, in shard order."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def axis(self) -> str | None:
-        """What programs of this place sum over; None on one device."""
+        """What programs of this submesh sum over; None on one device."""
         return AXIS if self.tp > 1 else None
 
     def sharding(self, spec: PartitionSpec) -> Sharding:
@@ -46,8 +46,8 @@ class Place:
         """Host arrays (a pytree) to every shard. An aligned numpy buffer may be adopted: never write to it again."""
         return jax.device_put(arrays, self.whole)
 
-    def hop(self, array: jax.Array) -> jax.Array:
-        """Activations, whole on every shard of another place with as many shards, to this one; returns at once."""
+    def transfer(self, array: jax.Array) -> jax.Array:
+        """Activations, whole on every shard of another submesh with as many shards, to this one; returns at once."""
         return array if array.sharding == self.whole else jax.device_put(array, self.whole)
 
     def spread(self, array: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ class Place:
         return jax.make_array_from_single_device_arrays(array.shape, self.whole, copies)
 
     def join(self, shards: Sequence[jax.Array], spec: PartitionSpec, axis: int) -> jax.Array:
-        """One array of this place from its shards, each on its own device already, cut along `axis`."""
+        """One array of this submesh from its shards, each on its own device already, cut along `axis`."""
         if self.tp == 1:
             return shards[0]
         shape = list(shards[0].shape)
@@ -80,7 +80,7 @@ class Place:
         donate: tuple[int, ...] = (),
         out_formats: Any = None,
     ) -> Program:
-        """`function` of one shard as a program of the whole place. The specs are those of `jax.shard_map`.
+        """`function` of one shard as a program of the whole submesh. The specs are those of `jax.shard_map`.
 
         out_formats: a Format or None for each result, where their layout is not for the compiler to choose.
         """

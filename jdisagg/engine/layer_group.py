@@ -1,7 +1,7 @@
-"""A section: consecutive layers on one place, their weights and KV pages, and the device programs over them.
+"""A layer group: consecutive layers on one submesh, their weights and KV pages, and the device programs over them.
 
-On a decode worker a section is a pipeline stage; on a prefill worker it is a layer group, and all groups share one
-place. Either way the same two programs run it: `decode` (one token a slot) and `prefill` (one packed chunk). Programs
+On a decode worker each group is a pipeline stage on a submesh of its own; on a prefill worker all groups share one
+submesh. Either way the same two programs run it: `decode` (one token a slot) and `prefill` (one packed chunk). Programs
 are pure and take flat lists of leaves; the module is merged while tracing.
 """
 
@@ -17,37 +17,38 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.engine.attention import decode_attend, prefill_attend
 from jdisagg.engine.sampling import token_logprobs
-from jdisagg.kv.pools import POOL_SPEC, StagePages, decode_attend, pool_format, prefill_attend
+from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.sources import Source
-from jdisagg.parallel.place import WHOLE, Place, Program
+from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 
 SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A packed prefill chunk on one place: T rows (padding last), S sequences (unused ones hold no row)."""
+    """A packed prefill chunk on one submesh: T rows (padding last), S sequences (unused ones hold no row)."""
 
     rows: Array  # i32[3, T]: token, position, page (0 for padding)
     spans: Array  # i32[2, S + 1]: kv_lens and a zero; cu_q_lens
     table: Array  # i32[S, W]
 
 
-class SectionPrograms:
-    """The programs of layers `layers` of the model on `place`, whether or not weights and pages exist."""
+class LayerGroupPrograms:
+    """The programs of layers `layers` of the model on `submesh`, whether or not weights and pages exist."""
 
-    def __init__(self, config: ModelConfig, layers: range, place: Place, params: StageParams) -> None:
-        self.config, self.layers, self.place, self.params = config, layers, place, params
+    def __init__(self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams) -> None:
+        self.config, self.layers, self.submesh, self.params = config, layers, submesh, params
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         batch = (self.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE)
-        out = {"out_specs": (POOL_SPEC, WHOLE), "donate": (1,), "out_formats": (pool_format(place), None)}
-        self.decode_program = place.program(self._decode, batch, **out)
-        self.prefill_program = place.program(self._prefill, (*batch, WHOLE), **out)
-        self.head_program = place.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
-        self.score_program = place.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
+        out = {"out_specs": (POOL_SPEC, WHOLE), "donate": (1,), "out_formats": (pool_format(submesh), None)}
+        self.decode_program = submesh.program(self._decode, batch, **out)
+        self.prefill_program = submesh.program(self._prefill, (*batch, WHOLE), **out)
+        self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
+        self.score_program = submesh.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
 
     @property
     def programs(self) -> list[Program]:
@@ -63,13 +64,13 @@ class SectionPrograms:
         return stage, stage.embed_tokens(tokens) if x is None else x
 
     def _decode(
-        self, leaves: list[Array], pools: list[Array], table: Array, feed: Array, x: Array | None
+        self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
     ) -> tuple[list[Array], Array]:
-        """feed i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
-        stage, x = self._run(leaves, x, feed[0])
-        alive = (feed[3] == 1) & (feed[2] == 0)
-        attend = decode_attend(pools, table, feed[1], alive, self._window_of)
-        x = stage.run_layers(x, feed[1], attend)
+        """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
+        stage, x = self._run(leaves, x, state[0])
+        alive = (state[3] == 1) & (state[2] == 0)
+        attend = decode_attend(pools, table, state[1], alive, self._window_of)
+        x = stage.run_layers(x, state[1], attend)
         return pools, stage.logits(x) if self.is_last else x
 
     def _prefill(
@@ -101,25 +102,25 @@ class SectionPrograms:
         return chosen, ids, values
 
 
-class Section(SectionPrograms):
-    """A section that runs: its weights are loaded and its pages allocated."""
+class LayerGroup(LayerGroupPrograms):
+    """A layer group that runs: its weights are loaded and its pages allocated."""
 
     def __init__(
         self,
         source: Source,
         config: ModelConfig,
         layers: range,
-        place: Place,
+        submesh: Submesh,
         layout: KVLayout,
         num_pages: int,
         dtype: DTypeLike,
     ) -> None:
-        super().__init__(config, layers, place, load_stage(source, config, layers, place.mesh, dtype))
-        self.kv = StagePages(layout, layers, num_pages, place)
+        super().__init__(config, layers, submesh, load_stage(source, config, layers, submesh.mesh, dtype))
+        self.kv = StagePages(layout, layers, num_pages, submesh)
 
-    def decode(self, table: Array, feed: Array, x: Array | None) -> Array:
+    def decode(self, table: Array, state: Array, x: Array | None) -> Array:
         """One step: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
-        self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, feed, x)
+        self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, state, x)
         return result
 
     def prefill(self, chunks: Chunks, x: Array | None) -> Array:
@@ -130,8 +131,8 @@ class Section(SectionPrograms):
 
     def head(self, x: Array, rows: np.ndarray) -> Array:
         """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
-        return self.head_program(self.params.leaves, x, self.place.put(rows))
+        return self.head_program(self.params.leaves, x, self.submesh.put(rows))
 
     def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
         """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""
-        return self.score_program(self.params.leaves, x, self.place.put(targets))
+        return self.score_program(self.params.leaves, x, self.submesh.put(targets))
