@@ -17,12 +17,3 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data_dir", default="", help="folder of the public traces that tests/published reads")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked hostile runs only where -m names it."""
-    if "hostile" in config.option.markexpr:
-        return
-    left = [item for item in items if item.get_closest_marker("hostile")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
