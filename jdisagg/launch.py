@@ -37,7 +37,7 @@ from jdisagg.serve.answers import AnswerFile
 from jdisagg.serve.asked import SamplingParams
 from jdisagg.serve.batch import Batch, read_jobs, run_jobs
 from jdisagg.serve.build import build
-from jdisagg.serve.cluster.assemble import (
+from jdisagg.serve.cluster.processes import (
     ALL_ROLES,
     ROUTER_ROLE,
     WorkerProcess,
@@ -135,7 +135,9 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
         with bar:
             process = build_router(deployment, settings, found, told)
         process.start()
-        console.print(f"[bold]router[/]   workers join at {settings.host}:{process.reception.port}", highlight=False)
+        console.print(
+            f"[bold]router[/]   workers join at {settings.host}:{process.control_server.port}", highlight=False
+        )
         try:
             return uvloop.run(serve(process.service, settings, sockets, console))
         finally:
@@ -144,10 +146,10 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     with bar:
         workers = build_workers(deployment, settings, found, told, ends.put)
-    return visit(workers, settings, console, ends)
+    return run_workers(workers, settings, console, ends)
 
 
-def visit(workers: WorkerProcess, settings: Settings, console: Console, ends: queue.SimpleQueue[str]) -> int:
+def run_workers(workers: WorkerProcess, settings: Settings, console: Console, ends: queue.SimpleQueue[str]) -> int:
     """Works for the router until the first Ctrl-C or SIGTERM, then drains and leaves; a second one stops at once."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -117,7 +117,7 @@ class Settings:
                               ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
     peer_silence_s: float = _setting(5.0, "cluster", "a process not heard of for this long is gone")
     secret_file: str = _setting("", "cluster", "file with the secret that all processes share, 16 bytes or more")
-    tls_cert: str = _setting("", "cluster", "certificate (PEM) of this process, for control words and tcp KV")
+    tls_cert: str = _setting("", "cluster", "certificate (PEM) of this process, for control messages and tcp KV")
     tls_key: str = _setting("", "cluster", "its private key (PEM)")
     tls_ca: str = _setting("", "cluster", "authority (PEM) that the other processes' certificates are of")
     # server

@@ -20,14 +20,14 @@ from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
-from jdisagg.serve.learnt import learnt_by
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.record_file import open_journal
-from jdisagg.serve.records import Inside, Records
-from jdisagg.serve.wires import tell_wire_costs
+from jdisagg.serve.records import DebugState, Records
+from jdisagg.serve.transfer_stats import transfer_stats_of
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,10 +68,10 @@ def build(
         observers=(journal.observe, metrics.observe, *watching(records, settings), *observers),
         metrics=metrics,
         journal=journal,
-        inside=Inside(records, lambda: learnt_by(workers)) if settings.debug_keep else None,
+        debug_state=DebugState(records, lambda: transfer_stats_of(workers)) if settings.debug_keep else None,
         recompiles=recompiles,
     )
-    tell_wire_costs(service.driver, deployment, machines)
+    post_compression_costs(service.driver, deployment, machines)
     return service
 
 
@@ -114,13 +114,13 @@ def load_executors(
 def warm(
     machines: Mapping[WorkerId, MeshExecutor],
     progress: Progress,
-    far_jobs: Callable[[MeshExecutor], Sequence[Job]] = lambda machine: (),
+    remote_jobs: Callable[[MeshExecutor], Sequence[Job]] = lambda machine: (),
 ) -> None:
-    """Compiles every declared program of every worker: shipments between all pairs, and `far_jobs` of each besides."""
+    """Compiles every declared program of every worker: shipments between all pairs, and its `remote_jobs`."""
     decoders = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
     for worker, machine in machines.items():
         peers = decoders if machine.config.role is Role.PREFILL else []
-        machine.warm(partial(_tell, progress, worker), peers, more=far_jobs(machine))
+        machine.warm(partial(_tell, progress, worker), peers, more=remote_jobs(machine))
 
 
 def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: int) -> None:

@@ -44,7 +44,7 @@ from jdisagg.core.messages import Message
 from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.engine.executor import Executor, PendingPrefill, Shipment
-from jdisagg.serve.strikes import Strikes
+from jdisagg.serve.health_monitor import HealthMonitor
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -100,7 +100,7 @@ class Readers:
             thread.join(timeout=5)
 
 
-class Far(Protocol):
+class RemoteWorkers(Protocol):
     """Where the actors of other processes are reached. Called on the driver thread; returns at once."""
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None: ...
@@ -131,14 +131,14 @@ class LiveDriver:
         died: Callable[[BaseException], None],
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
-        far: Far | None = None,
+        remote: RemoteWorkers | None = None,
     ) -> None:
         """`deliver` takes what clients are to be told, once an event; `died` why the loop ended; both on its thread.
 
-        Whatever is for an actor that is not here, the router too where it is None, goes by way of `far`.
+        Whatever is for an actor that is not here, the router too where it is None, goes by way of `remote`.
         """
         self.actors: dict[WorkerId, Actor] = ({} if router is None else {ROUTER: router}) | dict(workers)
-        self._machines, self._far = machines, far
+        self._machines, self._remote = machines, remote
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | None] = queue.SimpleQueue()
         self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
@@ -146,7 +146,7 @@ class LiveDriver:
         self._told: list[tuple[RequestId, Outcome]] = []
         self._landed: dict[KVTransfer, Shipment] = {}  # the worker decides in this very round
         self._unheard: dict[WorkerId, set[int]] = {}  # plans that failed at once, of which their actor has not heard
-        self._strikes = Strikes()
+        self._health = HealthMonitor()
         self._lost: set[WorkerId] = set()
         self._timers: list[tuple[float, WorkerId, str]] = []
         self._armed: dict[tuple[WorkerId, str], float] = {}
@@ -244,7 +244,7 @@ class LiveDriver:
             for effect in self._decide(actor, event, now_s):
                 self._observe(actor, effect, now_s)
                 self._act(actor, effect)
-            if self._strikes.heard(actor, event):
+            if self._health.ended(actor, event):
                 self._lose(actor)
         if self._told:
             self._deliver(self._told)
@@ -255,11 +255,11 @@ class LiveDriver:
         try:
             return self.actors[actor].handle(event, now_s)
         except Exception as error:
-            if self._far is None or not isinstance(event, Received) or event.sender in self.actors:
+            if self._remote is None or not isinstance(event, Received) or event.sender in self.actors:
                 raise
             if not isinstance(error, SenselessWord):
                 log.exception("%s cannot follow what %s says", actor, event.sender)
-            self._far.end_session(event.sender, f"{type(error).__name__}: {error}")
+            self._remote.end_session(event.sender, f"{type(error).__name__}: {error}")
             return ()
 
     def _lose(self, worker: WorkerId) -> None:
@@ -268,8 +268,8 @@ class LiveDriver:
         if ROUTER in self.actors:
             self._round.append((ROUTER, WorkerLost(worker)))
         else:
-            assert self._far is not None, "the router is not here"
-            self._far.give_up(worker)
+            assert self._remote is not None, "the router is not here"
+            self._remote.give_up(worker)
 
     def _observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
         for observer in self._observers:
@@ -286,8 +286,8 @@ class LiveDriver:
             case Send(to, message) if to in self.actors:
                 self._round.append((to, Received(actor, message)))
             case Send(to, message):
-                assert self._far is not None, f"{to} is not here"
-                self._far.send(actor, to, message)
+                assert self._remote is not None, f"{to} is not here"
+                self._remote.send(actor, to, message)
             case ShipKV(transfer):
                 self._ship(actor, transfer)
             case InsertKV(transfer):
@@ -305,7 +305,7 @@ class LiveDriver:
     def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode, plan_id: int) -> None:
         """A plan made before its actor heard of a failed one may build on that one: it fails as well, unrun."""
         machine, lane = self._machines[actor], type(effect).__name__
-        self._strikes.dispatched(actor, lane, plan_id)
+        self._health.dispatched(actor, lane, plan_id)
         try:
             if self._unheard.get(actor):
                 raise RuntimeError(f"plan {plan_id} follows plan {min(self._unheard[actor])}, which failed")
@@ -343,8 +343,8 @@ class LiveDriver:
         near = self._machines.get(transfer.destination)
         try:
             if near is None:
-                assert self._far is not None, f"{transfer.destination} is not here"
-                shipment = self._far.ship(self._machines[actor], transfer)
+                assert self._remote is not None, f"{transfer.destination} is not here"
+                shipment = self._remote.ship(self._machines[actor], transfer)
             else:
                 shipment = self._machines[actor].ship(transfer, near)
         except Exception as error:

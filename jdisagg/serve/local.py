@@ -16,9 +16,9 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.engine.executor import Executor
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.driver import Actor, Far, LiveDriver, Observer, Outcome
+from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome, RemoteWorkers
 from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.records import Inside
+from jdisagg.serve.records import DebugState
 from jdisagg.serve.service import Capacity, Delta, Draining, Rejected
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
@@ -59,29 +59,29 @@ class LocalService:
         observers: Sequence[Observer] = (),
         metrics: Metrics | None = None,
         journal: Journal | None = None,
-        inside: Inside | None = None,
+        debug_state: DebugState | None = None,
         recompiles: Callable[[], int] = lambda: 0,
-        far: Far | None = None,
+        remote: RemoteWorkers | None = None,
         able: Callable[[], bool] | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
-        """`metrics`, `journal` and the records of `inside` are among the observers; here they are for the fronts.
+        """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
-        With workers in other processes, `far` is the way to them and `able` says whether every phase has one.
+        With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
         self.model_name, self.model_config = model_name, model_config
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
-        self.recompiles, self.metrics, self.journal, self.inside = recompiles, metrics, journal, inside
+        self.recompiles, self.metrics, self.journal, self.debug_state = recompiles, metrics, journal, debug_state
         self.sampling_defaults = dict(sampling_defaults or {})
         self.draining = False
         self.why_dead = ""  # why the driver has died
         self._dead, self._told_of_death = False, list[Callable[[], object]]()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
-            router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, far=far
+            router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, remote=remote
         )
-        self._able, self._others_may_join = able or (lambda: self.driver.able), far is not None
+        self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
 
     @property
     def ready(self) -> bool:

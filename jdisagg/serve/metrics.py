@@ -1,7 +1,7 @@
 """Prometheus metrics as a fold over what the driver observes. Nothing is exported that no observation feeds.
 
 What is free on a worker is what the router was told, wherever the worker is; what workers of other processes count
-comes by `Everywhere`.
+comes by `MergedRegistry`.
 
 Base units everywhere (seconds, bytes, tokens); every sample has the label `model_name`.
 """
@@ -37,8 +37,8 @@ from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.worker_state import empty_view
 from jdisagg.serve.metrics_compat import Aliases
+from jdisagg.serve.remote_metrics import MergedRegistry
 from jdisagg.serve.service import Capacity
-from jdisagg.serve.tidings import Everywhere
 
 TIMED_TOKENS = 16  # of an answer, from which its pace counts
 LAGS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -49,7 +49,7 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(slots=True)
-class _Life:
+class _RequestTimes:
     """One request between Submit and its end."""
 
     request: Request
@@ -74,14 +74,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model, self._page_bytes = model_name, page_bytes
         self._workers: dict[str, WorkerConfig] = {config.worker: config for config in workers}
-        self._lives: dict[RequestId, _Life] = {}
+        self._running: dict[RequestId, _RequestTimes] = {}
         self._waiting = 0
         self._fastest_s = 0.0  # a token, over the best of all answers
         self._num_layers = max((config.layer_groups[-1][1] for config in workers if config.layer_groups), default=1)
         self._make_request_metrics()
         self._make_worker_metrics(recompiles)
-        self.counted = Everywhere(self.registry)
-        self._aliases = Aliases(self.counted, compat)
+        self.merged = MergedRegistry(self.registry)
+        self._aliases = Aliases(self.merged, compat)
         self._folds: dict[type, Callable[[str, Any, float], None]] = {
             Submit: self._submit,
             EmitTokens: self._emit,
@@ -126,7 +126,7 @@ class Metrics:
         self.lagged = lag.labels(model).observe
         running = self._gauge("requests_running", "Requests whose prefill has begun").labels(model)
         waiting = self._gauge("requests_waiting", "Requests whose prefill has not begun").labels(model)
-        running.set_function(lambda: len(self._lives) - self._waiting)
+        running.set_function(lambda: len(self._running) - self._waiting)
         waiting.set_function(lambda: self._waiting)
 
     def _make_worker_metrics(self, recompiles: Callable[[], float] | None) -> None:
@@ -187,47 +187,47 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus text, the aliases behind our own names."""
-        return generate_latest(self.counted) + generate_latest(self._aliases)
+        return generate_latest(self.merged) + generate_latest(self._aliases)
 
     # ------------------------------------------------------------ requests
 
     def _submit(self, actor: str, item: Submit, now_s: float) -> None:
-        self._lives[item.request.request_id] = _Life(item.request)
+        self._running[item.request.request_id] = _RequestTimes(item.request)
         self._waiting += 1
 
-    def _start(self, life: _Life | None) -> None:
-        if life is not None and not life.started:
-            life.started = True
+    def _start(self, times: _RequestTimes | None) -> None:
+        if times is not None and not times.started:
+            times.started = True
             self._waiting -= 1
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
-        life, count = self._lives.get(item.request_id), len(item.sampled)
+        times, count = self._running.get(item.request_id), len(item.sampled)
         self._output_tokens.inc(count)
-        if life is None or count == 0:
+        if times is None or count == 0:
             return
-        if life.first_s is None:
-            life.first_s = now_s
-            self._ttft.observe(now_s - life.request.arrival_s)
-            self._prompt_tokens.labels(self._model).inc(len(life.request.prompt))
+        if times.first_s is None:
+            times.first_s = now_s
+            self._ttft.observe(now_s - times.request.arrival_s)
+            self._prompt_tokens.labels(self._model).inc(len(times.request.prompt))
         else:
             for _ in range(count):
-                self._itl.observe((now_s - life.last_s) / count)
-        life.last_s = now_s
-        life.num_output += count
+                self._itl.observe((now_s - times.last_s) / count)
+        times.last_s = now_s
+        times.num_output += count
 
     def _finish(self, actor: str, item: Finish, now_s: float) -> None:
-        life = self._lives.pop(item.request_id, None)
-        if life is None:
+        times = self._running.pop(item.request_id, None)
+        if times is None:
             return
-        self._start(life)
+        self._start(times)
         self._requests.labels(self._model, item.reason.value).inc()
-        self._e2e.labels(self._model).observe(now_s - life.request.arrival_s)
-        self._input_length.labels(self._model).observe(len(life.request.prompt))
-        self._output_length.labels(self._model).observe(life.num_output)
-        if life.first_s is not None and life.num_output > 1:
-            mean_s = (life.last_s - life.first_s) / (life.num_output - 1)
+        self._e2e.labels(self._model).observe(now_s - times.request.arrival_s)
+        self._input_length.labels(self._model).observe(len(times.request.prompt))
+        self._output_length.labels(self._model).observe(times.num_output)
+        if times.first_s is not None and times.num_output > 1:
+            mean_s = (times.last_s - times.first_s) / (times.num_output - 1)
             self._tpot.labels(self._model).observe(mean_s)
-            if life.num_output >= TIMED_TOKENS:
+            if times.num_output >= TIMED_TOKENS:
                 self._fastest_s = min(self._fastest_s or mean_s, mean_s)
         for part, nanoseconds in item.ledger.parts_ns().items():
             self._parts.labels(self._model, part).observe(nanoseconds / 1e9)
@@ -236,7 +236,7 @@ class Metrics:
                 self._transfer_s.labels(self._model, share).observe(nanoseconds / 1e9)
 
     def _reject(self, actor: str, item: Reject, now_s: float) -> None:
-        self._start(self._lives.pop(item.request_id, None))
+        self._start(self._running.pop(item.request_id, None))
         self._rejects.labels(self._model).inc()
 
     def capacity(self) -> Capacity | None:
@@ -248,7 +248,7 @@ class Metrics:
 
     def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
         for chunk in item.plan.chunks:
-            self._start(self._lives.get(chunk.request_id))
+            self._start(self._running.get(chunk.request_id))
         self._prefill_runs.labels(self._model, actor).inc()
         self._prefill_tokens.labels(self._model, actor).inc(item.plan.num_tokens)
         for transfer in item.ships:

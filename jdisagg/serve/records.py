@@ -1,7 +1,7 @@
-"""What /debug shows: the last decisions and the lives of the last requests, kept as values until somebody asks.
+"""What /debug shows: the last decisions and a trace of each of the last requests, kept as values until somebody asks.
 
 Written on the driver's thread, read from any other. No prompt and no token is kept. A router whose workers are in other
-processes sees their words, but not their chunks and parts: those lists are of workers of this process.
+processes sees their messages, but not their chunks and parts: those lists are of workers of this process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Phase, Request, RequestId
 from jdisagg.policy.decisions import Decision
 from jdisagg.policy.request_state import END_PHASE, PHASE_OF_MARK
-from jdisagg.serve.learnt import Learnt
+from jdisagg.serve.transfer_stats import TransferStats
 
-PHASE_OF_WORD = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}
+PHASE_OF_MESSAGE = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}
 FAMILIES = ("", "cmpl-", "chatcmpl-")  # what the fronts put before a client's id
-MOST_WORDS = 200  # of one request, chunks and parts counted apart
-UNTOLD = (Drawn, View, Renew)  # too many, and of no interest
-TO_WORDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # fields worth a look
+MAX_ROWS = 200  # of one request, chunks and parts counted apart
+NOT_KEPT = (Drawn, View, Renew)  # too many, and they explain nothing
+SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
 
 
 def ledger_json(ledger: Ledger) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def ledger_json(ledger: Ledger) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Life:
-    """One request, in numbers and words. Each list is as long as `MOST_WORDS` allows; the rest is counted."""
+class RequestTrace:
+    """One request's numbers, decisions, messages, chunks and parts. Lists end at `MAX_ROWS`; the rest is counted."""
 
     request_id: RequestId
     arrival_s: float
@@ -63,14 +63,14 @@ class Life:
     first_token_s: float | None = None
     last_token_s: float | None = None
     decisions: list[Decision] = field(default_factory=list)
-    words: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     chunks: list[dict[str, Any]] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
     left_out: int = 0
     ending: Finish | Reject | None = None
 
     def add(self, rows: list[Any], row: Any) -> None:
-        if len(rows) < MOST_WORDS:
+        if len(rows) < MAX_ROWS:
             rows.append(row)
         else:
             self.left_out += 1
@@ -86,7 +86,7 @@ class Life:
             "first_token_s": self.first_token_s,
             "last_token_s": self.last_token_s,
             "decisions": [decision.to_json() for decision in list(self.decisions)],
-            "words": list(self.words),
+            "messages": list(self.messages),
             "chunks": list(self.chunks),
             "parts": list(self.parts),
             "left_out": self.left_out,
@@ -113,7 +113,7 @@ class Records:
 
     def __init__(self, keep: int = 512) -> None:
         self._decisions: deque[Decision] = deque(maxlen=keep)
-        self._lives: OrderedDict[str, Life] = OrderedDict()
+        self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
         self._keep = keep
         self._folds: dict[type, Callable[[str, Any, float], None]] = {
             Submit: self._submit,
@@ -136,59 +136,59 @@ class Records:
     def note(self, decision: Decision) -> None:
         """For the router."""
         self._decisions.append(decision)
-        life = self._lives.get(decision.request_id)
-        if life is not None:
-            life.add(life.decisions, decision)
+        trace = self._traces.get(decision.request_id)
+        if trace is not None:
+            trace.add(trace.decisions, decision)
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
-        """Folds one event or effect of `actor`; what is not of a request's life is let by."""
+        """Folds one event or effect of `actor`; what is in no trace is ignored."""
         fold = self._folds.get(type(item))
         if fold is not None:
             fold(actor, item, now_s)
 
     def _submit(self, actor: str, item: Submit, now_s: float) -> None:
         request: Request = item.request
-        self._lives[request.request_id] = Life(
+        self._traces[request.request_id] = RequestTrace(
             request.request_id, request.arrival_s, len(request.prompt), request.sampling.max_tokens
         )
-        if len(self._lives) > self._keep:
-            self._lives.popitem(last=False)
+        if len(self._traces) > self._keep:
+            self._traces.popitem(last=False)
 
     def _send(self, actor: str, item: Send, now_s: float) -> None:
         """What the router says, and what workers say to each other; what they tell the router is heard there."""
         if item.to != ROUTER:
-            self._word(actor, item.to, item.message, now_s)
+            self._message(actor, item.to, item.message, now_s)
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
         if actor == ROUTER:
-            self._word(item.sender, actor, item.message, now_s)
+            self._message(item.sender, actor, item.message, now_s)
 
-    def _word(self, speaker: str, to: str, message: Any, now_s: float) -> None:
-        if isinstance(message, UNTOLD):
+    def _message(self, speaker: str, to: str, message: Any, now_s: float) -> None:
+        if isinstance(message, NOT_KEPT):
             return
-        life = self._lives.get(getattr(message, "handoff", None) or getattr(message, "request_id", ""))
-        if life is None:
+        trace = self._traces.get(getattr(message, "handoff", None) or getattr(message, "request_id", ""))
+        if trace is None:
             return
-        if isinstance(message, tuple(PHASE_OF_WORD)) and life.ending is None:
-            life.phase = PHASE_OF_WORD[type(message)]
-        if isinstance(message, Progress) and life.ending is None:
-            life.phase = PHASE_OF_MARK.get(message.mark, life.phase)
-        told = {name: getattr(message, name) for name in TO_WORDS if getattr(message, name, None)}
-        word = {"at_s": now_s, "from": speaker, "to": to, "word": type(message).__name__, "attempt": message.epoch}
-        life.add(life.words, word | told)
+        if isinstance(message, tuple(PHASE_OF_MESSAGE)) and trace.ending is None:
+            trace.phase = PHASE_OF_MESSAGE[type(message)]
+        if isinstance(message, Progress) and trace.ending is None:
+            trace.phase = PHASE_OF_MARK.get(message.mark, trace.phase)
+        details = {name: getattr(message, name) for name in SHOWN_FIELDS if getattr(message, name, None)}
+        row = {"at_s": now_s, "from": speaker, "to": to, "message": type(message).__name__, "attempt": message.epoch}
+        trace.add(trace.messages, row | details)
 
     def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
         for chunk in item.plan.chunks:
-            life = self._lives.get(chunk.request_id)
-            if life is not None:
+            trace = self._traces.get(chunk.request_id)
+            if trace is not None:
                 row = {"at_s": now_s, "worker": actor, "start": chunk.start, "tokens": len(chunk.tokens)}
-                life.add(life.chunks, row)
+                trace.add(trace.chunks, row)
         for transfer in item.ships:
             self._part("to leave", transfer, now_s)
 
     def _part(self, what: str, transfer: KVTransfer, now_s: float, **more: float) -> None:
-        life = self._lives.get(transfer.request_id)
-        if life is None:
+        trace = self._traces.get(transfer.request_id)
+        if trace is None:
             return
         row = {
             "at_s": now_s,
@@ -201,20 +201,20 @@ class Records:
             "wire": transfer.wire,
             "attempt": transfer.attempt,
         }
-        life.add(life.parts, row | more)
+        trace.add(trace.parts, row | more)
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
-        life = self._lives.get(item.request_id)
-        if life is not None:
-            life.tokens += len(item.sampled)
-            life.first_token_s = now_s if life.first_token_s is None else life.first_token_s
-            life.last_token_s = now_s
+        trace = self._traces.get(item.request_id)
+        if trace is not None:
+            trace.tokens += len(item.sampled)
+            trace.first_token_s = now_s if trace.first_token_s is None else trace.first_token_s
+            trace.last_token_s = now_s
 
     def _end(self, actor: str, item: Finish | Reject, now_s: float) -> None:
-        life = self._lives.get(item.request_id)
-        if life is not None:
-            life.ending = item
-            life.phase = END_PHASE[item.reason] if isinstance(item, Finish) else Phase.FAILED
+        trace = self._traces.get(item.request_id)
+        if trace is not None:
+            trace.ending = item
+            trace.phase = END_PHASE[item.reason] if isinstance(item, Finish) else Phase.FAILED
 
     # ------------------------------------------------------------ out
 
@@ -223,23 +223,22 @@ class Records:
         return [decision.to_json() for decision in list(self._decisions)[: -count - 1 : -1]]
 
     def requests(self) -> list[dict[str, Any]]:
-        """Who is remembered, latest first."""
-        return [{"request_id": life.request_id, "phase": life.phase.value} for life in self._latest()]
+        """The requests that are kept, latest first."""
+        return [{"request_id": trace.request_id, "phase": trace.phase.value} for trace in self._latest()]
 
     def request(self, name: str) -> list[dict[str, Any]]:
-        """The lives of the request, or of all choices of a client's request, of this name; latest first."""
+        """The traces of the request, or of all choices of a client's request, of this name; latest first."""
         starts = tuple(f"{family}{name}-" for family in FAMILIES)
-        return [
-            life.to_json() for life in self._latest() if life.request_id == name or life.request_id.startswith(starts)
-        ]
+        named = [trace for trace in self._latest() if trace.request_id == name or trace.request_id.startswith(starts)]
+        return [trace.to_json() for trace in named]
 
-    def _latest(self) -> Iterable[Life]:
-        return reversed(list(self._lives.values()))
+    def _latest(self) -> Iterable[RequestTrace]:
+        return reversed(list(self._traces.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
-    """What a running stack can show of itself."""
+class DebugState:
+    """What a running stack shows under /debug."""
 
     records: Records
-    learnt: Callable[[], Learnt]
+    transfer_stats: Callable[[], TransferStats]

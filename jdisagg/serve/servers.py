@@ -169,7 +169,7 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
 def _http_server(service: LocalService, front: FrontSettings, log_level: str) -> HTTPServer:
     doorkeeper = Doorkeeper(Limits(front.max_connections, front.client_timeout_s))
     config = uvicorn.Config(
-        create_app(service, front, service.metrics, service.inside),
+        create_app(service, front, service.metrics, service.debug_state),
         http=partial(Connection, doorkeeper),  # type: ignore[arg-type]  # it is called as the class would be
         ws="none",
         log_level=log_level,

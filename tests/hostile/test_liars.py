@@ -37,18 +37,18 @@ from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, records
-from jdisagg.serve.cluster.link import Link, Pulse
+from jdisagg.serve.cluster.control_client import ControlClient
+from jdisagg.serve.cluster.control_server import ControlServer
+from jdisagg.serve.cluster.link import Heartbeat, Link
 from jdisagg.serve.cluster.nodes import WorkerNode
-from jdisagg.serve.cluster.reception import Reception
-from jdisagg.serve.cluster.visit import Visit
+from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.driver import LiveDriver
 from tests.serve.cluster.test_control_link import KIND, SECRET
-from tests.serve.cluster.test_nodes import House, worker
+from tests.serve.cluster.test_nodes import RouterFixture, worker
 from tests.serve.live_http import eventually
 from tests.sim.cases import request
 
-CALM = Pulse(beat_s=0.1, silence_s=10.0)
+CALM = Heartbeat(interval_s=0.1, silence_s=10.0)
 LIAR, VICTIM = "prefill-liar", "decode-0"
 A = RequestId("a")
 
@@ -81,40 +81,42 @@ class Speaker:
         self.link.send(body)
 
 
-class Town(House):
+class ListeningRouter(RouterFixture):
     """A router's process with a port."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reception = Reception("127.0.0.1:0", SECRET, KIND, self.node, CALM)
-        self.reception.start()
-        self.visits: list[Visit] = []
-        self.victim = self.visited_by(worker(VICTIM))
+        self.control_server = ControlServer("127.0.0.1:0", SECRET, KIND, self.node, CALM)
+        self.control_server.start()
+        self.clients: list[ControlClient] = []
+        self.victim = self.joined_by(worker(VICTIM))
         eventually(lambda: self.knows(VICTIM) and self.victim.link is not None)
 
-    def visited_by(self, *peers: PeerRecord | dict[str, Any], again_s: float = 60.0) -> Speaker:
+    def joined_by(self, *peers: PeerRecord | dict[str, Any], retry_s: float = 60.0) -> Speaker:
         described = [peer if isinstance(peer, dict) else records([peer])[0] for peer in peers]
-        guest = Speaker(described)
-        self.visits.append(Visit(f"127.0.0.1:{self.reception.port}", SECRET, KIND, guest, CALM, again_s=again_s))
-        self.visits[-1].start()
-        return guest
+        worker_end = Speaker(described)
+        self.clients.append(
+            ControlClient(f"127.0.0.1:{self.control_server.port}", SECRET, KIND, worker_end, CALM, retry_s=retry_s)
+        )
+        self.clients[-1].start()
+        return worker_end
 
     def liar(self) -> Speaker:
-        guest = self.visited_by(worker(LIAR, Role.PREFILL, "another"))
-        eventually(lambda: self.knows(VICTIM, LIAR) and guest.link is not None)
-        return guest
+        worker_end = self.joined_by(worker(LIAR, Role.PREFILL, "another"))
+        eventually(lambda: self.knows(VICTIM, LIAR) and worker_end.link is not None)
+        return worker_end
 
 
 @pytest.fixture
-def town() -> Iterator[Town]:
-    town = Town()
-    yield town
-    for visit in town.visits:
-        visit.stop()
-    town.reception.stop()
-    alive = town.node.driver.alive
-    town.node.driver.stop()
-    town.node.close()
+def listening() -> Iterator[ListeningRouter]:
+    listening = ListeningRouter()
+    yield listening
+    for client in listening.clients:
+        client.stop()
+    listening.control_server.stop()
+    alive = listening.node.driver.alive
+    listening.node.driver.stop()
+    listening.node.close()
     assert alive, "nothing that a peer says may end the driver"
 
 
@@ -150,27 +152,27 @@ LIES = {
     "KV of nothing": ({"from": LIAR, "to": VICTIM, "kv": {"transfer": encode(PART)}}, "a notice that cannot be read"),
     "a number of 5,000 digits": (from_liar(ROUTER, VIEW, running=10**4200), "a huge number"),
     "another's voice": ({"from": VICTIM, "to": ROUTER, "message": encode(VIEW)}, "speaks for 'decode-0'"),
-    "tidings of nothing": ({"tidings": 7}, "a clock that cannot be read"),
+    "a status of nothing": ({"status": 7}, "a clock that cannot be read"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_ends_the_session_of_the_liar_by_its_name_and_nobody_elses(
-    town: Town, lie: str, caplog: pytest.LogCaptureFixture
+    listening: ListeningRouter, lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     body, says = LIES[lie]
     caplog.set_level(logging.WARNING, logger="jdisagg.cluster")
-    liar = town.liar()
+    liar = listening.liar()
     liar.say(body)
     assert liar.over.wait(10), "the liar's session goes on"
-    eventually(lambda: town.knows(VICTIM))
+    eventually(lambda: listening.knows(VICTIM))
     (gone,) = [record.message for record in caplog.records if record.message.startswith(f"{LIAR} is gone")]
     assert says in gone and len(gone) < 700
     assert "Traceback" not in caplog.text
-    assert town.victim.link is not None and town.victim.sessions == 1
-    assert not [one for one in town.victim.heard if "message" in one or "kv" in one], "it was relayed"
-    town.victim.say({"from": VICTIM, "to": ROUTER, "message": encode(View(7, 2, 0, 0))})
-    eventually(lambda: town.router.peers[WorkerId(VICTIM)].view.free_pages == 7)
+    assert listening.victim.link is not None and listening.victim.sessions == 1
+    assert not [one for one in listening.victim.heard if "message" in one or "kv" in one], "it was relayed"
+    listening.victim.say({"from": VICTIM, "to": ROUTER, "message": encode(View(7, 2, 0, 0))})
+    eventually(lambda: listening.router.peers[WorkerId(VICTIM)].view.free_pages == 7)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +189,14 @@ def test_a_lie_ends_the_session_of_the_liar_by_its_name_and_nobody_elses(
     ],
 )
 def test_a_worker_of_sizes_that_cannot_be_is_sent_away_at_the_door(
-    town: Town, changed: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+    listening: ListeningRouter, changed: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = worker(LIAR, Role.PREFILL, "another").to_json()
     record["config"] |= changed
-    liar = town.visited_by(record)
+    liar = listening.joined_by(record)
     eventually(lambda: "was sent away" in caplog.text)
     assert says in caplog.text and "Traceback" not in caplog.text
-    assert liar.sessions == 0 and town.knows(VICTIM) and town.victim.link is not None
+    assert liar.sessions == 0 and listening.knows(VICTIM) and listening.victim.link is not None
 
 
 # ------------------------------------------------------------------ a worker's end
@@ -231,20 +233,20 @@ class Workplace:
 def workplace() -> Iterator[Workplace]:
     peer, ended, fake = worker(VICTIM), [], Fake()
     machines: Any = {peer.worker: ToyExecutor(peer.config)}
-    node = WorkerNode(Crossing(TransportConfig(SECRET, KIND), capability("cpu")), machines, [peer], ended.append)
+    node = WorkerNode(RemoteKV(TransportConfig(SECRET, KIND), capability("cpu")), machines, [peer], ended.append)
     node.driver = LiveDriver(
         None, {peer.worker: Worker(peer.config)}, machines,
-        deliver=lambda told: None, died=lambda error: ended.append(repr(error)), observers=(node.observe,), far=node,
+        deliver=lambda told: None, died=lambda error: ended.append(repr(error)), observers=(node.observe,), remote=node,
     )  # fmt: skip
     node.driver.start()
-    reception = Reception("127.0.0.1:0", SECRET, KIND, fake, CALM)
-    reception.start()
-    visit = Visit(f"127.0.0.1:{reception.port}", SECRET, KIND, node, CALM, again_s=0.05)
-    visit.start()
+    control_server = ControlServer("127.0.0.1:0", SECRET, KIND, fake, CALM)
+    control_server.start()
+    client = ControlClient(f"127.0.0.1:{control_server.port}", SECRET, KIND, node, CALM, retry_s=0.05)
+    client.start()
     eventually(lambda: len(fake.links) == 1)
     yield Workplace(fake, node.driver, ended)
-    visit.stop()
-    reception.stop()
+    client.stop()
+    control_server.stop()
     node.driver.stop()
     node.close()
 
@@ -284,18 +286,18 @@ def test_words_of_a_worker_that_is_gone_are_dropped_and_the_session_goes_on(work
 
 
 def test_whatever_an_actor_makes_of_a_peers_word_it_does_not_end_the_driver(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    listening: ListeningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A check that was forgotten: the actor itself fails, and it is the speaker who goes."""
-    liar = town.liar()
-    hear: Callable[..., None] = town.router._hear
+    liar = listening.liar()
+    hear: Callable[..., None] = listening.router._hear
 
     def fails(sender: WorkerId, message: Message, now_s: float) -> None:
         assert sender != LIAR, "an invariant does not hold"
         hear(sender, message, now_s)
 
-    monkeypatch.setattr(town.router, "_hear", fails)
+    monkeypatch.setattr(listening.router, "_hear", fails)
     liar.say(from_liar(ROUTER, VIEW))
     assert liar.over.wait(10)
-    eventually(lambda: town.knows(VICTIM))
-    assert town.node.driver.alive and town.victim.link is not None
+    eventually(lambda: listening.knows(VICTIM))
+    assert listening.node.driver.alive and listening.victim.link is not None

@@ -18,10 +18,10 @@ from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.learnt import learnt_by
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.records import Inside, Records
+from jdisagg.serve.records import DebugState, Records
+from jdisagg.serve.transfer_stats import transfer_stats_of
 from tests.serve.scripted import FIXTURE
 
 MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
@@ -88,7 +88,7 @@ def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: f
         tokenizer=tokenizer,
         observers=[metrics.observe, records.observe],
         metrics=metrics,
-        inside=Inside(records, lambda: learnt_by(workers)),
+        debug_state=DebugState(records, lambda: transfer_stats_of(workers)),
     )
     service.start()
     try:

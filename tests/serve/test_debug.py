@@ -14,8 +14,8 @@ from jdisagg.core.messages import Abort
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
-from jdisagg.serve.learnt import read_learnt
-from jdisagg.serve.records import MOST_WORDS, Records
+from jdisagg.serve.records import MAX_ROWS, Records
+from jdisagg.serve.transfer_stats import read_transfer_stats
 from tests.serve.live_http import serving
 from tests.serve.live_toy import ToyStack, toy_stack
 
@@ -30,7 +30,7 @@ def stack() -> Iterator[ToyStack]:
 
 @pytest.fixture(scope="module")
 def url(stack: ToyStack) -> Iterator[str]:
-    app = create_app(stack.service, FrontSettings(api_key="k"), stack.metrics, stack.service.inside)
+    app = create_app(stack.service, FrontSettings(api_key="k"), stack.metrics, stack.service.debug_state)
     with serving(app) as url:
         yield url
 
@@ -47,21 +47,21 @@ def ask(url: str, name: str, **fields: Any) -> Any:
     return httpx.post(f"{url}/v1/completions", json=body, headers=KEY | {"x-request-id": name}).json()
 
 
-def test_a_requests_life_has_its_phases_workers_words_parts_and_ledger(url: str) -> None:
+def test_a_requests_trace_has_its_phases_workers_messages_parts_and_ledger(url: str) -> None:
     answer = ask(url, "whole", ledger=True)
-    (life,) = get(url, "/debug/requests/whole").json()["requests"]
-    assert life == get(url, f"/debug/requests/{answer['id']}").json()["requests"][0]
-    assert (life["phase"], life["tokens"], life["prompt_tokens"], life["left_out"]) == ("finished", 6, 9, 0)
-    assert life["finish"] == {"reason": "length", "detail": ""}
-    assert life["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
-    assert life["ledger"] == answer["choices"][0]["ledger"]
-    assert [each["mark"] for each in life["marks"]][:3] == ["arrived", "reserve_sent", "reserved"]
-    words = [each["word"] for each in life["words"]]
-    for word in ("Reserve", "Reserved", "StartPrefill", "Progress", "Commit", "Ack", "Ended"):
-        assert word in words
-    assert sum(each["tokens"] for each in life["chunks"]) == 9
-    assert {"arrived", "inserted"} <= {each["what"] for each in life["parts"]}
-    assert [each["decision"] for each in life["decisions"]] == ["taken"]
+    (trace,) = get(url, "/debug/requests/whole").json()["requests"]
+    assert trace == get(url, f"/debug/requests/{answer['id']}").json()["requests"][0]
+    assert (trace["phase"], trace["tokens"], trace["prompt_tokens"], trace["left_out"]) == ("finished", 6, 9, 0)
+    assert trace["finish"] == {"reason": "length", "detail": ""}
+    assert trace["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
+    assert trace["ledger"] == answer["choices"][0]["ledger"]
+    assert [each["mark"] for each in trace["marks"]][:3] == ["arrived", "reserve_sent", "reserved"]
+    messages = [each["message"] for each in trace["messages"]]
+    for message in ("Reserve", "Reserved", "StartPrefill", "Progress", "Commit", "Ack", "Ended"):
+        assert message in messages
+    assert sum(each["tokens"] for each in trace["chunks"]) == 9
+    assert {"arrived", "inserted"} <= {each["what"] for each in trace["parts"]}
+    assert [each["decision"] for each in trace["decisions"]] == ["taken"]
 
 
 def test_a_ledger_tells_what_of_the_transfer_was_hidden(url: str) -> None:
@@ -90,7 +90,7 @@ def test_every_choice_of_a_request_is_a_life_of_its_own(url: str) -> None:
     assert remembered[0]["phase"] == "finished" and "-three-" in remembered[0]["request_id"]
 
 
-def test_what_shipping_has_learnt_is_told_by_worker(url: str) -> None:
+def test_transfer_statistics_are_told_by_worker(url: str) -> None:
     workers = get(url, "/debug/transfer").json()["workers"]
     assert list(workers) == ["prefill-0"]
     assert "tokens or more are streamed" in workers["prefill-0"]["streaming"]
@@ -117,17 +117,17 @@ def submitted(records: Records, name: str) -> None:
     records.observe("router", Submit(Request(RequestId(name), (1,), SamplingParams(), 1.0)), 1.0)
 
 
-def test_only_the_last_requests_are_remembered_and_only_so_many_words_of_each():
+def test_only_the_last_requests_are_remembered_and_only_so_many_messages_of_each():
     records = Records(keep=2)
     for name in ("a", "b", "c"):
         submitted(records, name)
     assert [each["request_id"] for each in records.requests()] == ["c", "b"]
-    for at_s in range(MOST_WORDS + 5):
+    for at_s in range(MAX_ROWS + 5):
         records.observe("router", Received(WorkerId("d"), Abort("c", 1, "no")), float(at_s))
-    (life,) = records.request("c")
-    assert len(life["words"]) == MOST_WORDS and life["left_out"] == 5
-    assert life["words"][0] == {
-        "at_s": 0.0, "from": "d", "to": "router", "word": "Abort", "attempt": 1, "detail": "no", "reason": "error"
+    (trace,) = records.request("c")
+    assert len(trace["messages"]) == MAX_ROWS and trace["left_out"] == 5
+    assert trace["messages"][0] == {
+        "at_s": 0.0, "from": "d", "to": "router", "message": "Abort", "attempt": 1, "detail": "no", "reason": "error"
     }  # fmt: skip
 
 
@@ -139,8 +139,8 @@ def test_a_reject_is_an_end():
     assert records.request("a")[0]["finish"] == {"reason": "rejected", "detail": "full", "retry_after_s": 2.0}
 
 
-def test_a_peers_word_of_what_it_learnt_is_cut_short_or_refused():
-    assert read_learnt({"p": {"streaming": "x" * 900}}) == {"p": {"streaming": "x" * 500}}
+def test_a_peers_transfer_statistics_are_cut_short_or_refused():
+    assert read_transfer_stats({"p": {"streaming": "x" * 900}}) == {"p": {"streaming": "x" * 500}}
     for junk in ([1], {"p": 3}):
         with pytest.raises(BadTicket):
-            read_learnt(junk)
+            read_transfer_stats(junk)

@@ -1,7 +1,7 @@
 """What a body on a control link says, read and checked: whatever a peer wrote, what comes out is of the declared types.
 
-A body is a message from worker to worker or to or from the router, a notice of KV, or a process's tidings. What makes
-no sense raises SenselessWord, or BadTicket, by which the link with whoever said it ends.
+A body is a message from worker to worker or to or from the router, a notice of KV, or a process's status
+report. What makes no sense raises SenselessWord, or BadTicket, by which the link with whoever said it ends.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jdisagg.core.errors import DecodeError, SenselessWord
 from jdisagg.core.messages import Message
 from jdisagg.core.protocol import check_word
 from jdisagg.core.worker_config import MOST, WorkerConfig
-from jdisagg.serve.cluster.crossing import read_notice
-from jdisagg.serve.learnt import Learnt, read_learnt
-from jdisagg.serve.tidings import Samples, read_samples
+from jdisagg.serve.cluster.remote_kv import read_notice
+from jdisagg.serve.remote_metrics import Samples, read_samples
+from jdisagg.serve.transfer_stats import TransferStats, read_transfer_stats
 
 
 def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> Message | None:
@@ -48,10 +48,10 @@ def read_shift_s(record: Any) -> float:
     return shift_s
 
 
-def read_tidings(tidings: Any) -> tuple[float, int, Samples, Learnt]:
-    """Its clock's shift, its recompiles, its samples, and what its workers have learnt."""
-    shift_s = read_shift_s(tidings)
-    recompiles, samples, learnt = (tidings.get(name) for name in ("recompiles", "samples", "learnt"))
+def read_status(status: Any) -> tuple[float, int, Samples, TransferStats]:
+    """Its clock's shift, its recompiles, its samples, and its workers' transfer statistics."""
+    shift_s = read_shift_s(status)
+    recompiles, samples, transfer_stats = (status.get(name) for name in ("recompiles", "samples", "transfer_stats"))
     if type(recompiles) is not int or not 0 <= recompiles <= MOST:
-        raise SenselessWord(f"tidings of {shown(recompiles)} recompiles")
-    return shift_s, recompiles, read_samples(samples), read_learnt(learnt or {})
+        raise SenselessWord(f"a status of {shown(recompiles)} recompiles")
+    return shift_s, recompiles, read_samples(samples), read_transfer_stats(transfer_stats or {})

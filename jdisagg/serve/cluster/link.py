@@ -1,9 +1,9 @@
-"""One end of a control link: a queue of bodies out, sealed records in, and a heart that beats while nothing is said.
+"""One end of a control link: a queue of bodies out, authenticated records in, and heartbeats while nothing is said.
 
-A link is one gRPC stream. It is heard of at least once a `beat_s`; an end that hears nothing for `silence_s` hangs up,
+A link is one gRPC stream. Each end sends something every `interval_s`; one that hears nothing for `silence_s` hangs up,
 so that a process that is stopped, cut off or dead is missed within that time, whatever TCP believes.
 
-Records travel in pieces, so that a stranger's first word can be held to the length of a piece while a prompt of a
+Records travel in pieces, so that a stranger's first record can be held to the length of a piece while a prompt of a
 million tokens still goes through.
 """
 
@@ -20,27 +20,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jdisagg.core.authenticated_channel import MAX_RECORD_BYTES, AuthenticatedChannel
 from jdisagg.core.errors import BadTicket
-from jdisagg.core.wire import MAX_RECORD_BYTES, Seal
 
 log = logging.getLogger("jdisagg.cluster")
 
 METHOD = "/jdisagg.Control/Join"
-PROTOCOL = 2
+PROTOCOL = 3
 NONCE_BYTES = 16
-FIRST_WORD_BYTES = 1000
+FIRST_RECORD_BYTES = 1000
 PIECE_BYTES = 256 << 10  # the longest message of the stream; the records of a handshake are of one piece
 MORE, LAST = b"\1", b"\0"  # before a piece
-MOST_WAITING = 50_000  # words that a peer has not taken; a busy cluster has some tens
+MOST_WAITING = 50_000  # messages that a peer has not taken; a busy cluster has some tens
 HANDSHAKE_S = 10.0  # to prove oneself and to be answered: whoever takes longer is cut off
-BEAT: dict[str, Any] = {"beat": 1}
+HEARTBEAT: dict[str, Any] = {"beat": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Heartbeat:
     """How often an end is heard of, and how long it is missed before the link ends. Seconds."""
 
-    beat_s: float = 1.0
+    interval_s: float = 1.0
     silence_s: float = 5.0
 
 
@@ -49,16 +49,16 @@ def new_nonce() -> str:
 
 
 def plain(record: bytes) -> dict[str, Any]:
-    """The first record of either end, before there is a session to seal it by. Raises BadTicket."""
+    """The first record of either end, before there is a session to sign it in. Raises BadTicket."""
     with contextlib.suppress(ValueError, RecursionError):
-        body = json.loads(record[:FIRST_WORD_BYTES])
+        body = json.loads(record[:FIRST_RECORD_BYTES])
         if isinstance(body, dict):
             return body
     raise BadTicket(f"the first record of a peer is no object: {record[:40]!r}")
 
 
 def nonce_of(body: dict[str, Any]) -> str:
-    """The nonce in the first word of a handshake. Raises BadTicket."""
+    """The nonce in the first record of a handshake. Raises BadTicket."""
     nonce = body.get("nonce")
     if not isinstance(nonce, str) or len(nonce) != 2 * NONCE_BYTES or not re.fullmatch("[0-9a-f]*", nonce):
         raise BadTicket(f"a handshake needs a nonce of {2 * NONCE_BYTES} hex digits, got {nonce!r:.40}")
@@ -91,9 +91,13 @@ class Link:
     """What both ends share. `send` and `hang_up` are safe from any thread; `records` is read by gRPC's."""
 
     def __init__(
-        self, seal_out: Seal, seal_in: Seal, pulse: Pulse, clock: Callable[[], float] = time.monotonic
+        self,
+        outgoing: AuthenticatedChannel,
+        incoming: AuthenticatedChannel,
+        heartbeat: Heartbeat,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._seal_out, self._seal_in, self._pulse, self._clock = seal_out, seal_in, pulse, clock
+        self._outgoing, self._incoming, self._heartbeat, self._clock = outgoing, incoming, heartbeat, clock
         self._out: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._heard_s = clock()
         self._over_s: float | None = None
@@ -101,7 +105,7 @@ class Link:
 
     def send(self, body: dict[str, Any]) -> None:
         if self._out.qsize() >= MOST_WAITING:
-            self.hang_up(f"it has left {MOST_WAITING} words unread")
+            self.hang_up(f"it has left {MOST_WAITING} messages unread")
         if self._over_s is None:
             self._out.put(body)
 
@@ -112,16 +116,16 @@ class Link:
             self._out.put(None)
 
     def records(self) -> Iterator[bytes]:
-        """Everything sent, sealed, and beats in between; ends after `hang_up`, or when the peer was silent too long."""
+        """What is sent, signed, and heartbeats between; ends after `hang_up`, or when the peer is silent too long."""
         while not self._silent():
             try:
-                body = self._out.get(timeout=self._pulse.beat_s)
+                body = self._out.get(timeout=self._heartbeat.interval_s)
             except queue.Empty:
-                body = BEAT
+                body = HEARTBEAT
             if body is None:
                 return
             try:
-                record = self._seal_out.close(body)
+                record = self._outgoing.sign(body)
             except BadTicket as error:  # its request will miss it and end; the link serves all the others
                 log.error("not sent: %s", error)
                 continue
@@ -132,16 +136,16 @@ class Link:
 
         A peer that is stopped takes nothing either, and whoever sends to it may wait in the middle of a record.
         """
-        return self._silent() or (self._over_s is not None and self._clock() - self._over_s > self._pulse.silence_s)
+        return self._silent() or (self._over_s is not None and self._clock() - self._over_s > self._heartbeat.silence_s)
 
     def _silent(self) -> bool:
         silent_s = self._clock() - self._heard_s
-        if silent_s > self._pulse.silence_s:
+        if silent_s > self._heartbeat.silence_s:
             self.hang_up(f"nothing heard for {silent_s:.1f} s")
-        return silent_s > self._pulse.silence_s
+        return silent_s > self._heartbeat.silence_s
 
     def bodies(self, pieces: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-        """What the peer says, beats apart, until its stream ends. Raises BadTicket."""
+        """What the peer says, heartbeats apart, until its stream ends. Raises BadTicket."""
         while True:
             try:
                 record = joined(pieces, MAX_RECORD_BYTES, self._note)
@@ -155,7 +159,7 @@ class Link:
         self._heard_s = self._clock()
 
     def read(self, record: bytes) -> dict[str, Any] | None:
-        """The body of a record; None for a beat. Raises BadTicket."""
-        body = self._seal_in.open(record)
+        """The body of a record; None for a heartbeat. Raises BadTicket."""
+        body = self._incoming.verify(record)
         self._note()
-        return None if body == BEAT else body
+        return None if body == HEARTBEAT else body

@@ -1,6 +1,6 @@
 """The two kinds of processes of a cluster: the one with the router, and those with workers alone.
 
-The router's process relays words between workers of different processes (a star: one link each, one place that knows
+The router's process relays messages between workers of different processes (a star: one link each, one place that knows
 who is there); KV goes from worker process to worker process. A worker process without its router holds nothing: it
 fences itself at once, and joins again, empty, as soon as there is a router.
 """
@@ -26,31 +26,31 @@ from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import choose
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.cluster.bodies import read_shift_s, read_tidings, read_word
-from jdisagg.serve.cluster.crossing import Crossing, PeerRecord, read_peer, records
+from jdisagg.serve.cluster.bodies import read_shift_s, read_status, read_word
 from jdisagg.serve.cluster.link import Link
+from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
 from jdisagg.serve.driver import LiveDriver, Readers
-from jdisagg.serve.learnt import Learnt, learnt_by
-from jdisagg.serve.tidings import Everywhere, samples_of
+from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
+from jdisagg.serve.transfer_stats import TransferStats, transfer_stats_of
 
 log = logging.getLogger("jdisagg.cluster")
 
-SHIFTS = 30  # the last tidings of a peer by which its clock is read
+SHIFTS = 30  # the last status reports of a peer by which its clock is read
 
 
 class Node:
-    """What both kinds share: the way out for words and KV, and the way in.
+    """What both kinds share: messages and KV out, and in.
 
-    `driver` and `counted` are set before anything starts; `observe` is one of the driver's observers.
+    `driver` and `merged` are set before anything starts; `observe` is one of the driver's observers.
     """
 
     driver: LiveDriver
-    counted: Everywhere
+    merged: MergedRegistry
 
     def __init__(
-        self, crossing: Crossing, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
+        self, remote_kv: RemoteKV, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
     ) -> None:
-        self.crossing, self.machines, self.own = crossing, machines, tuple(own)
+        self.remote_kv, self.machines, self.own = remote_kv, machines, tuple(own)
         self.peers: dict[WorkerId, PeerRecord] = {}  # workers of other processes
         self._readers = Readers()
         self._lock = threading.RLock()
@@ -61,12 +61,12 @@ class Node:
     def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
         """Whoever gives a handoff up here, or hears of it, lets go what is offered for it. On the driver's thread."""
         match item:
-            case Received(_, Abort() | AbortAck() as word) | Send(_, Abort() | AbortAck() as word):
-                self.crossing.call_off(word.handoff, word.epoch)
+            case Received(_, Abort() | AbortAck() as message) | Send(_, Abort() | AbortAck() as message):
+                self.remote_kv.withdraw(message.handoff, message.epoch)
             case RouterLost():
-                self.crossing.call_off_all()
+                self.remote_kv.withdraw_all()
 
-    # ------------------------------------------------------------ out: `driver.Far`
+    # ------------------------------------------------------------ out: `driver.RemoteWorkers`
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None:
         self.post(to, {"from": sender, "to": to, "message": encode(message)})
@@ -75,7 +75,7 @@ class Node:
         peer = self.peers.get(transfer.destination)
         if peer is None:
             raise TransferRefused(f"{transfer.destination} has gone, with the pages that {transfer.handoff!r} was for")
-        notice = self.crossing.ship(machine, transfer, peer)
+        notice = self.remote_kv.ship(machine, transfer, peer)
         self.post(transfer.destination, {"from": transfer.source, "to": transfer.destination, "kv": notice})
 
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Node:
         if to not in self.driver.actors:
             raise SenselessWord(f"there is no {shown(to)} here to hear {shown(sender)}")
         if not self.knows(sender):
-            return  # it was dropped: its last words are nobody's
+            return  # it was dropped: its last messages are for nobody
         message = self.checked(body, sender, to)
         if message is None:
             self._readers.read(_lane(sender, to), lambda: self._fetch(to, body["kv"]))
@@ -115,7 +115,7 @@ class Node:
 
     def _fetch(self, to: WorkerId, notice: dict[str, Any]) -> None:
         try:
-            self.driver.land(*self.crossing.fetch(self.machines[to], notice))
+            self.driver.land(*self.remote_kv.fetch(self.machines[to], notice))
         except Exception:  # the part counts as never sent, and is asked for again
             log.exception("a part for %s was lost", to)
 
@@ -128,13 +128,13 @@ class Node:
         """They are gone: nothing is kept for them, and what they offered will not be asked for again."""
         for worker in workers:
             self.peers.pop(worker, None)
-            self.crossing.call_off_for(worker)
+            self.remote_kv.withdraw_for(worker)
             for own in self.machines:
                 self._readers.end(_lane(worker, own))
 
     def close(self) -> None:
         self._readers.stop()
-        self.crossing.close()
+        self.remote_kv.close()
 
 
 def _lane(source: WorkerId, destination: WorkerId) -> str:
@@ -148,17 +148,17 @@ def _shifted(message: Message, shift_s: float) -> Message:
 
 
 class WorkerNode(Node):
-    """A process with workers alone; a `visit.Guest`."""
+    """A process with workers alone; a `control_client.ClientCallbacks`."""
 
     def __init__(
         self,
-        crossing: Crossing,
+        remote_kv: RemoteKV,
         machines: Mapping[WorkerId, MeshExecutor],
         own: Sequence[PeerRecord],
         ended: Callable[[str], None],
     ) -> None:
         """`ended` is told when no worker of this process is of use any more."""
-        super().__init__(crossing, machines, own)
+        super().__init__(remote_kv, machines, own)
         self._ended = ended
         self._link: Link | None = None
         self._broken: set[WorkerId] = set()
@@ -182,9 +182,9 @@ class WorkerNode(Node):
             link.hang_up(f"{peer}: {why}")
 
     def tell(self) -> None:
-        """The tidings of this moment; nobody there, nothing sent."""
-        told = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.counted)}
-        self.post(ROUTER, {"tidings": told | {"learnt": learnt_by(self.driver.actors)}})
+        """What this process counts and has learnt by now; nobody there, nothing sent."""
+        told = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.merged)}
+        self.post(ROUTER, {"status": told | {"transfer_stats": transfer_stats_of(self.driver.actors)}})
 
     def leave(self) -> None:
         """From now on the router gives the workers nothing new; what they have they may end."""
@@ -197,7 +197,7 @@ class WorkerNode(Node):
         """Whether nothing of any request is left here."""
         return all(actor.idle for actor in self.driver.actors.values() if isinstance(actor, Worker))
 
-    # ------------------------------------------------------------ `visit.Guest`
+    # ------------------------------------------------------------ `control_client.ClientCallbacks`
 
     def hello(self) -> dict[str, Any]:
         able = [peer for peer in self.own if peer.worker not in self._broken]
@@ -228,18 +228,18 @@ class WorkerNode(Node):
 
 
 class RouterNode(Node):
-    """The process with the router, and perhaps workers of its own; a `reception.Host`."""
+    """The process with the router, and perhaps workers of its own; a `control_server.ServerCallbacks`."""
 
     def __init__(
-        self, crossing: Crossing, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
+        self, remote_kv: RemoteKV, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
     ) -> None:
-        super().__init__(crossing, machines, own)
+        super().__init__(remote_kv, machines, own)
         self._links: dict[WorkerId, Link] = {}
         self._shifts: dict[Link, deque[float]] = {}
         self._joining: dict[Link, list[PeerRecord]] = {}
         self._recompiles: dict[Link, int] = {}
         self._leaving: set[WorkerId] = set()
-        self._learnt: dict[Link, Learnt] = {}
+        self._transfer_stats: dict[Link, TransferStats] = {}
 
     @property
     def able(self) -> bool:
@@ -264,7 +264,7 @@ class RouterNode(Node):
             link.hang_up(why)
             self._drop(self._workers_of(link), why)
 
-    # ------------------------------------------------------------ `reception.Host`
+    # ------------------------------------------------------------ `control_server.ServerCallbacks`
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
         shift_s, described = read_shift_s(hello), hello.get("workers")
@@ -296,7 +296,7 @@ class RouterNode(Node):
             if Role.COLOCATED in (mine, theirs):
                 continue  # it ships to nobody
             if (mine.prefills and theirs.decodes) or (mine.decodes and theirs.prefills):
-                choose(one.capability, other.capability, self.crossing.wanted)
+                choose(one.capability, other.capability, self.remote_kv.wanted)
 
     def welcomed(self, link: Link) -> None:
         with self._lock:
@@ -309,13 +309,13 @@ class RouterNode(Node):
                 self.driver.post(ROUTER, WorkerJoined(peer.config))
 
     def hear(self, link: Link, body: dict[str, Any]) -> None:
-        if "tidings" in body:
-            self._note(link, body["tidings"])
+        if "status" in body:
+            self._note(link, body["status"])
             return
         speaker = WorkerId(str(next((body[key] for key in ("lost", "leaving", "from") if key in body), None)))
         owner = self._links.get(speaker)
         if owner is None:
-            return  # it was dropped: its last words are nobody's
+            return  # it was dropped: its last messages are for nobody
         if owner is not link:
             raise BadTicket(f"a process speaks for {speaker!r}, which is not its own")
         to = WorkerId(str(body.get("to")))
@@ -336,32 +336,32 @@ class RouterNode(Node):
         """What the clock of that process lacks to be ours."""
         return min(self._shifts.get(link, [0.0]))
 
-    def _note(self, link: Link, tidings: dict[str, Any]) -> None:
-        """Its clock is read from the word that came quickest, of the latest: clocks drift, and words are held up."""
+    def _note(self, link: Link, status: dict[str, Any]) -> None:
+        """Its clock is read from the quickest of the latest reports: clocks drift, and messages are held up."""
         with self._lock:
             if link not in self._shifts:
                 return  # on its way out
-            shift_s, recompiles, samples, learnt = read_tidings(tidings)
+            shift_s, recompiles, samples, transfer_stats = read_status(status)
             self._shifts[link].append(shift_s)
             self._recompiles[link] = recompiles
-            self.counted.hear(link, samples)
-            self._learnt[link] = learnt
+            self.merged.update(link, samples)
+            self._transfer_stats[link] = transfer_stats
 
-    def learnt(self) -> Learnt:
+    def transfer_stats(self) -> TransferStats:
         """By the workers of all processes, those of others a second ago."""
         with self._lock:
-            far = [*self._learnt.values()]
-        found = learnt_by(self.driver.actors)
-        for told in far:
+            remote = [*self._transfer_stats.values()]
+        found = transfer_stats_of(self.driver.actors)
+        for told in remote:
             found |= told
         return found
 
     def lose(self, link: Link, why: str) -> None:
         with self._lock:
             self._drop(self._workers_of(link), why)
-            for book in (self._shifts, self._joining, self._recompiles, self._learnt):
+            for book in (self._shifts, self._joining, self._recompiles, self._transfer_stats):
                 book.pop(link, None)
-            self.counted.forget(link)
+            self.merged.forget(link)
 
     def _workers_of(self, link: Link) -> list[WorkerId]:
         return [worker for worker, theirs in self._links.items() if theirs is link]

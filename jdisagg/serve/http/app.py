@@ -37,7 +37,7 @@ from jdisagg.serve.http.schema import (
 )
 from jdisagg.serve.logprobs import TokenNames
 from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.records import Inside
+from jdisagg.serve.records import DebugState
 from jdisagg.serve.service import Service
 
 TOKENS = errors.documented(400, 401, 404, 408, 413, 503)
@@ -86,9 +86,9 @@ def create_app(
     service: Service,
     settings: FrontSettings | None = None,
     metrics: Metrics | None = None,
-    inside: Inside | None = None,
+    debug_state: DebugState | None = None,
 ) -> FastAPI:
-    """The HTTP front of a running stack; `metrics` is what `GET /metrics` shows, `inside` what `GET /debug/...` do."""
+    """The HTTP front of a running stack; `GET /metrics` shows `metrics`, and `GET /debug/...` show `debug_state`."""
     settings = settings or FrontSettings()
     app = FastAPI(title="jdisagg", version=settings.version, redirect_slashes=False)  # it would trust the Host header
     front = Front(service, settings, metrics or Metrics(service.model_name))
@@ -96,8 +96,8 @@ def create_app(
     _add_generation(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
-    if inside is not None:
-        add_debug(app, inside)
+    if debug_state is not None:
+        add_debug(app, debug_state)
     app.add_middleware(Gate, api_key=settings.api_key)
     _describe_bodies(app)
     return app

@@ -1,4 +1,4 @@
-"""The routes under /debug: why requests went where they went, what became of one, and what shipping has learnt."""
+"""The routes under /debug: why requests went where they went, what became of one, and how shipping is tuned."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fastapi import FastAPI, HTTPException
 
 from jdisagg.core.errors import RequestError
 from jdisagg.serve.http.errors import documented
-from jdisagg.serve.records import Inside
+from jdisagg.serve.records import DebugState
 
 MOST = 10_000  # decisions of one answer
 
 
-def add_debug(app: FastAPI, inside: Inside) -> None:
-    records = inside.records
+def add_debug(app: FastAPI, debug_state: DebugState) -> None:
+    records = debug_state.records
 
     @app.get("/debug/decisions", responses=documented(400, 401))
     async def decisions(n: str = "100") -> dict[str, Any]:
@@ -31,7 +31,7 @@ def add_debug(app: FastAPI, inside: Inside) -> None:
 
     @app.get("/debug/requests/{name:path}", responses=documented(401, 404))
     async def request(name: str) -> dict[str, Any]:
-        """The life of one request, by its id in answers and in x-request-id; each choice is a request of its own."""
+        """The trace of one request, by its id in answers and in x-request-id; each choice is a request of its own."""
         lives = records.request(name)
         if not lives:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"no request {name[:128]!r} is remembered")
@@ -39,5 +39,5 @@ def add_debug(app: FastAPI, inside: Inside) -> None:
 
     @app.get("/debug/transfer", responses=documented(401))
     async def transfer() -> dict[str, Any]:
-        """What --transfer=auto and --transfer_compress=auto have learnt, by prefill worker."""
-        return {"workers": inside.learnt()}
+        """What --transfer=auto and --transfer_compress=auto have measured, by prefill worker."""
+        return {"workers": debug_state.transfer_stats()}

@@ -31,7 +31,7 @@ SMALL = (
     "--drain_s=5",
 )
 PATIENCE_S = 240.0  # the machine may be busy
-STEADY_S = 2.0  # longer than tidings take
+STEADY_S = 2.0  # longer than a status report takes
 
 
 def free_port() -> int:

@@ -95,9 +95,9 @@ def test_debug_of_the_router_speaks_of_what_other_processes_did(stack: Cluster):
     names = set(stack.pages())
     decision = stack.debug("decisions?n=1")["decisions"][0]
     assert set(decision["taken"].values()) == names and "costs work" in decision["reason"]
-    (life,) = stack.debug(f"requests/{decision['request_id']}")["requests"]
-    assert life["phase"] == "finished" and set(life["workers"].values()) == names
-    assert {"Reserved", "Progress", "Ended"} <= {word["word"] for word in life["words"]}
-    assert life["ledger"]["transfer_ns"]["exposed"] == life["ledger"]["parts_ns"]["transfer"] > 0
+    (trace,) = stack.debug(f"requests/{decision['request_id']}")["requests"]
+    assert trace["phase"] == "finished" and set(trace["workers"].values()) == names
+    assert {"Reserved", "Progress", "Ended"} <= {message["message"] for message in trace["messages"]}
+    assert trace["ledger"]["transfer_ns"]["exposed"] == trace["ledger"]["parts_ns"]["transfer"] > 0
     prefill = {name for name in names if name.startswith("prefill")}
     until(lambda: set(stack.debug("transfer")["workers"]) == prefill, "what the prefill process has learnt")

@@ -124,7 +124,7 @@ def test_by_a_signal_a_decode_process_ends_what_it_has_takes_nothing_new_and_lea
     answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
     leaving = town.busy(town.decodes)
     leaving.send(signal.SIGTERM)
-    until(lambda: leaving.said("draining"), "its word")
+    until(lambda: leaving.said("draining"), "its log line")
     answers += [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (2, 3)]
     for body, answer in enumerate(answers):
         town.assert_undisturbed(answer.result(), body)
@@ -153,7 +153,7 @@ def test_a_prefill_process_leaves_by_a_signal_and_a_decode_process_at_once_by_a_
     town.prefills[0].send(signal.SIGTERM)
     leaving = town.busy(town.decodes)
     leaving.send(signal.SIGTERM)
-    until(lambda: leaving.said("draining"), "its word")
+    until(lambda: leaving.said("draining"), "its log line")
     leaving.send(signal.SIGINT)
     assert leaving.popen.wait(timeout=5) == 130
     assert town.prefills[0].popen.wait(timeout=60) == 0

@@ -1,8 +1,8 @@
-"""Builds what one process of a cluster runs: the router with its reception, or workers that visit it.
+"""Builds what one process of a cluster runs: the router with its control server, or workers that join it.
 
 Every process is started with the same --mesh, which says what prefill and decode workers look like, and plays the
 roles that --role names. A worker's name is the mesh's with a suffix drawn at its start, so that a process that comes
-back is another worker to everybody, and late words for its former self find nobody.
+back is another worker to everybody, and late messages for its former self find nobody.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.build import Progress, load_executors, router_config, warm, watching
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
-from jdisagg.serve.cluster.crossing import Crossing, PeerRecord
-from jdisagg.serve.cluster.link import Pulse
+from jdisagg.serve.cluster.control_client import ControlClient
+from jdisagg.serve.cluster.control_server import ControlServer
+from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
-from jdisagg.serve.cluster.reception import Reception
-from jdisagg.serve.cluster.visit import Visit
-from jdisagg.serve.cluster.warm import arrival_jobs, departure_jobs
+from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
+from jdisagg.serve.cluster.remote_warmup import arrival_jobs, departure_jobs
+from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.private_files import read_private
 from jdisagg.serve.record_file import open_journal
-from jdisagg.serve.records import Inside, Records
-from jdisagg.serve.tidings import EVERY_S
-from jdisagg.serve.wires import tell_wire_costs
+from jdisagg.serve.records import DebugState, Records
+from jdisagg.serve.remote_metrics import PUSH_INTERVAL_S
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
@@ -115,7 +115,7 @@ def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
-def far_jobs(deployment: Deployment, machine: MeshExecutor) -> list[Job]:
+def remote_jobs(deployment: Deployment, machine: MeshExecutor) -> list[Job]:
     """Shipments to and from workers of other processes."""
     tps = {role: {place.tp for place in deployment.mesh.workers() if place.role is role} for role in Role}
     if machine.config.role is Role.PREFILL:
@@ -126,7 +126,7 @@ def far_jobs(deployment: Deployment, machine: MeshExecutor) -> list[Job]:
     return []
 
 
-def crossing_of(deployment: Deployment, settings: Settings) -> Crossing:
+def remote_kv_of(deployment: Deployment, settings: Settings) -> RemoteKV:
     server, client = kv_contexts(settings)
     terms = TransportConfig(
         read_secret(settings),
@@ -137,34 +137,36 @@ def crossing_of(deployment: Deployment, settings: Settings) -> Crossing:
         tls_client=client,
     )
     mine = capability(jax.devices()[0].platform)
-    return Crossing(terms, mine, settings.transport, settings.handoff_timeout_s)
+    return RemoteKV(terms, mine, settings.transport, settings.handoff_timeout_s)
 
 
-def peers_of(machines: Mapping[WorkerId, MeshExecutor], crossing: Crossing) -> list[PeerRecord]:
-    return [PeerRecord(machine.config, tuple(shapes_of(machine.pages)), crossing.mine) for machine in machines.values()]
+def peers_of(machines: Mapping[WorkerId, MeshExecutor], remote_kv: RemoteKV) -> list[PeerRecord]:
+    return [
+        PeerRecord(machine.config, tuple(shapes_of(machine.pages)), remote_kv.mine) for machine in machines.values()
+    ]
 
 
 class WorkerProcess:
     """Workers alone, and their link to the router."""
 
-    def __init__(self, node: WorkerNode, visit: Visit) -> None:
-        self.node, self._visit = node, visit
+    def __init__(self, node: WorkerNode, client: ControlClient) -> None:
+        self.node, self._client = node, client
         self._stopped = threading.Event()
-        self._teller = threading.Thread(target=self._tell, name="tidings", daemon=True)
+        self._reporter = threading.Thread(target=self._report, name="status", daemon=True)
 
     def start(self) -> None:
         self.node.driver.start()
-        self._visit.start()
-        self._teller.start()
+        self._client.start()
+        self._reporter.start()
 
-    def _tell(self) -> None:
-        while not self._stopped.wait(EVERY_S):
+    def _report(self) -> None:
+        while not self._stopped.wait(PUSH_INTERVAL_S):
             self.node.tell()
 
     def leave(self, grace_s: float) -> bool:
         """Takes no new work and ends what it has; False where some is left after `grace_s` seconds.
 
-        What comes within a moment was on its way when the router was told, or is the last word to it.
+        What comes within a moment was on its way when the router was told, or is the last message to it.
         """
         self.node.leave()
         end_s = time.monotonic() + grace_s
@@ -179,7 +181,7 @@ class WorkerProcess:
     def stop(self) -> None:
         """Leaves the router first, so that it takes our sequences elsewhere at once."""
         self._stopped.set()
-        self._visit.stop()
+        self._client.stop()
         self.node.driver.stop()
         self.node.close()
 
@@ -194,10 +196,10 @@ def build_workers(
     """`ended` is told why this process can do no more: the router refuses it, or its driver died."""
     own = own_workers(deployment, roles_of(settings))
     credentials = channel_credentials(settings)
-    crossing = crossing_of(deployment, settings)
+    remote_kv = remote_kv_of(deployment, settings)
     machines = load_executors(deployment, settings, devices, own)
-    warm(machines, progress, partial(far_jobs, deployment))
-    node = WorkerNode(crossing, machines, peers_of(machines, crossing), ended)
+    warm(machines, progress, partial(remote_jobs, deployment))
+    node = WorkerNode(remote_kv, machines, peers_of(machines, remote_kv), ended)
     metrics = _metrics(deployment, settings, node)
     node.driver = LiveDriver(
         None,
@@ -206,12 +208,12 @@ def build_workers(
         deliver=lambda told: None,
         died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
         observers=(metrics.observe, node.observe),
-        far=node,
+        remote=node,
     )
-    tell_wire_costs(node.driver, deployment, machines)
-    terms, pulse = crossing.terms, pulse_of(settings)
-    visit = Visit(settings.router, terms.secret, terms.identity, node, pulse, credentials, refused=ended)
-    return WorkerProcess(node, visit)
+    post_compression_costs(node.driver, deployment, machines)
+    terms, heartbeat = remote_kv.terms, heartbeat_of(settings)
+    client = ControlClient(settings.router, terms.secret, terms.identity, node, heartbeat, credentials, refused=ended)
+    return WorkerProcess(node, client)
 
 
 def _metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
@@ -220,29 +222,29 @@ def _metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, configs, deployment.kv.bytes_per_page, node.recompiles, compat)
     if configs:
-        metrics.watch_held(configs[0].worker, node.crossing.held_bytes)
-    node.counted = metrics.counted
+        metrics.watch_held(configs[0].worker, node.remote_kv.held_bytes)
+    node.merged = metrics.merged
     return metrics
 
 
-def pulse_of(settings: Settings) -> Pulse:
-    return Pulse(settings.peer_silence_s / 5, settings.peer_silence_s)
+def heartbeat_of(settings: Settings) -> Heartbeat:
+    return Heartbeat(settings.peer_silence_s / 5, settings.peer_silence_s)
 
 
 @dataclass(frozen=True)
 class RouterProcess:
-    """The router, its reception, and the service that the fronts serve."""
+    """The router, its control server, and the service that the fronts serve."""
 
     service: LocalService
     node: RouterNode
-    reception: Reception
+    control_server: ControlServer
 
     def start(self) -> None:
         self.service.start()
-        self.reception.start()
+        self.control_server.start()
 
     def stop(self) -> None:
-        self.reception.stop()
+        self.control_server.stop()
         self.service.stop()
         self.node.close()
 
@@ -254,20 +256,20 @@ def build_router(
     roles = roles_of(settings)
     own = own_workers(deployment, roles)
     credentials = server_credentials(settings)
-    crossing = crossing_of(deployment, settings)
+    remote_kv = remote_kv_of(deployment, settings)
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines = load_executors(deployment, settings, devices, own)
-    node = RouterNode(crossing, machines, peers_of(machines, crossing))
+    node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv))
     address = f"{settings.host}:{settings.control_port}"
-    terms = crossing.terms
-    reception = Reception(address, terms.secret, terms.identity, node, pulse_of(settings), credentials)
-    warm(machines, progress, partial(far_jobs, deployment))
+    terms = remote_kv.terms
+    control_server = ControlServer(address, terms.secret, terms.identity, node, heartbeat_of(settings), credentials)
+    warm(machines, progress, partial(remote_jobs, deployment))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
     records = Records(settings.debug_keep)
     service = _service(deployment, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)
-    tell_wire_costs(service.driver, deployment, machines)
+    post_compression_costs(service.driver, deployment, machines)
     node.driver = service.driver
-    return RouterProcess(service, node, reception)
+    return RouterProcess(service, node, control_server)
 
 
 def _service(
@@ -288,9 +290,9 @@ def _service(
         observers=(journal.observe, metrics.observe, *watching(records, settings), node.observe),
         metrics=metrics,
         journal=journal,
-        inside=Inside(records, node.learnt) if settings.debug_keep else None,
+        debug_state=DebugState(records, node.transfer_stats) if settings.debug_keep else None,
         recompiles=node.recompiles,
-        far=node,
+        remote=node,
         able=lambda: node.able,
     )
 

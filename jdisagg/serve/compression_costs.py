@@ -12,7 +12,9 @@ from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import LiveDriver
 
 
-def tell_wire_costs(driver: LiveDriver, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]) -> None:
+def post_compression_costs(
+    driver: LiveDriver, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]
+) -> None:
     """Before the driver starts: until it does, nothing else uses the machines."""
     tps = [place.tp for place in deployment.mesh.workers() if place.role is Role.DECODE]
     for worker, machine in machines.items():

@@ -1,7 +1,7 @@
-"""When a machine is beyond help: counted here, plan by plan, so that the router can be told that its worker is lost.
+"""Health of workers: failures in a row, counted plan by plan, so that the router can be told that a worker is lost.
 
-A program that fails takes with it what it was to write: pages, feeds. Where that was all it had, every later plan of
-that machine fails as well, and its worker would take requests for ever and answer none.
+A program that fails takes with it what it was to write: pages, decode states. Where that was all it had, every later
+plan of that machine fails as well, and its worker would take requests for ever and answer none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOST_AFTER = 8  # tries that failed in a row; over max_retries, so that one requ
 
 
 @dataclass(slots=True)
-class Lane:
+class PlanHistory:
     """One worker's plans of one phase."""
 
     in_flight: set[int] = field(default_factory=set)
@@ -29,20 +29,20 @@ class Lane:
             self.excused = self.newest
 
 
-class Strikes:
+class HealthMonitor:
     """Failures in a row, by worker and phase: a worker that prefills well and fails at every step is lost as well."""
 
     def __init__(self, limit: int = LOST_AFTER) -> None:
         self._limit = limit
-        self._lanes: dict[tuple[WorkerId, str], Lane] = {}
+        self._lanes: dict[tuple[WorkerId, str], PlanHistory] = {}
 
     def dispatched(self, worker: WorkerId, phase: str, plan_id: int) -> None:
-        lane = self._lanes.setdefault((worker, phase), Lane())
+        lane = self._lanes.setdefault((worker, phase), PlanHistory())
         lane.in_flight.add(plan_id)
         lane.newest = plan_id
 
-    def heard(self, worker: WorkerId, event: Event) -> bool:
-        """Books a plan's end; True once, when the worker is lost by it."""
+    def ended(self, worker: WorkerId, event: Event) -> bool:
+        """Records a plan's end; True once, when the worker is lost by it."""
         if not isinstance(event, PrefillDone | DecodeDone | EngineFailed):
             return False
         lane = self._lane_of(worker, event.plan_id)
@@ -55,7 +55,7 @@ class Strikes:
             lane.failed = 0
         return before < self._limit == lane.failed
 
-    def _lane_of(self, worker: WorkerId, plan_id: int | None) -> Lane | None:
+    def _lane_of(self, worker: WorkerId, plan_id: int | None) -> PlanHistory | None:
         for (owner, _), lane in self._lanes.items():
             if owner == worker and plan_id in lane.in_flight:
                 lane.in_flight.discard(plan_id)

@@ -103,7 +103,7 @@ def _read_move(record: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class FarShipment:
+class RemoteShipment:
     """A part that came from another process; see `executor.Shipment`."""
 
     transfer: KVTransfer
@@ -120,7 +120,7 @@ class FarShipment:
         return bool(self.moves)
 
 
-class Crossing:
+class RemoteKV:
     """This process's transports, opened when first used. Any thread may call."""
 
     def __init__(self, terms: TransportConfig, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0) -> None:
@@ -144,27 +144,27 @@ class Crossing:
         moves = [_move_json(departure) for departure in departures]
         return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
 
-    def call_off(self, handoff: str, epoch: int) -> None:
+    def withdraw(self, handoff: str, epoch: int) -> None:
         """The handoff was given up: what is still offered for it is let go."""
         self._tickets.end(handoff, epoch)
 
-    def call_off_for(self, destination: WorkerId) -> None:
+    def withdraw_for(self, destination: WorkerId) -> None:
         self._tickets.end_for(destination)
 
-    def call_off_all(self) -> None:
+    def withdraw_all(self) -> None:
         self._tickets.end_all()
 
     # ------------------------------------------------------------ destination
 
-    def fetch(self, machine: MeshExecutor, notice: dict[str, Any]) -> tuple[FarShipment, KVArrived]:
+    def fetch(self, machine: MeshExecutor, notice: dict[str, Any]) -> tuple[RemoteShipment, KVArrived]:
         """Pulls what the notice offers; blocks. A failed pull is a part that is not intact."""
         transfer = decode_as(KVTransfer, notice["transfer"])
         began_s = time.monotonic()
         try:
-            shipment = FarShipment(transfer, self._pull(machine, notice, began_s + self._timeout_s))
+            shipment = RemoteShipment(transfer, self._pull(machine, notice, began_s + self._timeout_s))
         except TransportError as error:
             log.warning("part %d of %s did not come: %s", transfer.part, transfer.handoff, error)
-            shipment = FarShipment(transfer, [])
+            shipment = RemoteShipment(transfer, [])
         return shipment, KVArrived(transfer, shipment.came, time.monotonic() - began_s)
 
     def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[Move]:

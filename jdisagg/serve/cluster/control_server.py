@@ -1,8 +1,8 @@
-"""The router's end of the control links: it admits worker processes, hears them, and notices when they are gone.
+"""The router's control server: it admits worker processes, hears them, and notices when they are gone.
 
 A handshake proves the shared secret both ways (challenge and response over two fresh nonces) and compares what the two
 processes run; a peer of another model, version or layout is told both fingerprints and sent away. Until then a peer is
-a stranger: there are so many at once, each has so long, and its words are of one short piece.
+a stranger: there are so many at once, each has so long, and may send one short piece.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch
-from jdisagg.core.wire import Seal, mac_of
 from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.hello import compare
 from jdisagg.kv.transport.lobby import Lobby
@@ -28,14 +28,14 @@ from jdisagg.serve.cluster.link import (
     METHOD,
     PIECE_BYTES,
     PROTOCOL,
+    Heartbeat,
     Link,
-    Pulse,
     joined,
     new_nonce,
     nonce_of,
     plain,
 )
-from jdisagg.serve.cluster.watch import Watch
+from jdisagg.serve.cluster.periodic import PeriodicTask
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -45,7 +45,7 @@ MAX_CALLS = MAX_PEERS + 2 * MAX_STRANGERS  # with those on their way out; a thre
 OPTIONS = [("grpc.max_receive_message_length", PIECE_BYTES + 1)]
 
 
-class Host(Protocol):
+class ServerCallbacks(Protocol):
     """What the router's process does with its peers. Called from the links' threads."""
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Host(Protocol):
         ...
 
     def welcomed(self, link: Link) -> None:
-        """The answer is on its way: from now on the link takes words."""
+        """The answer is on its way: from now on the link takes messages."""
         ...
 
     def hear(self, link: Link, body: dict[str, Any]) -> None: ...
@@ -63,7 +63,7 @@ class Host(Protocol):
         ...
 
 
-class Reception:
+class ControlServer:
     """Listens on `address` (HOST:PORT; port 0 picks one) from `start` to `stop`."""
 
     def __init__(
@@ -71,20 +71,25 @@ class Reception:
         address: str,
         secret: bytes,
         identity: Identity,
-        host: Host,
-        pulse: Pulse | None = None,
+        callbacks: ServerCallbacks,
+        heartbeat: Heartbeat | None = None,
         credentials: grpc.ServerCredentials | None = None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Raises ConfigError where the address cannot be had."""
-        self._secret, self._identity, self._host, self._pulse = secret, identity, host, pulse or Pulse()
+        self._secret, self._identity, self._callbacks, self._heartbeat = (
+            secret,
+            identity,
+            callbacks,
+            heartbeat or Heartbeat(),
+        )
         self._lobby = Lobby(MAX_STRANGERS, handshake_s)
         self._links: dict[Link, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
-        self._watch = Watch(min(handshake_s, self._pulse.silence_s) / 5, self._look)
+        self._checker = PeriodicTask(min(handshake_s, self._heartbeat.silence_s) / 5, self._end_overdue)
         pool = ThreadPoolExecutor(MAX_CALLS, "control")
         self._server = grpc.server(pool, options=_limits(handshake_s), maximum_concurrent_rpcs=MAX_CALLS)
-        stream = grpc.stream_stream_rpc_method_handler(self._attend)
+        stream = grpc.stream_stream_rpc_method_handler(self._serve)
         service, method = METHOD.strip("/").split("/")
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {method: stream})])
         try:
@@ -95,7 +100,7 @@ class Reception:
 
     def start(self) -> None:
         self._server.start()
-        self._watch.start()
+        self._checker.start()
 
     def stop(self) -> None:
         """Hangs up on everybody."""
@@ -104,9 +109,9 @@ class Reception:
         for link in links:
             link.hang_up("the router's process goes down")
         self._server.stop(grace=1.0).wait()
-        self._watch.stop()
+        self._checker.stop()
 
-    def _look(self) -> None:
+    def _end_overdue(self) -> None:
         """Shows out strangers who take too long, and ends the calls of links that do not end by themselves."""
         self._lobby.sweep()
         with self._lock:
@@ -115,14 +120,18 @@ class Reception:
             if link.is_stuck():
                 call.cancel()
 
-    def _attend(self, records: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
-        """One peer's stream, from its first word to its end."""
+    def _serve(self, records: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
+        """One peer's stream, from its first record to its end."""
         if len(self._links) >= MAX_PEERS:
             call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} processes have joined, the most there may be")
         try:
             with self._lobby.seat(_host_of(call.peer()), call.cancel):
                 nonces = yield from self._challenge(records)
-                link = Link(Seal(self._secret, nonces, "router"), Seal(self._secret, nonces, "worker"), self._pulse)
+                link = Link(
+                    AuthenticatedChannel(self._secret, nonces, "router"),
+                    AuthenticatedChannel(self._secret, nonces, "worker"),
+                    self._heartbeat,
+                )
                 answer = self._admit(link, records)
         except PeerDead as error:
             log.info("%s", error)
@@ -134,18 +143,18 @@ class Reception:
             log.info("a peer at %s left, or was cut off, before it had proved itself", call.peer())
             return
         try:
-            self._take_in(link, answer, records, call)
+            self._welcome(link, answer, records, call)
             yield from link.records()
         finally:
             self._forget(link)
 
-    def _take_in(
+    def _welcome(
         self, link: Link, answer: dict[str, Any], records: Iterator[bytes], call: grpc.ServicerContext
     ) -> None:
         link.send(answer)
         with self._lock:
             self._links[link] = call
-        self._host.welcomed(link)
+        self._callbacks.welcomed(link)
         if not call.add_callback(lambda: link.hang_up("the stream ended")):
             link.hang_up("the stream ended")
         threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True).start()
@@ -167,12 +176,12 @@ class Reception:
         if hello is None:
             raise BadTicket("the peer said nothing of itself")
         compare(self._identity, hello.get("identity"), "the peer")
-        return {"welcome": self._host.admit(link, hello), "identity": asdict(self._identity)}
+        return {"welcome": self._callbacks.admit(link, hello), "identity": asdict(self._identity)}
 
     def _listen(self, link: Link, records: Iterator[bytes]) -> None:
         try:
             for body in link.bodies(records):
-                self._host.hear(link, body)
+                self._callbacks.hear(link, body)
             link.hang_up("the peer hung up")
         except grpc.RpcError:
             link.hang_up("the connection broke")
@@ -186,7 +195,7 @@ class Reception:
         with self._lock:
             self._links.pop(link, None)
         link.hang_up("the stream ended")
-        self._host.lose(link, link.why_over)
+        self._callbacks.lose(link, link.why_over)
 
 
 def _limits(handshake_s: float) -> list[tuple[str, int]]:

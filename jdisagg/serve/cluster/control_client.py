@@ -1,4 +1,4 @@
-"""A worker process's end of the control link: it joins the router, says what it is, and joins again when cut off."""
+"""The control client of a worker process: it joins the router, says what it is, and joins again when cut off."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any, Protocol
 
 import grpc
 
+from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
 from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
-from jdisagg.core.wire import Seal, mac_of
 from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.hello import compare
+from jdisagg.serve.cluster.control_server import OPTIONS
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
     METHOD,
     PIECE_BYTES,
     PROTOCOL,
+    Heartbeat,
     Link,
-    Pulse,
     joined,
     new_nonce,
     nonce_of,
     plain,
 )
-from jdisagg.serve.cluster.reception import OPTIONS
-from jdisagg.serve.cluster.watch import Watch
+from jdisagg.serve.cluster.periodic import PeriodicTask
 
 log = logging.getLogger("jdisagg.cluster")
 
-MOST_TOLD = 1000  # characters of a refusal
+MAX_REFUSAL_CHARS = 1000  # characters of a refusal
 OWN = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, whoever else calls that address
 
 
-class Guest(Protocol):
+class ClientCallbacks(Protocol):
     """What a worker process does with its link. Called from the link's thread."""
 
     def hello(self) -> dict[str, Any]:
@@ -53,24 +53,24 @@ class Guest(Protocol):
         ...
 
 
-class Visit:
-    """Keeps `guest` joined to the router at `address` until `stop`; a router that refuses ends it with its words."""
+class ControlClient:
+    """Keeps this process joined to the router at `address` until `stop`; a router that refuses it ends it."""
 
     def __init__(
         self,
         address: str,
         secret: bytes,
         identity: Identity,
-        guest: Guest,
-        pulse: Pulse | None = None,
+        callbacks: ClientCallbacks,
+        heartbeat: Heartbeat | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        again_s: float = 1.0,
+        retry_s: float = 1.0,
         refused: Callable[[str], None] = lambda why: None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """`refused` is told why the router will never take this process as it is."""
-        self.address, self._secret, self._identity, self._guest = address, secret, identity, guest
-        self._pulse, self._credentials, self._again_s = pulse or Pulse(), credentials, again_s
+        self.address, self._secret, self._identity, self._callbacks = address, secret, identity, callbacks
+        self._heartbeat, self._credentials, self._retry_s = heartbeat or Heartbeat(), credentials, retry_s
         self._refused, self._handshake_s = refused, handshake_s
         self._stopped = threading.Event()
         self._link: Link | None = None
@@ -92,7 +92,7 @@ class Visit:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._visit()
+                self._connect()
             except PeerMismatch as error:
                 log.error("the router at %s refuses this process: %s", self.address, error)
                 self._refused(str(error))
@@ -101,9 +101,9 @@ class Visit:
                 log.info("no router at %s: %s", self.address, error)
             except Exception:  # whatever answers there: this process goes on looking for its router
                 log.exception("what is at %s cannot be followed", self.address)
-            self._stopped.wait(self._again_s)
+            self._stopped.wait(self._retry_s)
 
-    def _visit(self) -> None:
+    def _connect(self) -> None:
         """One stream, from the handshake to its end."""
         if self._credentials:
             channel = grpc.secure_channel(self.address, self._credentials, OWN)
@@ -120,20 +120,20 @@ class Visit:
             finally:
                 deadlines.cancel()
                 opening.give_up()
-            self._stay(link, welcome, call)
+            self._serve(link, welcome, call)
 
-    def _stay(self, link: Link, welcome: dict[str, Any], call: Any) -> None:
+    def _serve(self, link: Link, welcome: dict[str, Any], call: Any) -> None:
         self._link = link
         if self._stopped.is_set():  # stopped while it was being welcomed
             link.hang_up("this process goes down")
         try:
-            self._guest.joined(link, welcome)
-            with Watch(self._pulse.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
+            self._callbacks.joined(link, welcome)
+            with PeriodicTask(self._heartbeat.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
                 self._listen(link, call)
         finally:
             self._link = None
             call.cancel()
-            self._guest.lose(link.why_over or "the router hung up")
+            self._callbacks.lose(link.why_over or "the router hung up")
 
     def _shake_hands(self, call: Any, nonce: str, opening: Opening) -> Link:
         try:
@@ -144,8 +144,12 @@ class Visit:
         if not hmac.compare_digest(proof, mac_of(self._secret, "router", nonce, theirs).encode()):
             raise PeerMismatch(f"the router at {self.address} does not share our secret")
         session = nonce + theirs
-        link = Link(Seal(self._secret, session, "worker"), Seal(self._secret, session, "router"), self._pulse)
-        link.send(self._guest.hello() | {"identity": asdict(self._identity)})
+        link = Link(
+            AuthenticatedChannel(self._secret, session, "worker"),
+            AuthenticatedChannel(self._secret, session, "router"),
+            self._heartbeat,
+        )
+        link.send(self._callbacks.hello() | {"identity": asdict(self._identity)})
         opening.go_on(link, call)
         return link
 
@@ -164,7 +168,7 @@ class Visit:
     def _listen(self, link: Link, answers: Any) -> None:
         try:
             for body in link.bodies(answers):
-                self._guest.hear(body)
+                self._callbacks.hear(body)
             link.hang_up("the router hung up")
         except grpc.RpcError as error:
             link.hang_up(f"the connection broke ({_code(error)})")
@@ -196,7 +200,7 @@ class Opening:
         self._known.wait()
         if self._link is not None:
             yield from self._link.records()
-            self._call.cancel()  # silent or hung up: whoever waits for the router's next word is to know
+            self._call.cancel()  # silent or hung up: whoever waits for the router's next message is to know
 
 
 def _code(error: grpc.RpcError) -> str:
@@ -205,9 +209,9 @@ def _code(error: grpc.RpcError) -> str:
 
 
 def _reason(error: grpc.RpcError | StopIteration) -> JdisaggError:
-    """A refusal in the router's words, or a router that is not there."""
+    """A refusal with the router's reason, or a router that is not there."""
     details = getattr(error, "details", None)
     told = (details() if details is not None else "") or type(error).__name__
-    words = "".join(each if each.isprintable() else " " for each in told[:MOST_TOLD])
+    reason = "".join(each if each.isprintable() else " " for each in told[:MAX_REFUSAL_CHARS])
     refused = isinstance(error, grpc.RpcError) and _code(error) == "PERMISSION_DENIED"
-    return PeerMismatch(words) if refused else PeerDead(words)
+    return PeerMismatch(reason) if refused else PeerDead(reason)

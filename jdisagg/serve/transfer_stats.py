@@ -1,4 +1,4 @@
-"""What workers have learnt of shipping KV, in words: of this process's from their actors, of others' by tidings."""
+"""Transfer statistics: what `auto` has measured of shipping KV, of this process's workers and as others report it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.worker import Worker
 
-Learnt = dict[WorkerId, dict[str, str]]  # by worker: "streaming" and "wires"
+TransferStats = dict[WorkerId, dict[str, str]]  # by worker: "streaming" and "wires"
 MOST_CHARS = 500
 
 
-def learnt_by(actors: Mapping[WorkerId, Any]) -> Learnt:
+def transfer_stats_of(actors: Mapping[WorkerId, Any]) -> TransferStats:
     """Of those that ship. From any thread: what is read are single numbers."""
     workers = {name: actor for name, actor in actors.items() if isinstance(actor, Worker)}
-    return {name: _words(worker) for name, worker in workers.items() if worker.config.role is Role.PREFILL}
+    return {name: _described(worker) for name, worker in workers.items() if worker.config.role is Role.PREFILL}
 
 
-def _words(worker: Worker) -> dict[str, str]:
+def _described(worker: Worker) -> dict[str, str]:
     streaming = worker.prefill_side.streaming
     fixed = f"--transfer={worker.config.transfer}: nothing to learn"
     return {
@@ -29,12 +29,12 @@ def _words(worker: Worker) -> dict[str, str]:
     }
 
 
-def read_learnt(told: Any) -> Learnt:
-    """What another process says of its workers. Raises BadTicket where it is nothing of the kind."""
+def read_transfer_stats(reported: Any) -> TransferStats:
+    """What another process reports of its workers. Raises BadTicket where it is nothing of the kind."""
     try:
         return {
-            WorkerId(str(worker)): {str(name)[:40]: str(words)[:MOST_CHARS] for name, words in of.items()}
-            for worker, of in told.items()
+            WorkerId(str(worker)): {str(name)[:40]: str(text)[:MOST_CHARS] for name, text in of.items()}
+            for worker, of in reported.items()
         }
     except AttributeError as error:
-        raise BadTicket(f"a peer has learnt what cannot be read: {error}") from error
+        raise BadTicket(f"a peer's transfer statistics cannot be read: {error}") from error

@@ -24,14 +24,14 @@ def mac_of(secret: bytes, *parts: str) -> str:
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-class Seal:
-    """One direction of one session: `close` makes records of one end, `open` reads them at the other, in order."""
+class AuthenticatedChannel:
+    """One direction of one session: `sign` makes records at one end, `verify` reads them at the other, in order."""
 
     def __init__(self, secret: bytes, session: str, direction: str) -> None:
         self._secret, self._session, self._direction = secret, session, direction
         self._number = 0
 
-    def close(self, body: dict[str, Any]) -> bytes:
+    def sign(self, body: dict[str, Any]) -> bytes:
         """The record of `body`, JSON values only. Raises BadTicket where it is over the limit."""
         text = json.dumps(body, separators=(",", ":"))
         record = (self._mac(text) + text).encode()
@@ -40,19 +40,19 @@ class Seal:
         self._number += 1
         return record
 
-    def open(self, record: bytes) -> dict[str, Any]:
-        """What `close` was given. Raises BadTicket, and then the session is of no more use."""
+    def verify(self, record: bytes) -> dict[str, Any]:
+        """What `sign` was given. Raises BadTicket, and then the session is of no more use."""
         if len(record) > MAX_RECORD_BYTES:
             raise BadTicket(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD_BYTES}")
         mac, text = record[:MAC_HEX], record[MAC_HEX:].decode(errors="replace")
         if not hmac.compare_digest(mac, self._mac(text).encode()):
             raise BadTicket(
-                f"record {self._number} of session {self._session[:8]} is not sealed by its {self._direction}"
+                f"record {self._number} of session {self._session[:8]} is not signed by its {self._direction}"
             )
         self._number += 1
         try:
             body = json.loads(text)
-        except (ValueError, RecursionError) as error:  # sealed, and no JSON: a number of 5,000 digits, 100,000 brackets
+        except (ValueError, RecursionError) as error:  # signed, and no JSON: a number of 5,000 digits, 100,000 brackets
             raise BadTicket(f"record {self._number - 1} of session {self._session[:8]} is no JSON: {error}") from error
         if not isinstance(body, dict):
             raise BadTicket(f"record {self._number - 1} of session {self._session[:8]} is no object: {text[:40]!r}")

@@ -1,7 +1,7 @@
-"""What worker processes count, told to the router's process each second, so that its /metrics speak of all workers.
+"""Metrics of worker processes, pushed to the router's process each second, so that its /metrics cover all workers.
 
 A process sends the samples that name a worker (those of programs, shipments and failures; what is free comes with the
-workers' views already) and the router's process shows them beside its own. They end with the process's link.
+workers' views already) and the router's process shows them beside its own. They are forgotten with the process's link.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from prometheus_client.samples import Sample
 
 from jdisagg.core.errors import BadTicket
 
-EVERY_S = 1.0
-OF_WORKERS = frozenset({"worker", "source", "destination"})
+PUSH_INTERVAL_S = 1.0
+WORKER_LABELS = frozenset({"worker", "source", "destination"})
 Samples = dict[str, list[Sample]]  # by the name of their family
 
 
@@ -26,7 +26,7 @@ def samples_of(registry: CollectorRegistry) -> list[list[Any]]:
         [family.name, each.name, each.labels, each.value]
         for family in registry.collect()
         for each in family.samples
-        if OF_WORKERS & each.labels.keys()
+        if WORKER_LABELS & each.labels.keys()
     ]
 
 
@@ -44,28 +44,28 @@ def read_samples(rows: Any) -> Samples:
     return found
 
 
-class Everywhere(CollectorRegistry):
+class MergedRegistry(CollectorRegistry):
     """The samples of this process and, in the same families, those that others sent. Any thread may call."""
 
-    def __init__(self, here: CollectorRegistry) -> None:
+    def __init__(self, local: CollectorRegistry) -> None:
         super().__init__()
-        self.here = here
+        self.local = local
         self._lock = threading.Lock()
-        self._far: dict[Any, Samples] = {}
+        self._remote: dict[Any, Samples] = {}
 
-    def hear(self, link: Any, samples: Samples) -> None:
-        """The latest of one process; they replace those before."""
+    def update(self, link: Any, samples: Samples) -> None:
+        """The latest samples of one process; they replace those before."""
         with self._lock:
-            self._far[link] = samples
+            self._remote[link] = samples
 
     def forget(self, link: Any) -> None:
         with self._lock:
-            self._far.pop(link, None)
+            self._remote.pop(link, None)
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            far = list(self._far.values())
-        for family in self.here.collect():
-            for samples in far:
+            remote = list(self._remote.values())
+        for family in self.local.collect():
+            for samples in remote:
                 family.samples.extend(samples.get(family.name, ()))
             yield family
