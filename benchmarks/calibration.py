@@ -36,11 +36,11 @@ from jdisagg.core.settings import Settings
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.profile import machine_name
+from jdisagg.profiling.machine import describe_machine
+from jdisagg.profiling.profiler import Profiler
 from jdisagg.serve.build import load_executors, router_config, warm
 from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
-from jdisagg.serve.survey import Survey
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.outcome import Outcome
@@ -125,16 +125,16 @@ class Stack:
     def __init__(self, settings: Settings, found: Sequence[object], console: Console) -> None:
         self.settings, self.mesh = settings, MeshSpec.parse(settings.mesh)
         self.deployment = resolve_deployment(settings, "cpu", None)
-        self.bar, self.told = banner.compile_bar(console)
+        self.bar, self.on_progress = banner.compile_bar(console)
         with self.bar:
             self.machines = load_executors(self.deployment, settings, found)
-            warm(self.machines, self.told)
-        self.survey = Survey(self.deployment, settings, self.machines)
+            warm(self.machines, self.on_progress)
+        self.profiler = Profiler(self.deployment, settings, self.machines)
         self.tokenizer = Tokenizer(self.deployment.model_folder)
 
     def time(self, rounds: int) -> Profile:
-        self.survey.run(rounds)
-        return self.survey.profile(machine_name("cpu"))
+        self.profiler.run(rounds)
+        return self.profiler.profile(describe_machine("cpu"))
 
     def live(self, jobs: Sequence[Job], at_s: Sequence[float]) -> list[Sample]:
         limits, workers = router_config(self.settings), self.deployment.workers

@@ -33,13 +33,13 @@ from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, publis
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.hardware import HARDWARE, hardware
 from jdisagg.sim.planner import tables
-from jdisagg.sim.planner.advice import Recommendation, headroom, recommend, total
+from jdisagg.sim.planner.candidate_builder import CandidateBuilder, ProfiledCandidateBuilder
 from jdisagg.sim.planner.formulas import estimates
 from jdisagg.sim.planner.policy_file import as_policy, settings_of
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.recommendation import Recommendation, headroom, recommend, total
 from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.sensitivity import vary
-from jdisagg.sim.planner.site import ProfiledSite, Site
 from jdisagg.sim.planner.space import Space
 from jdisagg.sim.traces.workloads import KINDS, read_workload
 
@@ -134,37 +134,37 @@ def costs(values: flags.FlagValues) -> CostOf:
     return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
 
 
-def site_of(values: flags.FlagValues, most_tokens: int) -> Site | ProfiledSite:
+def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder | ProfiledCandidateBuilder:
     kind, _, path = values.cost.partition(":")
     if kind == "profile":
-        return ProfiledSite(read_profile(path))
+        return ProfiledCandidateBuilder(read_profile(path))
     sizes = Sizes(
         max_model_len=most_tokens,
         page_size=values.page_size,
         num_slots=values.slots,
         reserve_tokens=values.reserve_tokens,
     )
-    return Site(sizes, costs(values), link_bytes_per_s(values))
+    return CandidateBuilder(sizes, costs(values), link_bytes_per_s(values))
 
 
-def question(values: flags.FlagValues) -> tuple[Problem, Site | ProfiledSite]:
+def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | ProfiledCandidateBuilder]:
     lengths = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
     if values.max_model_len:
         lengths = lengths.rows(lengths.input_tokens + lengths.output_tokens <= values.max_model_len)
-    site = site_of(values, longest(lengths))
-    if isinstance(site, ProfiledSite) and longest(lengths) > site.max_model_len:
+    builder = builder_of(values, longest(lengths))
+    if isinstance(builder, ProfiledCandidateBuilder) and longest(lengths) > builder.max_model_len:
         raise ConfigError(
-            f"the workload has requests of {longest(lengths)} tokens, the profile's workers take {site.max_model_len}:"
-            f" --max_model_len={site.max_model_len} leaves the longer ones out"
+            f"the workload has requests of {longest(lengths)} tokens, the profile's workers take"
+            f" {builder.max_model_len}: --max_model_len={builder.max_model_len} leaves the longer ones out"
         )
     objectives = Objectives(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
     workload = Workload(lengths, values.arrivals == "recorded")
-    return Problem(workload, objectives, site.build, values.devices, values.seed), site
+    return Problem(workload, objectives, builder.build, values.devices, values.seed), builder
 
 
-def space(values: flags.FlagValues, site: Site | ProfiledSite) -> Space:
+def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> Space:
     """Heads are shared evenly: a tensor parallel size that does not divide the KV heads is left out."""
-    profiled = isinstance(site, ProfiledSite)
+    profiled = isinstance(builder, ProfiledCandidateBuilder)
     heads = model(values.model).num_kv_heads
     tps = tuple(tp for tp in int_list(values.tps, "tps") if profiled or heads % tp == 0)
     unknown = [each for each in values.transfers if each not in list(TransferMode)]
@@ -174,7 +174,7 @@ def space(values: flags.FlagValues, site: Site | ProfiledSite) -> Space:
         values.devices,
         tps,
         int_list(values.pps, "pps"),
-        (site.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
+        (builder.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
         tuple(TransferMode(each) for each in values.transfers),
     )
 
@@ -184,61 +184,65 @@ def space(values: flags.FlagValues, site: Site | ProfiledSite) -> Space:
 
 def body(values: flags.FlagValues) -> int:
     began = time.perf_counter()
-    problem, site = question(values)
-    among = space(values, site)
+    problem, builder = question(values)
+    among = space(values, builder)
     console = Console()
     if values.quick:
         return quick(values, problem, among, console)
     with progress() as bar:
-        search = Search(problem, seeds=values.seeds, most=values.most, told=teller(bar))
+        search = Search(problem, seeds=values.seeds, most=values.most, on_progress=progress_callback(bar))
         found = search.over(among)
-        advice = recommend(problem, found, search.tolerance)
-        others = others_of(problem, site, advice) if values.sensitivity else {}
-        rows, extra = vary(found, advice.winner, among, others, search)
-    usd = values.usd_per_hour or (hardware(values.hardware).price_per_hour if isinstance(site, Site) else 0.0)
+        recommendation = recommend(problem, found, search.tolerance)
+        others = variations_of(problem, builder, recommendation) if values.sensitivity else {}
+        rows, extra = vary(found, recommendation.winner, among, others, search)
+    usd = values.usd_per_hour or (
+        hardware(values.hardware).price_per_hour if isinstance(builder, CandidateBuilder) else 0.0
+    )
     console.print(tables.shortlist(problem, found, usd, values.rate), highlight=False)
-    lines = [*advice.lines, *asked(values, problem, advice)]
+    lines = [*recommendation.lines, *asked(values, problem, recommendation)]
     for line in [*lines, *tables.counted(found.counts)]:
         console.print(line, highlight=False, soft_wrap=True)
     if rows:
         console.print(tables.varied(rows), highlight=False)
     took_s, runs = time.perf_counter() - began, found.counts.runs + extra.runs
     console.print(f"{runs} simulations in {took_s:.1f} s", highlight=False)
-    settings = settings_of(advice.winner.candidate, site.build(advice.winner.candidate))
+    settings = settings_of(recommendation.winner.candidate, builder.build(recommendation.winner.candidate))
     if values.output:
         write(values, settings, lines)
         console.print(f"python -m jdisagg.launch --config={values.output}", highlight=False, soft_wrap=True)
-    console.print(f"--mesh={advice.winner.candidate.mesh}", highlight=False, soft_wrap=True)
+    console.print(f"--mesh={recommendation.winner.candidate.mesh}", highlight=False, soft_wrap=True)
     return 0
 
 
 def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Console) -> int:
-    entrants = Search(problem).enter(among)
-    console.print(tables.bounds(problem, entrants), highlight=False)
+    feasible = Search(problem).with_limits(among)
+    console.print(tables.bounds(problem, feasible), highlight=False)
     if values.rate:
         factors = values.p_correction_factor, values.d_correction_factor
-        found = estimates(problem, (each.candidate for each in entrants), values.rate, *factors)
+        found = estimates(problem, (each.candidate for each in feasible), values.rate, *factors)
         console.print(tables.replicas(found, values.rate), highlight=False)
     return 0
 
 
-def others_of(problem: Problem, site: Site | ProfiledSite, advice: Recommendation) -> dict[str, Problem]:
+def variations_of(
+    problem: Problem, builder: CandidateBuilder | ProfiledCandidateBuilder, recommendation: Recommendation
+) -> dict[str, Problem]:
     """The questions of the sensitivity. Half the link cannot help a pair of pools that lost with all of it."""
     found = {
         f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
         for factor in (0.8, 1.25)
     }
-    if advice.disaggregate:
-        found["link / 2"] = replace(problem, build=site.half_the_link().build)
+    if recommendation.disaggregate:
+        found["link / 2"] = replace(problem, build=builder.half_the_link().build)
     return found
 
 
-def asked(values: flags.FlagValues, problem: Problem, advice: Recommendation) -> list[str]:
+def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommendation) -> list[str]:
     """Of --rate, and of a fifth more and less: a plan carries what is below its goodput."""
     if not values.rate:
         return []
-    lines = [tables.room(headroom(problem, advice.winner, values.rate))]
-    carried = total(problem, advice.winner)
+    lines = [tables.room(headroom(problem, recommendation.winner, values.rate))]
+    carried = total(problem, recommendation.winner)
     for factor in (0.8, 1.2):
         rate = factor * values.rate
         lines.append(f"at {rate:g} requests/s it {'holds' if rate <= carried else 'does not hold'}: {carried:.3g} go")
@@ -264,14 +268,14 @@ def progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def teller(bar: Progress):
+def progress_callback(bar: Progress):
     """Moves one bar from stage to stage."""
     task = bar.add_task("bounds", total=1)
 
-    def told(stage: str, done: int, most: int) -> None:
+    def on_progress(stage: str, done: int, most: int) -> None:
         bar.update(task, description=stage, completed=done, total=most)
 
-    return told
+    return on_progress
 
 
 def main(argv: Sequence[str]) -> int:

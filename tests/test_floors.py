@@ -23,6 +23,7 @@ FLOORS = {
     "training": 4,
     "serve": 5,
     "sim": 5,
+    "profiling": 5.5,  # times the programs of a stack that serve builds
 }
 WITHOUT_JAX = ("core", "policy", "sim")
 PURE = ("core", "policy")
@@ -38,7 +39,6 @@ LONG_CLASSES = {
     "jdisagg/serve/driver.py LiveDriver": 268,
     "jdisagg/serve/metrics.py Metrics": 266,
     "jdisagg/sim/cluster.py Cluster": 294,
-    "jdisagg/sim/world.py World": 213,
 }
 WIDE_CLASSES = {
     "jdisagg/policy/decode_sequence.py DecodeSequence": 22,
@@ -51,7 +51,6 @@ WIDE_CLASSES = {
     "jdisagg/serve/records.py RequestTrace": 14,
     "jdisagg/sim/cluster.py Cluster": 26,
     "jdisagg/sim/outcome.py Record": 14,
-    "jdisagg/sim/world.py World": 21,
 }
 
 

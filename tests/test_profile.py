@@ -85,5 +85,5 @@ def test_a_run_that_cannot_be_leaves_no_file(tmp_path):
 
 def test_help_lists_its_own_flags_and_the_settings(capsys):
     assert profile.main(["jdisagg.profile", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "--rounds" in told and "--max_num_batched_tokens" in told
+    on_progress = capsys.readouterr().out
+    assert "--rounds" in on_progress and "--max_num_batched_tokens" in on_progress

@@ -10,9 +10,9 @@ from jdisagg.core.journal import Header, Journal
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.replay import main
-from jdisagg.sim.faults import Faults
-from jdisagg.sim.world import World
 from tests.sim.cases import check_ended, colocated, pair, request
+from tests.sim.fault_injector import Faults
+from tests.sim.world import World
 
 
 def record(path: Path, workers: list[WorkerConfig], faults: Faults) -> int:

@@ -8,9 +8,8 @@ step depends on the batch *and* on the tokens that it reads: with either one alo
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,8 +19,8 @@ import numpy.typing as npt
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
-from jdisagg.sim.arithmetic import DTYPE_BYTES, MOONCAKE_70B, Attention, model
-from jdisagg.sim.hardware import Hardware, hardware
+from jdisagg.sim.arithmetic import DTYPE_BYTES, Attention, model
+from jdisagg.sim.hardware import Hardware
 
 DISTSERVE = Path(__file__).parent / "data" / "distserve_a100_80g.json"
 ENGINES = ("distserve", "vllm")  # whose measurements the fits are of
@@ -251,12 +250,3 @@ class Roofline:
             devices = f"{self.tp * pp} x {self.chip.name}"
             raise ConfigError(f"{self.model.attention.name}: {self.weight_bytes:.3g} bytes of weights, over {devices}")
         return int(room // self.model.attention.kv_bytes(1, self.model.dtype))
-
-
-def mooncake_70b() -> Roofline:
-    """A prefill node of Mooncake: LLaMA3-70B on 8 A800, its two shares fitted on the paper's figure 14a (FAST 2025).
-
-    T(n, p) = 80 (22 (n - p) d² / .41 + 2 (n² - p²) d / .73) / (8 x 312 TFLOP/s) for n tokens of which p are held.
-    """
-    chip = replace(hardware("a800"), gemm=0.41, prefill_attention=0.73, collective_s=0.0, link_bytes_per_s=math.inf)
-    return Roofline(Model(MOONCAKE_70B), chip, tp=8, host_s=0.0)

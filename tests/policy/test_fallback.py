@@ -14,9 +14,9 @@ from jdisagg.core.worker_config import Role
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
 from jdisagg.policy.pace import FORGET_S, Figures, Pace
 from jdisagg.replay import replay
-from jdisagg.sim.world import World
 from tests.policy.test_pair_selection import Told
 from tests.sim.cases import check_ended, request, worker
+from tests.sim.world import World
 
 P, D, C = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("colocated-0")
 MIXED = [worker(P, Role.PREFILL), worker(D, Role.DECODE), worker(C, Role.COLOCATED)]

@@ -9,9 +9,9 @@ from jdisagg.core.events import RunPrefill, ShipKV
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.sim.faults import Faults
-from jdisagg.sim.world import World
 from tests.sim.cases import check_ended, colocated, definition, pair, request, run_all
+from tests.sim.fault_injector import Faults
+from tests.sim.world import World
 
 BEGINNING = tuple(range(40, 64))  # six pages of four tokens
 KEPT = {"prefix_caching": True, "transfer": TransferMode.WHOLE}

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 
 from jdisagg.core.router_config import Routing
-from jdisagg.sim.cost_models import mooncake_70b
-from jdisagg.sim.prefix_replay import PromptPrice, Replayed, Reuse, price_of, replay, reuse
 from jdisagg.sim.traces import Trace, read_mooncake
 from tests.published.full_files import full_file
 from tests.published.gates import Gate, absolute, between, hold, hold_all, in_order, relative
+from tests.published.prefix_replay import PromptPrice, Replayed, Reuse, mooncake_70b, price_of, replay, reuse
 
 TRACE = "mooncake_fast25_conversation.jsonl.gz"
 EXCERPT = Path(__file__).parents[1] / "fixtures" / "traces" / "mooncake_conversation_first_300.jsonl.gz"

@@ -53,11 +53,11 @@ def best_placements(path: Path, model: str, objectives: Objectives, candidates: 
     effort = Effort(requests_per_device=REQUESTS_PER_GPU[model])
     problem = Problem(Workload(sharegpt(path)), objectives, lambda candidate: parked(model, candidate))
     search = Search(problem, short=replace(effort, seeds=SEEDS), tolerance=0.02, most=len(candidates), slack=math.inf)
-    ranked = search.race(search.enter(candidates), model)
+    ranked = search.race(search.with_limits(candidates), model)
     print(f"\n{model}: {search.counts}")
     for each in ranked[:6]:
-        print(f"  {each.entrant.candidate.mesh} {'' if each.exact else 'under '}{each.goodput:.3g}")
-    return [(str(each.entrant.candidate.mesh), each.goodput) for each in ranked]
+        print(f"  {each.bounded.candidate.mesh} {'' if each.exact else 'under '}{each.goodput:.3g}")
+    return [(str(each.bounded.candidate.mesh), each.goodput) for each in ranked]
 
 
 @pytest.mark.slow

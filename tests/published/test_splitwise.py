@@ -29,10 +29,10 @@ from jdisagg.sim.cost_models import CostModel, Roofline
 from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome, Record
-from jdisagg.sim.run_tables import OUTPUT, PROMPT, RunTables, splitwise
 from jdisagg.sim.traces import Trace, poisson, read_azure
 from tests.published.full_files import full_file
 from tests.published.gates import hold, hold_all, in_order, relative
+from tests.published.run_tables import OUTPUT, PROMPT, RunTables, splitwise
 
 MODEL, SCALE, SPAN_S, GRID_RPS, SLOTS = "bloom-176b", 5, 40.0, 5, 128
 PORT_BYTES_PER_S = 200e9

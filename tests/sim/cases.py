@@ -9,7 +9,7 @@ from jdisagg.core.messages import Abort
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.toy import VOCAB, toy_output
-from jdisagg.sim.world import World
+from tests.sim.world import World
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -68,7 +68,7 @@ def check_ended(world: World, requests: Sequence[Request]) -> None:
     """
     check_outputs(world, requests)
     expired = [message for message in sent(world, Abort) if message.reason is FinishReason.TIMEOUT]
-    assert not (world.luck.faults.calm and expired), expired
+    assert not (world.injector.faults.calm and expired), expired
 
 
 def check_outputs(world: World, requests: Sequence[Request]) -> None:

@@ -12,11 +12,11 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
-from jdisagg.sim.costs import Costs
-from jdisagg.sim.faults import Faults
-from jdisagg.sim.world import World
 from tests.sim.cases import definition, reasons, request, worker
+from tests.sim.costs import Costs
+from tests.sim.fault_injector import Faults
 from tests.sim.test_cluster import one
+from tests.sim.world import World
 
 STAGES = {"layer_groups": ((0, 3), (3, 6), (6, 8)), "prefill_buckets": (8,), "transfer": TransferMode.LAYER}
 PIPELINE = {"num_slots": 6, "num_microbatches": 3}

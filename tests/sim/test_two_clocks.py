@@ -65,16 +65,16 @@ class Late:
 class LateToy(ToyExecutor):
     """A toy that answers up to 3 ms late."""
 
-    luck = random.Random(5)
+    faults = random.Random(5)
 
     def run_prefill(self, plan: Any, group_done: Any = None) -> Any:
-        return Late(super().run_prefill(plan, group_done), self.luck.uniform(0.0, 3e-3))
+        return Late(super().run_prefill(plan, group_done), self.faults.uniform(0.0, 3e-3))
 
     def run_decode(self, plan: Any) -> Any:
-        return Late(super().run_decode(plan), self.luck.uniform(0.0, 2e-3))
+        return Late(super().run_decode(plan), self.faults.uniform(0.0, 2e-3))
 
     def ship(self, transfer: Any, destination: Any) -> Any:
-        return Late(super().ship(transfer, destination), self.luck.uniform(0.0, 3e-3))
+        return Late(super().ship(transfer, destination), self.faults.uniform(0.0, 3e-3))
 
     def check(self, shipment: Any) -> Any:
         return super().check(shipment.inner)
@@ -101,8 +101,8 @@ async def ask(service: Service, each: Request, wait_s: float, gives_up: bool) ->
 
 
 async def ask_all(service: Service, requests: list[Request]) -> None:
-    luck = random.Random(7)
-    tasks = [ask(service, each, luck.uniform(0.0, 0.25), i % 7 == 3) for i, each in enumerate(requests)]
+    faults = random.Random(7)
+    tasks = [ask(service, each, faults.uniform(0.0, 0.25), i % 7 == 3) for i, each in enumerate(requests)]
     await asyncio.gather(*tasks)
 
 
@@ -235,8 +235,8 @@ def test_a_journal_of_other_actors_is_refused(toys):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_durations_lead_from_instant_to_instant_to_the_last_bit(seed):
-    luck = random.Random(seed)
+    faults = random.Random(seed)
     for _ in range(2000):
-        began_s = luck.uniform(0.0, 10.0 ** luck.randint(-6, 6))
-        ended_s = began_s + luck.uniform(0.0, 10.0 ** luck.randint(-9, 3))
+        began_s = faults.uniform(0.0, 10.0 ** faults.randint(-6, 6))
+        ended_s = began_s + faults.uniform(0.0, 10.0 ** faults.randint(-9, 3))
         assert began_s + between(began_s, ended_s) == ended_s

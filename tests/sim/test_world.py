@@ -12,9 +12,6 @@ from jdisagg.core.request import FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.engine.toy import ToyShipment
-from jdisagg.sim.costs import Costs
-from jdisagg.sim.faults import Faults
-from jdisagg.sim.world import World
 from tests.sim.cases import (
     NATURAL,
     check_ended,
@@ -29,6 +26,9 @@ from tests.sim.cases import (
     stopping,
     worker,
 )
+from tests.sim.costs import Costs
+from tests.sim.fault_injector import Faults
+from tests.sim.world import World
 
 SPLIT = (Role.PREFILL, Role.DECODE)
 LAYOUTS = {

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
-from jdisagg.sim.faults import Faults
-from jdisagg.sim.world import World
 from tests.sim.cases import NATURAL, check_ended, definition, reasons, worker
+from tests.sim.fault_injector import Faults
+from tests.sim.world import World
 
 LONGEST = 16  # tokens of the longest request; the smallest pool holds just one of them
 

@@ -27,8 +27,8 @@ SEEDS = 3  # that shortlist are measured with
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
-    """A candidate that arithmetic leaves in."""
+class BoundedCandidate:
+    """A candidate that arithmetic leaves in, with the limits that it found."""
 
     candidate: Candidate
     limits: Limits
@@ -39,7 +39,7 @@ class Entrant:
 class Scored:
     """`goodput` in requests/s a paid device; where `exact` is False it is under a rate that was missed."""
 
-    entrant: Entrant
+    bounded: BoundedCandidate
     goodput: float
     exact: bool = True
 
@@ -48,18 +48,18 @@ class Scored:
 class Shortlisted:
     """Measured for long. Goodputs are by seed, requests/s a paid device."""
 
-    entrant: Entrant
+    bounded: BoundedCandidate
     goodputs: tuple[float, ...]
     at_goodput: Trial  # the highest rate tried that held, of the first seed
     above: Trial  # the lowest that did not: what gives way first
 
     @property
     def candidate(self) -> Candidate:
-        return self.entrant.candidate
+        return self.bounded.candidate
 
     @property
     def limits(self) -> Limits:
-        return self.entrant.limits
+        return self.bounded.limits
 
     @property
     def goodput(self) -> float:
@@ -80,22 +80,22 @@ class Counts:
 
 @dataclass(frozen=True)
 class Found:
-    """Finalists, best first."""
+    """The shortlist, best first."""
 
     shortlist: tuple[Shortlisted, ...]
     counts: Counts
-    field: tuple[Entrant, ...]  # all that arithmetic left in, best bound first
+    field: tuple[BoundedCandidate, ...]  # all that arithmetic left in, best bound first
 
     def of(self, *kinds: Kind) -> Shortlisted | None:
         """The best of some architectures."""
         return next((each for each in self.shortlist if each.candidate.kind in kinds), None)
 
 
-Told = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+OnProgress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
 
 
-def quiet(stage: str, done: int, total: int) -> None:
-    """Nobody looks."""
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Reports nothing."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Search:
     tolerance: float = 0.03
     most: int = 24
     slack: float = SLACK  # inf: bounds neither prune nor cap, as for runs so short that they only put work off
-    told: Told = quiet
+    on_progress: OnProgress = no_progress
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -118,26 +118,26 @@ class Search:
 
     def over(self, space: Space) -> Found:
         """Raises `Infeasible` where nothing can keep the objectives."""
-        entrants = self.enter(space)
+        feasible = self.with_limits(space)
         leaders: list[Scored] = []
         for kind in Kind:
-            ranked = self.race([each for each in entrants if each.candidate.kind is kind], str(kind))
+            ranked = self.race([each for each in feasible if each.candidate.kind is kind], str(kind))
             leaders += self.refine(space, ranked)[:2]
         leaders.sort(key=lambda scored: -scored.goodput)
-        return Found(self.finals(_shortlist(leaders)), self.counts, tuple(entrants))
+        return Found(self.measure_all(_shortlist(leaders)), self.counts, tuple(feasible))
 
     # ------------------------------------------------------------ arithmetic
 
-    def enter(self, candidates: Iterable[Candidate]) -> list[Entrant]:
+    def with_limits(self, candidates: Iterable[Candidate]) -> list[BoundedCandidate]:
         """Those that arithmetic leaves in, best bound first. Of each disaggregated mesh only the chunk with the best
         bound: chunks matter most where decode waits for them."""
-        best: dict[tuple[str, int], Entrant] = {}
+        best: dict[tuple[str, int], BoundedCandidate] = {}
         for candidate in candidates:
             self.counts.considered += 1
-            entrant = self.entrant(candidate)
+            bounded = self.bounded(candidate)
             key = (str(candidate.mesh), 0 if candidate.kind is Kind.DISAGGREGATED else candidate.chunk_tokens)
-            if entrant and (key not in best or entrant.bound > best[key].bound):
-                best[key] = entrant
+            if bounded and (key not in best or bounded.bound > best[key].bound):
+                best[key] = bounded
         if not best:
             reasons = "; ".join(f"{count} x {reason}" for reason, count in self.counts.refused.most_common(3))
             raise Infeasible(f"none of {self.counts.considered} configurations keeps {self._asked}: {reasons}")
@@ -147,7 +147,7 @@ class Search:
     def _asked(self) -> str:
         return f"{self.problem.objectives} on {self.problem.devices or 'any'} devices"
 
-    def entrant(self, candidate: Candidate) -> Entrant | None:
+    def bounded(self, candidate: Candidate) -> BoundedCandidate | None:
         try:
             found = self._arithmetic.limits(candidate)
         except ConfigError as error:
@@ -156,99 +156,99 @@ class Search:
         if found.bound <= 0:
             self.counts.refused[f"{self.problem.objectives} is kept at no rate"] += 1
             return None
-        return Entrant(candidate, found, found.bound / self.problem.paid(candidate))
+        return BoundedCandidate(candidate, found, found.bound / self.problem.paid(candidate))
 
     # ------------------------------------------------------------ a run each
 
-    def race(self, entrants: list[Entrant], what: str, best: float = 0.0) -> list[Scored]:
-        """Best first. An entrant is dropped unseen when even its bound is below the best so far."""
+    def race(self, feasible: list[BoundedCandidate], what: str, best: float = 0.0) -> list[Scored]:
+        """Best first. A candidate is dropped unsimulated when even its bound is below the best so far."""
         scored: list[Scored] = []
-        self.counts.left += len(entrants[self.most :])
-        for index, entrant in enumerate(entrants[: self.most]):
-            self.told(what, index, min(len(entrants), self.most))
-            if entrant.bound * self.slack <= best:
+        self.counts.left += len(feasible[self.most :])
+        for index, bounded in enumerate(feasible[: self.most]):
+            self.on_progress(what, index, min(len(feasible), self.most))
+            if bounded.bound * self.slack <= best:
                 self.counts.pruned += 1
                 continue
-            scored.append(self._against(entrant, best))
+            scored.append(self._against(bounded, best))
             if scored[-1].exact:
                 best = max(best, scored[-1].goodput)
-        self.told(what, 1, 1)
+        self.on_progress(what, 1, 1)
         return sorted(scored, key=lambda each: -each.goodput)
 
-    def _against(self, entrant: Entrant, best: float) -> Scored:
+    def _against(self, bounded: BoundedCandidate, best: float) -> Scored:
         """Its goodput if it is above the best so far, else what is left of that."""
         self.counts.tried += 1
         share = self.problem.objectives.share
         if best:
-            met = self._trial(entrant, best, self.short).met
+            met = self._trial(bounded, best, self.short).met
             if met < share:
-                return Scored(entrant, best * met / share * 0.999, exact=False)
-        return Scored(entrant, self._goodput(entrant, best, max(entrant.bound, 1.05 * best), self.short))
+                return Scored(bounded, best * met / share * 0.999, exact=False)
+        return Scored(bounded, self._goodput(bounded, best, max(bounded.bound, 1.05 * best), self.short))
 
     def refine(self, space: Space, ranked: list[Scored]) -> list[Scored]:
         """Other chunks and transfer modes for whoever leads; kept where they gain what runs can tell."""
         if not ranked:
             return ranked
         leader = ranked[0]
-        others = [self.entrant(each) for each in space.neighbours(leader.entrant.candidate)]
-        tried = self.race([each for each in others if each], f"around {leader.entrant.candidate.mesh}", leader.goodput)
+        others = [self.bounded(each) for each in space.neighbours(leader.bounded.candidate)]
+        tried = self.race([each for each in others if each], f"around {leader.bounded.candidate.mesh}", leader.goodput)
         better = [each for each in tried if each.exact and each.goodput > (1 + self.tolerance) * leader.goodput]
         return [*better[:1], *ranked]
 
-    def _goodput(self, entrant: Entrant, low: float, high: float, effort: Effort, seed: int = 0) -> float:
+    def _goodput(self, bounded: BoundedCandidate, low: float, high: float, effort: Effort, seed: int = 0) -> float:
         """A rate a device."""
         share = self.problem.objectives.share
-        sustained = entrant.limits.sustained / self.problem.paid(entrant.candidate)
+        sustained = bounded.limits.sustained / self.problem.paid(bounded.candidate)
 
         def holds(rate: float) -> bool:
-            return rate <= sustained * self.slack and self._trial(entrant, rate, effort, seed).met >= share
+            return rate <= sustained * self.slack and self._trial(bounded, rate, effort, seed).met >= share
 
         return highest(holds, low, high, self.tolerance)
 
-    def _trial(self, entrant: Entrant, per_device: float, effort: Effort, seed: int = 0) -> Trial:
-        known = self._trials.setdefault((entrant.candidate, effort, seed), {})
+    def _trial(self, bounded: BoundedCandidate, per_device: float, effort: Effort, seed: int = 0) -> Trial:
+        known = self._trials.setdefault((bounded.candidate, effort, seed), {})
         if per_device not in known:
             self.counts.runs += 1
-            rate = per_device * self.problem.paid(entrant.candidate)
-            known[per_device] = try_rate(self.problem, entrant.candidate, rate, effort, seed)
+            rate = per_device * self.problem.paid(bounded.candidate)
+            known[per_device] = try_rate(self.problem, bounded.candidate, rate, effort, seed)
         return known[per_device]
 
     # ------------------------------------------------------------ more seeds
 
-    def finals(self, leaders: list[Scored]) -> tuple[Shortlisted, ...]:
+    def measure_all(self, leaders: list[Scored]) -> tuple[Shortlisted, ...]:
         """Measured with the same seeds each, best first."""
         measured = []
         for index, leader in enumerate(leaders):
-            self.told("shortlist", index, len(leaders))
+            self.on_progress("shortlist", index, len(leaders))
             measured.append(self.measure(leader))
-        self.told("shortlist", 1, 1)
+        self.on_progress("shortlist", 1, 1)
         return tuple(sorted((each for each in measured if each.goodput > 0), key=lambda each: -each.goodput))
 
     def measure(self, leader: Scored) -> Shortlisted:
         """Goodput by seed, sought near what the race said."""
-        entrant = leader.entrant
-        goodputs = tuple(self._near(entrant, leader.goodput, seed) for seed in range(self.seeds))
+        bounded = leader.bounded
+        goodputs = tuple(self._near(bounded, leader.goodput, seed) for seed in range(self.seeds))
         share = self.problem.objectives.share
-        trials = sorted(self._trials[entrant.candidate, self.long, 0].values(), key=lambda trial: trial.rate_rps)
+        trials = sorted(self._trials[bounded.candidate, self.long, 0].values(), key=lambda trial: trial.rate_rps)
         kept = [trial for trial in trials if trial.met >= share] or trials[:1]
         missed = [trial for trial in trials if trial.met < share] or trials[-1:]
-        return Shortlisted(entrant, goodputs, kept[-1], missed[0])
+        return Shortlisted(bounded, goodputs, kept[-1], missed[0])
 
-    def _near(self, entrant: Entrant, near: float, seed: int) -> float:
+    def _near(self, bounded: BoundedCandidate, near: float, seed: int) -> float:
         share, effort = self.problem.objectives.share, self.long
-        if self._trial(entrant, near, effort, seed).met >= share:
-            return self._goodput(entrant, near, 1.06 * near, effort, seed)
+        if self._trial(bounded, near, effort, seed).met >= share:
+            return self._goodput(bounded, near, 1.06 * near, effort, seed)
         low = 0.9 * near
-        if self._trial(entrant, low, effort, seed).met >= share:
-            return self._goodput(entrant, low, near, effort, seed)
-        return self._goodput(entrant, 0.0, low, effort, seed)
+        if self._trial(bounded, low, effort, seed).met >= share:
+            return self._goodput(bounded, low, near, effort, seed)
+        return self._goodput(bounded, 0.0, low, effort, seed)
 
 
 def _shortlist(leaders: list[Scored]) -> list[Scored]:
     """The best of each architecture, and the best two of all."""
     chosen = leaders[:2]
     for kind in Kind:
-        first = next((each for each in leaders if each.entrant.candidate.kind is kind), None)
+        first = next((each for each in leaders if each.bounded.candidate.kind is kind), None)
         if first and first not in chosen:
             chosen.append(first)
     return chosen

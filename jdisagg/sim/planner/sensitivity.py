@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Counts, Entrant, Found, Search, Shortlisted
+from jdisagg.sim.planner.search import BoundedCandidate, Counts, Found, Search, Shortlisted
 from jdisagg.sim.planner.space import Candidate, Kind, Space
 
 CHALLENGERS = 2  # of each architecture, besides the shortlist
@@ -35,30 +35,30 @@ def vary(
 def _varied(
     name: str, problem: Problem, found: Found, winner: Shortlisted, space: Space, like: Search, counts: Counts
 ) -> Varied:
-    search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.slack, like.told, counts)
-    entrants = _challengers(search, found, winner, space)
-    own = [each for each in entrants if each.candidate == winner.candidate]
-    if not entrants:
+    search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.slack, like.on_progress, counts)
+    feasible = _challengers(search, found, winner, space)
+    own = [each for each in feasible if each.candidate == winner.candidate]
+    if not feasible:
         return Varied(name, 0.0, None, 0.0, True)
     goodput = search.race(own, name)[0].goodput if own else 0.0
-    others = [each for each in entrants if each.candidate != winner.candidate]
+    others = [each for each in feasible if each.candidate != winner.candidate]
     better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.exact]
     if better:
-        return Varied(name, goodput, better[0].entrant.candidate, better[0].goodput, True)
+        return Varied(name, goodput, better[0].bounded.candidate, better[0].goodput, True)
     return Varied(name, goodput, winner.candidate, goodput, False)
 
 
-def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space) -> list[Entrant]:
+def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space) -> list[BoundedCandidate]:
     """Best bound first."""
     try:
-        entrants = search.enter(space)
+        feasible = search.with_limits(space)
     except ConfigError:
         return []
     shortlist = {each.candidate for each in found.shortlist}
-    chosen = [each for each in entrants if each.candidate in shortlist]
+    chosen = [each for each in feasible if each.candidate in shortlist]
     missing = shortlist - {each.candidate for each in chosen}
-    chosen += [each for each in map(search.entrant, sorted(missing, key=str)) if each]
+    chosen += [each for each in map(search.bounded, sorted(missing, key=str)) if each]
     for kind in Kind:
-        new = [each for each in entrants if each.candidate.kind is kind and each.candidate not in shortlist]
+        new = [each for each in feasible if each.candidate.kind is kind and each.candidate not in shortlist]
         chosen += new[:CHALLENGERS]
     return sorted(chosen, key=lambda each: -each.bound)

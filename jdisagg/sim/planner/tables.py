@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jdisagg.sim.planner.advice import Headroom, bounds_in_words, total
 from jdisagg.sim.planner.formulas import Estimate
 from jdisagg.sim.planner.prices import token_prices
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Counts, Entrant, Found, Shortlisted
+from jdisagg.sim.planner.recommendation import Headroom, bounds_in_words, total
+from jdisagg.sim.planner.search import BoundedCandidate, Counts, Found, Shortlisted
 from jdisagg.sim.planner.sensitivity import Varied
 from jdisagg.sim.planner.space import Kind
 
@@ -78,12 +78,12 @@ def varied(rows: Sequence[Varied]) -> Table:
     return table
 
 
-def bounds(problem: Problem, entrants: Sequence[Entrant], most: int = 12) -> Table:
+def bounds(problem: Problem, feasible: Sequence[BoundedCandidate], most: int = 12) -> Table:
     """What arithmetic alone says."""
     table = Table(title=f"upper bounds by arithmetic, {problem.objectives}")
     for name in ("configuration", "requests/s", "what binds, requests/s each"):
         table.add_column(name)
-    for each in entrants[:most]:
+    for each in feasible[:most]:
         table.add_row(str(each.candidate), f"{each.limits.bound:.3g}", bounds_in_words(each.limits))
     return table
 

@@ -11,9 +11,9 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.sim.cluster_spec import Sizes
 from jdisagg.sim.cost_models import Contexts, Times
+from jdisagg.sim.planner.candidate_builder import CandidateBuilder
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Search
-from jdisagg.sim.planner.site import Site
 from jdisagg.sim.planner.space import Candidate
 from jdisagg.sim.planner.trials import Effort
 from jdisagg.sim.traces.workloads import read_workload
@@ -64,8 +64,8 @@ def problem(
 
     lengths = read_workload(text)
     longest = int((lengths.input_tokens + lengths.output_tokens).max())
-    site = Site(Sizes(longest, num_slots=64), cost_of, device_bytes_per_s)
-    return Problem(Workload(lengths), objectives, site.build, devices)
+    builder = CandidateBuilder(Sizes(longest, num_slots=64), cost_of, device_bytes_per_s)
+    return Problem(Workload(lengths), objectives, builder.build, devices)
 
 
 def candidate(mesh: str, chunk_tokens: int = 512) -> Candidate:

@@ -60,7 +60,7 @@ def test_objectives_that_one_request_alone_misses_are_refused_with_both_values()
 def test_no_simulation_beats_its_bound(mesh):
     asked = replace(problem("mix:1000+5,300+8", lines=Lines(step_s=5e-3)), devices=0)
     trying = search(asked, seeds=1)
-    entrant = trying.entrant(candidate(mesh))
-    assert entrant
-    (scored,) = trying.race([entrant], "one")
-    assert 0.5 * entrant.bound < scored.goodput <= 1.05 * entrant.bound
+    bounded = trying.bounded(candidate(mesh))
+    assert bounded
+    (scored,) = trying.race([bounded], "one")
+    assert 0.5 * bounded.bound < scored.goodput <= 1.05 * bounded.bound

@@ -6,7 +6,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim.planner.limits import Limits
 from jdisagg.sim.planner.prices import prefill_share, token_prices
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import Entrant, Shortlisted
+from jdisagg.sim.planner.search import BoundedCandidate, Shortlisted
 from jdisagg.sim.planner.trials import Trial
 from tests.sim.planner.cases import candidate, problem
 
@@ -19,7 +19,7 @@ def shortlisted(
     one = candidate(mesh)
     limits = Limits(99.0, 99.0, 99.0, 99.0, 99.0, prompt_device_s, 0.01)
     trial = Trial(rate_rps, 0.95, 0.96, 0.97, 0.5, 0.02, busy)
-    return Shortlisted(Entrant(one, limits, 9.0), (rate_rps / one.devices,), trial, trial)
+    return Shortlisted(BoundedCandidate(one, limits, 9.0), (rate_rps / one.devices,), trial, trial)
 
 
 def day() -> tuple[Problem, float]:

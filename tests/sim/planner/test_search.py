@@ -1,10 +1,10 @@
-"""The search and its advice: when to disaggregate and when not, deterministic by seed, and clear where nothing goes."""
+"""The search and what it recommends: when to disaggregate and when not, by seed, and clear where nothing goes."""
 
 import pytest
 
-from jdisagg.sim.planner.advice import binding, headroom, recommend, total
 from jdisagg.sim.planner.limits import Infeasible
 from jdisagg.sim.planner.problem import Objectives
+from jdisagg.sim.planner.recommendation import binding, headroom, recommend, total
 from jdisagg.sim.planner.sensitivity import vary
 from jdisagg.sim.planner.space import Kind, Space
 from jdisagg.sim.planner.trials import highest
@@ -34,26 +34,26 @@ def loose():
 
 
 def test_steps_that_must_be_short_are_worth_pools_of_their_own(tight):
-    asked, _, advice = tight
-    assert advice.disaggregate and str(advice.winner.candidate.mesh) == "prefill:2xtp1,decode:tp1"
-    assert advice.lines[0].startswith("disaggregate: ") and "decode bandwidth binds" in advice.lines[0]
-    assert advice.runner_up and advice.runner_up.goodput < advice.winner.goodput
-    assert total(asked, advice.winner) == pytest.approx(3 * advice.winner.goodput)
+    asked, _, recommendation = tight
+    assert recommendation.disaggregate and str(recommendation.winner.candidate.mesh) == "prefill:2xtp1,decode:tp1"
+    assert recommendation.lines[0].startswith("disaggregate: ") and "decode bandwidth binds" in recommendation.lines[0]
+    assert recommendation.runner_up and recommendation.runner_up.goodput < recommendation.winner.goodput
+    assert total(asked, recommendation.winner) == pytest.approx(3 * recommendation.winner.goodput)
 
 
 def test_a_thin_link_and_patient_clients_are_not(loose):
-    _, found, advice = loose
-    assert not advice.disaggregate and advice.winner.candidate.kind is Kind.REPLICATED
-    assert advice.lines[0].startswith("do not disaggregate: ") and "the link binds" in advice.lines[0]
+    _, found, recommendation = loose
+    assert not recommendation.disaggregate and recommendation.winner.candidate.kind is Kind.REPLICATED
+    assert recommendation.lines[0].startswith("do not disaggregate: ") and "the link binds" in recommendation.lines[0]
     split = found.of(Kind.DISAGGREGATED)
     assert split and binding(split) == "link"
 
 
 def test_equal_seeds_give_equal_answers(tight):
-    asked, found, advice = tight
+    asked, found, recommendation = tight
     again, also = planned(asked)
     assert [each.goodputs for each in again.shortlist] == [each.goodputs for each in found.shortlist]
-    assert also.lines == advice.lines and again.counts == found.counts
+    assert also.lines == recommendation.lines and again.counts == found.counts
 
 
 def test_every_configuration_is_accounted_for(tight):
@@ -63,18 +63,18 @@ def test_every_configuration_is_accounted_for(tight):
 
 
 def test_headroom_says_how_many_devices_a_rate_takes(tight):
-    asked, _, advice = tight
-    carried = total(asked, advice.winner)
-    assert headroom(asked, advice.winner, carried / 2).share == pytest.approx(1.0)
-    assert headroom(asked, advice.winner, 2 * carried).devices == 6
-    assert headroom(asked, advice.winner, 2 * carried).share == pytest.approx(-0.5)
+    asked, _, recommendation = tight
+    carried = total(asked, recommendation.winner)
+    assert headroom(asked, recommendation.winner, carried / 2).share == pytest.approx(1.0)
+    assert headroom(asked, recommendation.winner, 2 * carried).devices == 6
+    assert headroom(asked, recommendation.winner, 2 * carried).share == pytest.approx(-0.5)
 
 
 def test_other_objectives_can_have_another_winner(tight):
-    asked, found, advice = tight
+    asked, found, recommendation = tight
     others = {"loose": problem(devices=3, objectives=LOOSE, device_bytes_per_s=8e6), "same": asked}
     others["impossible"] = problem(devices=3, objectives=Objectives(1.0, 1e-3))
-    rows, _ = vary(found, advice.winner, SMALL, others, search(asked))
+    rows, _ = vary(found, recommendation.winner, SMALL, others, search(asked))
     loose, same, impossible = rows
     assert loose.changed and loose.winner and loose.winner.kind is Kind.REPLICATED and loose.best > loose.goodput
     assert not same.changed and same.goodput > 0
@@ -84,8 +84,8 @@ def test_other_objectives_can_have_another_winner(tight):
 def test_one_device_is_nothing_to_split():
     asked = problem(devices=1, lines=Lines(step_s=1e-3))
     trying = search(asked, 1)
-    advice = recommend(asked, trying.over(Space(1, (1,), (1,), (512,))), trying.tolerance)
-    assert not advice.disaggregate and "1 device" in advice.lines[0]
+    recommendation = recommend(asked, trying.over(Space(1, (1,), (1,), (512,))), trying.tolerance)
+    assert not recommendation.disaggregate and "1 device" in recommendation.lines[0]
 
 
 def test_objectives_nothing_can_keep_are_told_with_the_reasons():

@@ -59,8 +59,8 @@ def recommend(problem: Problem, found: Found, tolerance: float) -> Recommendatio
         lines = [_told_apart(problem, split, whole, over)]
     rest = [each for each in found.shortlist if each is not winner]
     if rest:
-        told = split is not None and whole is not None and rest[0] in (split, whole)
-        lines.append(_second(problem, winner, rest[0], told))
+        explained = split is not None and whole is not None and rest[0] in (split, whole)
+        lines.append(_second(problem, winner, rest[0], explained))
     return Recommendation(winner, rest[0] if rest else None, winner is split, tuple(lines))
 
 
@@ -85,11 +85,11 @@ def _told_apart(problem: Problem, split: Shortlisted, whole: Shortlisted, over: 
     )
 
 
-def _second(problem: Problem, winner: Shortlisted, second: Shortlisted, told: bool) -> str:
-    """`told`: the line above has said what binds it."""
+def _second(problem: Problem, winner: Shortlisted, second: Shortlisted, explained: bool) -> str:
+    """`explained`: the line above has said what binds it."""
     less = 1.0 - second.goodput / winner.goodput
     words = f"{less:.0%} less" if less > 0 else f"{-less:.0%} more, which is noise"
-    return f"runner-up: {second.candidate}, {words}" + ("" if told else f": {why(problem, second)}")
+    return f"runner-up: {second.candidate}, {words}" + ("" if explained else f": {why(problem, second)}")
 
 
 def total(problem: Problem, shortlisted: Shortlisted) -> float:

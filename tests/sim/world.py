@@ -43,8 +43,8 @@ from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.sim.costs import Costs
-from jdisagg.sim.faults import FaultInjector, Faults
+from tests.sim.costs import Costs
+from tests.sim.fault_injector import FaultInjector, Faults
 
 MAX_EVENTS = 200_000
 
@@ -63,7 +63,7 @@ class World:
         self.router = Router(router or RouterConfig(), workers)
         self.workers = {config.worker: Worker(config) for config in workers}
         self.machines = {config.worker: ToyExecutor(config) for config in workers}
-        self.costs, self.luck, self.journal = costs or Costs(), FaultInjector(faults or Faults()), journal
+        self.costs, self.injector, self.journal = costs or Costs(), FaultInjector(faults or Faults()), journal
         self.now_s = 0.0
         self.told: dict[RequestId, list[Sampled]] = {}  # what each client got
         self.scored: dict[RequestId, list[Sampled]] = {}  # prompt logprobs
@@ -168,11 +168,11 @@ class World:
 
     def _send(self, sender: WorkerId, to: WorkerId, event: Received) -> None:
         """Messages of one pair stay in order; each may be late, lost or doubled."""
-        faults = self.luck.faults
-        if self.luck.strikes(faults.lose_message):
+        faults = self.injector.faults
+        if self.injector.occurs(faults.lose_message):
             return
-        for _ in range(2 if self.luck.strikes(faults.double_message) else 1):
-            at_s = self.now_s + self.costs.message_s + self.luck.delay_s()
+        for _ in range(2 if self.injector.occurs(faults.double_message) else 1):
+            at_s = self.now_s + self.costs.message_s + self.injector.delay_s()
             at_s = max(at_s, self._last_word_s.get((sender, to), 0.0))
             self._last_word_s[sender, to] = at_s
             self._at(at_s, to, event)
@@ -186,8 +186,8 @@ class World:
         start_s = max(self.now_s, self._busy_until_s.get(actor, 0.0))
         done_s = start_s + self.costs.of_plan(plan)
         try:
-            if self._failing[actor] > 0 or self.luck.strikes(self.luck.faults.fail_plan):
-                raise ToyFault(f"bad luck at plan {plan.plan_id}")
+            if self._failing[actor] > 0 or self.injector.occurs(self.injector.faults.fail_plan):
+                raise ToyFault(f"an injected fault in plan {plan.plan_id}")
             if isinstance(effect, RunPrefill):
                 result = self._run_prefill(actor, effect, start_s, done_s)
             elif isinstance(pending := machine.run_decode(effect.plan), HeldStep) and not pending.done:
@@ -227,15 +227,15 @@ class World:
 
     def _ship(self, actor: WorkerId, transfer: KVTransfer, ready_s: float) -> None:
         """A part leaves when it is packed and the link is free, and lands a transfer's time later."""
-        if transfer.destination not in self.machines or self.luck.strikes(self.luck.faults.lose_transfer):
+        if transfer.destination not in self.machines or self.injector.occurs(self.injector.faults.lose_transfer):
             return
-        if self.luck.strikes(self.luck.faults.fail_transfer):
-            failure = EngineFailed(None, transfer.handoff, "bad luck in a transfer", transfer.epoch, transfer.part)
+        if self.injector.occurs(self.injector.faults.fail_transfer):
+            failure = EngineFailed(None, transfer.handoff, "an injected transfer fault", transfer.epoch, transfer.part)
             self._at(ready_s, actor, failure)
             return
         machine, link = self.machines[actor], (actor, transfer.destination)
         shipment = machine.ship(transfer, self.machines[transfer.destination])
-        if self.luck.strikes(self.luck.faults.flip_bit):
+        if self.injector.occurs(self.injector.faults.flip_bit):
             shipment = shipment.flipped()
         self._shipments[transfer] = shipment
         wire_s = self.costs.of_transfer(transfer, machine.num_layers)

@@ -1,4 +1,4 @@
-"""All that a profile holds, cell by cell: a list of things to time, rounds over all of them, and medians."""
+"""All that a profile holds, case by case: a list of things to time, rounds over all of them, and medians."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve import timing
+from jdisagg.profiling import timing
 from jdisagg.serve.build import router_config
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.local import LocalService
 
 Key = tuple[object, ...]
-Cell = Callable[[], tuple[float, ...]]
-Told = Callable[[str, int, int], None]  # what is timed, samples so far, samples in all
+Case = Callable[[], tuple[float, ...]]
+OnProgress = Callable[[str, int, int], None]  # what is timed, samples so far, samples in all
 LONE_TOKENS = 24
 PREFILL, DECODE = PHASES
 
 
-class Survey:
+class Profiler:
     """A stack's machines, warm, and what is to be timed on them. Nothing else may use them meanwhile."""
 
     def __init__(self, deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]) -> None:
         self.deployment, self.settings, self.machines = deployment, settings, dict(machines)
         self.firsts = {machine.config.role: machine for machine in reversed([*machines.values()])}
-        self.cells: dict[Key, Cell] = {}
+        self.cases: dict[Key, Case] = {}
         self.samples: dict[Key, list[tuple[float, ...]]] = {}
         for machine in self.firsts.values():
             self._add_prefill(machine)
@@ -47,7 +47,7 @@ class Survey:
     # ------------------------------------------------------------ what is timed
 
     def _add(self, key: Key, work: timing.Work) -> None:
-        self.cells[key] = lambda: (work(),)
+        self.cases[key] = lambda: (work(),)
 
     def _add_prefill(self, machine: MeshExecutor) -> None:
         if machine.prefiller is None:
@@ -64,7 +64,7 @@ class Survey:
         sizes = timing.step_sizes(machine.config)
         for size in sizes:
             self._add((role, "step", *size), lambda size=size: timing.time_steps(machine, *size))
-            self.cells[role, "stages", *size] = lambda size=size: timing.time_stages(machine, *size)
+            self.cases[role, "stages", *size] = lambda size=size: timing.time_stages(machine, *size)
         middle = sizes[len(sizes) // 2]
         self._add((role, "admission"), lambda: timing.time_admission(machine, *middle))
         if stages > 1:
@@ -82,7 +82,7 @@ class Survey:
         sizes = source.group_to(destination.config).buckets()
         for (mode, layers), wire, pages in itertools.product(modes, source.config.wires, sizes):
             if pages <= min(source.config.num_pages, destination.config.num_pages):
-                self.cells["transfer", mode, wire, pages] = lambda layers=layers, wire=wire, pages=pages: (
+                self.cases["transfer", mode, wire, pages] = lambda layers=layers, wire=wire, pages=pages: (
                     timing.time_transfer(source, destination, pages, layers, wire)
                 )
 
@@ -101,7 +101,7 @@ class Survey:
         tokens = min(prefiller.config.prefill_buckets[0], self.deployment.max_model_len - 2 * LONE_TOKENS)
         self._add(("host", "chunk"), lambda: timing.time_chunk(prefiller, tokens, 0))
         self._add(("host", "step"), lambda: timing.time_steps(decoder, 1, tokens))
-        self.cells["host", "request"] = lambda: self._lone_request(tokens)
+        self.cases["host", "request"] = lambda: self._lone_request(tokens)
 
     def _lone_request(self, tokens: int) -> tuple[float, ...]:
         """Seconds of a request that is alone in the whole stack: its prefill, each token after, its reservation."""
@@ -124,19 +124,19 @@ class Survey:
 
     # ------------------------------------------------------------ rounds
 
-    def run(self, rounds: int, told: Told = lambda label, done, total: None) -> None:
-        """Visits every cell once a round; one visit before the very first is not counted. May be called again."""
+    def run(self, rounds: int, on_progress: OnProgress = lambda label, done, total: None) -> None:
+        """Times every case once a round; one time before the very first is not counted. May be called again."""
         uncounted = 0 if self.samples else 1
-        visits = [*itertools.product(range(rounds + uncounted), self.cells.items())]
-        for done, (number, (key, cell)) in enumerate(visits):
-            told(" ".join(map(str, key)), done, len(visits))
-            sample = cell()
+        queue = [*itertools.product(range(rounds + uncounted), self.cases.items())]
+        for done, (number, (key, case)) in enumerate(queue):
+            on_progress(" ".join(map(str, key)), done, len(queue))
+            sample = case()
             if number >= uncounted:
                 self.samples.setdefault(key, []).append(sample)
-        told("done", len(visits), len(visits))
+        on_progress("done", len(queue), len(queue))
 
     def seconds(self, *key: object, index: int = 0) -> float:
-        """The median of a cell's samples."""
+        """The median of a case's samples."""
         return statistics.median(sample[index] for sample in self.samples[key])
 
     # ------------------------------------------------------------ the table

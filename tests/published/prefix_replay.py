@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import cast
 
@@ -21,7 +21,9 @@ from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import PrefixCache
 from jdisagg.policy.routing import Candidate, RoutingRequest, WorkerSnapshot, choose_pair
-from jdisagg.sim.cost_models import CostModel
+from jdisagg.sim.arithmetic import MOONCAKE_70B
+from jdisagg.sim.cost_models import CostModel, Model, Roofline
+from jdisagg.sim.hardware import hardware
 from jdisagg.sim.sequence import Sequence as Length
 from jdisagg.sim.traces import Trace
 
@@ -34,6 +36,15 @@ class PromptPrice:
 
     prefill: Callable[[int, int], float]  # tokens, leading tokens that are there already
     fetch: Callable[[int], float]  # tokens; infinite where nodes share nothing
+
+
+def mooncake_70b() -> Roofline:
+    """A prefill node of Mooncake: LLaMA3-70B on 8 A800, its two shares fitted on the paper's figure 14a (FAST 2025).
+
+    T(n, p) = 80 (22 (n - p) d² / .41 + 2 (n² - p²) d / .73) / (8 x 312 TFLOP/s) for n tokens of which p are held.
+    """
+    chip = replace(hardware("a800"), gemm=0.41, prefill_attention=0.73, collective_s=0.0, link_bytes_per_s=math.inf)
+    return Roofline(Model(MOONCAKE_70B), chip, tp=8, host_s=0.0)
 
 
 def price_of(cost: CostModel, kv_bytes_per_s: float = 0.0) -> PromptPrice:

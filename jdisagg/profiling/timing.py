@@ -1,6 +1,6 @@
 """Times of a run's own warmed programs: what one machine does alone, what two do to each other, what the host adds.
 
-Everything runs the plans that a worker would make, on real pages. A *cell* is one thing to time; all cells are visited
+Everything runs the plans that a worker would make, on real pages. A *case* is one thing to time; all cases are timed
 once a round, so that what else the machine does meanwhile falls on all alike. `jdisagg.profile` makes a table of it.
 """
 
@@ -91,7 +91,7 @@ def table_pages(config: WorkerConfig, context: int) -> int:
     return bucket(config.pages_for(context + 2 * TURNS), config.table_buckets)
 
 
-class Seats:
+class DecodeFixture:
     """Sequences in the first slots of some microbatches, and the steps that they take."""
 
     def __init__(self, machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> None:
@@ -151,27 +151,27 @@ class Seats:
 
 
 @contextmanager
-def seated(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> Iterator[Seats]:
-    seats = Seats(machine, batch, context, microbatches)
-    seats.take()
+def decode_fixture(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> Iterator[DecodeFixture]:
+    fixture = DecodeFixture(machine, batch, context, microbatches)
+    fixture.take()
     try:
-        yield seats
+        yield fixture
     finally:
-        seats.leave()
+        fixture.leave()
 
 
 def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> float:
     """From turn to step, of that many microbatches at once."""
-    with seated(machine, batch, context, microbatches) as seats:
-        return seats.period()
+    with decode_fixture(machine, batch, context, microbatches) as fixture:
+        return fixture.period()
 
 
 def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:
     """What a step that sequences join takes beyond another one like it; may be below 0 on a machine with other work."""
-    seats = Seats(machine, batch, context)
-    joined_s = seats.take()
-    lone_s = seats.lone_step()
-    seats.leave()
+    fixture = DecodeFixture(machine, batch, context)
+    joined_s = fixture.take()
+    lone_s = fixture.lone_step()
+    fixture.leave()
     return joined_s - lone_s
 
 
@@ -179,10 +179,10 @@ def time_stages(machine: MeshExecutor, batch: int, context: int) -> tuple[float,
     """Of each stage with nothing before it under way; the step is not drawn, so that its slots stay where they are."""
     decoder = machine.decoder
     assert decoder is not None, f"{machine.config.worker} does not decode"
-    with seated(machine, batch, context) as seats:
+    with decode_fixture(machine, batch, context) as fixture:
         microbatch, x, found = decoder.microbatches[0], None, []
         for group in decoder.layer_groups:
-            table, state = microbatch.table_on(group.submesh, seats.width), group.submesh.spread(microbatch.state)
+            table, state = microbatch.table_on(group.submesh, fixture.width), group.submesh.spread(microbatch.state)
             moved = jax.block_until_ready((table, state, x if x is None else group.submesh.transfer(x)))
             began_s = time.perf_counter()
             x = jax.block_until_ready(group.decode(*moved))

@@ -13,7 +13,7 @@ from jdisagg.sim.planner.space import Candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CandidateBuilder:
     """A worker's port is as wide as its devices' together. device_bytes_per_s: one way; 0: KV takes no time."""
 
     sizes: Sizes
@@ -31,12 +31,12 @@ class Site:
         }
         return replace(cluster_spec(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
 
-    def half_the_link(self) -> Site:
+    def half_the_link(self) -> CandidateBuilder:
         return replace(self, device_bytes_per_s=self.device_bytes_per_s / 2)
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledSite:
+class ProfiledCandidateBuilder:
     """Workers as the profile has them, chunks included: only meshes of its shapes can be built."""
 
     profile: Profile
@@ -48,7 +48,7 @@ class ProfiledSite:
         ports = {port: self.link_share * rate for port, rate in given.links.bytes_per_s.items()}
         return replace(given, links=FairLinks(ports))
 
-    def half_the_link(self) -> ProfiledSite:
+    def half_the_link(self) -> ProfiledCandidateBuilder:
         return replace(self, link_share=self.link_share / 2)
 
     @property

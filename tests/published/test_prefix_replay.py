@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jdisagg.core.router_config import Routing
-from jdisagg.sim.prefix_replay import PromptPrice, replay, reuse
 from jdisagg.sim.traces import Trace
+from tests.published.prefix_replay import PromptPrice, replay, reuse
 
 ALONE = PromptPrice(lambda tokens, cached: float(tokens - cached), lambda tokens: math.inf)
 SHARED = PromptPrice(ALONE.prefill, lambda tokens: 0.1 * tokens)

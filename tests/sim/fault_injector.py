@@ -35,5 +35,5 @@ class FaultInjector:
     def delay_s(self) -> float:
         return self._random.random() * self.faults.jitter_s if self.faults.jitter_s else 0.0
 
-    def strikes(self, chance: float) -> bool:
+    def occurs(self, chance: float) -> bool:
         return chance > 0 and self._random.random() < chance
