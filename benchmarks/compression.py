@@ -31,7 +31,6 @@ from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import RAW
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
-from jdisagg.kv.packing import sorted_atoms
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.build import load_executors
@@ -89,7 +88,7 @@ class Stage:
             self.source.run_prefill(PrefillPlan(0, (chunk,), size, config.table_buckets[-1])).read()
 
     def ship(self, wire: str) -> tuple[int, np.ndarray]:
-        """All prompts' KV as this wire: bytes of all pieces, and f32[L], what each layer lost at the worst."""
+        """All prompts' KV as this wire: bytes of all arrays, and f32[L], what each layer lost at the worst."""
         size, lost = 0, np.zeros(self.source.model.num_layers)
         for index in range(len(self.texts)):
             transfer = KVTransfer(
@@ -103,14 +102,14 @@ class Stage:
                 self.prompt_tokens,
                 wire=wire,
             )
-            departures = self.source.pack(transfer, shapes_of(self.destination.pages))
-            moves = [send(each, self.destination.pages[each.stage].submesh) for each in departures]
-            for each in departures:
-                size += sum(piece.nbytes for piece in each.pieces)
-                for errors in sorted_atoms(each.packed).errors:
+            packed = self.source.pack(transfer, shapes_of(self.destination.pages))
+            landed = [send(each, self.destination.pages[each.stage].submesh) for each in packed]
+            for each in packed:
+                size += sum(array.nbytes for array in each.device_arrays)
+                for errors in each.slices.errors:
                     layers = slice(each.layers.start, each.layers.stop)
                     lost[layers] = np.maximum(lost[layers], np.asarray(errors).max(axis=(1, 2)))
-            shipment = MeshShipment(transfer, moves, [])
+            shipment = MeshShipment(transfer, landed, [])
             verdict = self.destination.check(shipment)
             assert verdict is None or verdict(), "what landed is not what left"
             self.destination.insert(shipment)

@@ -61,8 +61,8 @@ class SlowShipment:
         return self.shipment.transfer
 
     @property
-    def moves(self) -> Any:
-        return self.shipment.moves
+    def landed(self) -> Any:
+        return self.shipment.landed
 
     def wait_packed(self) -> None:
         self.shipment.wait_packed()
@@ -70,7 +70,7 @@ class SlowShipment:
 
     def wait(self) -> None:
         self.shipment.wait()
-        lands_s = self.link.send(self.sent_s[0], sum(array.nbytes for array in self.shipment.packed))
+        lands_s = self.link.send(self.sent_s[0], self.shipment.packed_bytes)
         time.sleep(max(0.0, lands_s - time.monotonic()))
 
 

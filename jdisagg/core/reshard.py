@@ -1,8 +1,8 @@
 """How KV changes its cut between two meshes: which heads of which shard go where, which layers, in what page counts.
 
 Heads: source shards hold runs of `heads_per_shard` heads, destination shards hold other runs. Both are multiples of
-their greatest common divisor, the *atom*: the source cuts its shard into atoms, each travels whole, and a destination
-shard is a row of atoms. Nothing is ever cut in flight.
+their greatest common divisor, the *head slice*: the source cuts its shard into slices, each travels whole, and a
+destination shard is a row of slices. Nothing is ever cut in flight.
 
 Pages: where the two ends have pages of different sizes, as many pages of the one as hold the same tokens as some pages
 of the other make a *group*. Pages travel as they are at the source, in whole groups (the null page fills them up), and
@@ -18,7 +18,7 @@ from math import gcd, lcm
 from jdisagg.core.kv_layout import DTYPE_BYTES, heads_per_shard, kv_head_of_shard
 
 TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
-MOVE_PAGES = 8  # what a move costs beside its pages, in pages: two programs and the puts of its pieces
+MOVE_PAGES = 8  # what a move costs beside its pages, in pages: two programs and the puts of its head slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class StageShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
-    """One piece: atom `index` of source shard `shard`."""
+class HeadSlice:
+    """Some consecutive heads of a shard: slice `index` of source shard `shard`."""
 
     shard: int
     index: int
@@ -44,37 +44,37 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """`pieces[d]` are the atoms of destination shard d in order; every one is `atom_heads` heads."""
+    """`slices[d]` are those of destination shard d in order; every one is `slice_heads` heads."""
 
-    atom_heads: int
-    atoms_per_source: int
-    pieces: tuple[tuple[Atom, ...], ...]
+    slice_heads: int
+    slices_per_source: int
+    slices: tuple[tuple[HeadSlice, ...], ...]
 
     @property
-    def atoms_per_destination(self) -> int:
-        return len(self.pieces[0])
+    def slices_per_destination(self) -> int:
+        return len(self.slices[0])
 
 
 def plan_heads(num_kv_heads: int, source_tp: int, destination_tp: int) -> HeadPlan:
     """TP `source_tp` to TP `destination_tp`; where there are more shards than heads, replicas share the sending."""
     held, wanted = heads_per_shard(num_kv_heads, source_tp), heads_per_shard(num_kv_heads, destination_tp)
-    atom = gcd(held, wanted)
-    pieces = []
+    size = gcd(held, wanted)
+    slices = []
     for destination in range(destination_tp):
         first = kv_head_of_shard(num_kv_heads, destination_tp, destination)
-        pieces.append(
+        slices.append(
             tuple(
-                _atom_of_head(head, num_kv_heads, source_tp, destination, atom)
-                for head in range(first, first + wanted, atom)
+                _slice_of_head(head, num_kv_heads, source_tp, destination, size)
+                for head in range(first, first + wanted, size)
             )
         )
-    return HeadPlan(atom, held // atom, tuple(pieces))
+    return HeadPlan(size, held // size, tuple(slices))
 
 
-def _atom_of_head(head: int, num_kv_heads: int, source_tp: int, destination: int, atom: int) -> Atom:
+def _slice_of_head(head: int, num_kv_heads: int, source_tp: int, destination: int, size: int) -> HeadSlice:
     holders = shards_with(head, num_kv_heads, source_tp)
     shard = holders[destination % len(holders)]
-    return Atom(shard, (head - kv_head_of_shard(num_kv_heads, source_tp, shard)) // atom)
+    return HeadSlice(shard, (head - kv_head_of_shard(num_kv_heads, source_tp, shard)) // size)
 
 
 def shards_with(head: int, num_kv_heads: int, tp: int) -> list[int]:
@@ -213,7 +213,7 @@ class Move:
 class Cost:
     wire_bytes: int  # of values, padding included
     programs: int
-    pieces: int  # arrays of one device that are put
+    puts: int  # arrays of one device
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,23 +228,24 @@ class Reshard:
     moves: tuple[Move, ...]
 
     def cost(self, head_dim: int) -> Cost:
-        total, pieces = 0, 0
+        total, puts = 0, 0
         for move in self.moves:
             route, held = move.route, self.source[move.route.source_stage]
-            heads = len(route.heads.pieces) * route.heads.atoms_per_destination * route.heads.atom_heads
+            heads = len(route.heads.slices) * route.heads.slices_per_destination * route.heads.slice_heads
             tokens = move.span.groups * route.group.source * held.page_size
             total += len(route.layers) * tokens * heads * 2 * head_dim * DTYPE_BYTES[route.dtype]
-            pieces += len(route.heads.pieces) * route.heads.atoms_per_destination
-        return Cost(total, 2 * len(self.moves), pieces)
+            puts += len(route.heads.slices) * route.heads.slices_per_destination
+        return Cost(total, 2 * len(self.moves), puts)
 
 
+@cache
 def plan_routes(
     source: tuple[StageShape, ...],
     destination: tuple[StageShape, ...],
     num_kv_heads: int,
     layers: range | None = None,
 ) -> tuple[Route, ...]:
-    """The ways of `layers` (None: all) between two cuts of one model, in layer order."""
+    """The ways of `layers` (None: all) between two cuts of one model, in layer order; worked out once for each."""
     wanted = range(0, destination[-1].layers.stop) if layers is None else layers
     cut = tuple(layers_within(stage.layers, wanted) for stage in source)
     routes = []
@@ -272,6 +273,20 @@ def plan_reshard(
         moves += [Move(route, span) for span in plan_spans(held, wanted, route.group)]
     wanted_layers = range(0, destination[-1].layers.stop) if layers is None else layers
     return Reshard(source, destination, num_kv_heads, num_tokens, wanted_layers, tuple(moves))
+
+
+def plan_transfer(
+    source: tuple[StageShape, ...],
+    destination: tuple[StageShape, ...],
+    num_kv_heads: int,
+    num_pages: tuple[int, int],
+    layers: range | None = None,
+) -> Reshard:
+    """`plan_reshard` of as many tokens as these numbers of pages hold, the source's and the destination's."""
+    sizes = source[0].page_size, destination[0].page_size
+    num_tokens = min(pages * size for pages, size in zip(num_pages, sizes, strict=True))
+    assert num_pages == tuple(-(-num_tokens // size) for size in sizes), (num_pages, sizes)
+    return plan_reshard(source, destination, num_kv_heads, num_tokens, layers)
 
 
 def narrower(one: str, other: str) -> str:

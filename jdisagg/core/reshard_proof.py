@@ -7,7 +7,7 @@ page. A plan that is wrong is named with its first culprit.
 from __future__ import annotations
 
 from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
-from jdisagg.core.reshard import Atom, Move, Reshard, Route, layers_within, shards_with
+from jdisagg.core.reshard import HeadSlice, Move, Reshard, Route, layers_within, shards_with
 
 
 class BrokenPlan(AssertionError):
@@ -23,13 +23,13 @@ def prove(plan: Reshard) -> None:
     sent: dict[tuple[int, int, int], dict[int, int]] = {}
     for move in plan.moves:
         tokens = _tokens(plan, move)
-        for shard, row in enumerate(move.route.heads.pieces):
-            for place, atom in enumerate(row):
-                for head in _heads(plan, move.route, shard, place, atom):
+        for shard, row in enumerate(move.route.heads.slices):
+            for place, head_slice in enumerate(row):
+                for head in _heads(plan, move.route, shard, place, head_slice):
                     for layer in _layers(plan, move.route):
                         landed.setdefault((move.route.destination_stage, shard, layer, head), []).append(tokens)
                         by = sent.setdefault((move.route.destination_stage, layer, head), {})
-                        by[atom.shard] = by.get(atom.shard, 0) + 1
+                        by[head_slice.shard] = by.get(head_slice.shard, 0) + 1
     _prove_whole(plan, landed)
     _prove_shared(plan, sent)
 
@@ -61,15 +61,15 @@ def _layers(plan: Reshard, route: Route) -> range:
     return route.layers
 
 
-def _heads(plan: Reshard, route: Route, shard: int, place: int, atom: Atom) -> range:
-    """The heads of an atom, numbered over the model, which are those that belong where it goes."""
-    number, size = plan.num_kv_heads, route.heads.atom_heads
+def _heads(plan: Reshard, route: Route, shard: int, place: int, head_slice: HeadSlice) -> range:
+    """The heads of a slice, numbered over the model, which are those that belong where it goes."""
+    number, size = plan.num_kv_heads, route.heads.slice_heads
     source_tp = plan.source[route.source_stage].tp
     destination_tp = plan.destination[route.destination_stage].tp
     held = heads_per_shard(number, source_tp)
-    if not (0 <= atom.shard < source_tp and atom.index >= 0 and (atom.index + 1) * size <= held):
-        raise BrokenPlan(f"{atom} of {size} heads is to come from {source_tp} shards of {held} heads")
-    first = kv_head_of_shard(number, source_tp, atom.shard) + atom.index * size
+    if not (0 <= head_slice.shard < source_tp and head_slice.index >= 0 and (head_slice.index + 1) * size <= held):
+        raise BrokenPlan(f"{head_slice} of {size} heads is to come from {source_tp} shards of {held} heads")
+    first = kv_head_of_shard(number, source_tp, head_slice.shard) + head_slice.index * size
     wanted = kv_head_of_shard(number, destination_tp, shard) + place * size
     if first != wanted:
         raise BrokenPlan(f"head {first} is to land in the place of head {wanted} on shard {shard}")
@@ -101,7 +101,7 @@ def _prove_row(where: str, spans: list[tuple[int, int]], num_tokens: int) -> Non
 
 
 def _prove_shared(plan: Reshard, sent: dict[tuple[int, int, int], dict[int, int]]) -> None:
-    """Shards that hold the same head send it equally often, but for one move's pieces."""
+    """Shards that hold the same head send it equally often, but for one move's slices."""
     for (stage, layer, head), by in sent.items():
         source = next(each for each in plan.source if layer in each.layers)
         holders = shards_with(head, plan.num_kv_heads, source.tp)

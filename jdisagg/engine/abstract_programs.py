@@ -1,7 +1,7 @@
 """Every program of a stack as it would be warmed, over shapes instead of arrays: to compile where nothing can run.
 
-The programs are the engine's own (`LayerGroupPrograms`, `DrawPrograms`, `FirstDrawPrograms`, `Dock`); only their
-arguments are described here once more, and a test holds this list to what a warm executor has compiled.
+The programs are the engine's own (`LayerGroupPrograms`, `DrawPrograms`, `FirstDrawPrograms`, `TransferPrograms`); only
+their arguments are described here once more, and a test holds this list to what a warm executor has compiled.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
 from jdisagg.engine.mesh_executor import submeshes_of
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
-from jdisagg.kv.packing import sorted_atoms
+from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pool
-from jdisagg.kv.shipping import ATOM_SPEC, Dock, piece_shapes
+from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
 from jdisagg.model.params import abstract_stage_params
 from jdisagg.parallel.submesh import WHOLE, Device, Program, Submesh
 
@@ -78,7 +78,9 @@ class AbstractPrograms:
             LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype))
             for run, submesh in zip(layers, submeshes, strict=True)
         ]
-        self.docks = {submesh: Dock(submesh, config.digests, config.error_bound) for submesh in submeshes}
+        self.transfer_programs = {
+            submesh: TransferPrograms(submesh, config.digests, config.error_bound) for submesh in submeshes
+        }
         self.draws, self.first_draws = DrawPrograms(), FirstDrawPrograms()
 
     def tasks(self) -> list[Task]:
@@ -244,28 +246,31 @@ def _shipment(
     number, heads, kind = len(route.layers), route.heads, () if wire == RAW else (wire,)
     pages = groups * route.group.source
     pools = [source._pool(held)] * number
-    program = source.docks[held].pack_program(heads.atom_heads, wire, route.dtype)
+    program = source.transfer_programs[held].pack_program(heads.slice_heads, wire, route.dtype)
     moved = number * pages * local_bytes(source._pool(held)) // (source.config.num_pages + 1)
     arguments = pools, whole(held, (pages,))
     yield Task("pack", route.source_stage, pages, program, arguments, held, number, kind, 2 * moved)
     form = source.layout, destination.layout.dtype
-    atoms = landed(piece_shapes(*form, number, pages, heads, source.config.digests, wire), wanted)
-    found = sorted_atoms(atoms)
-    stage, dock = route.destination_stage, destination.docks[wanted]
-    if found.digests or found.errors:
-        yield Task("check", stage, pages, dock.check_program, (atoms,), wanted, number, kind, moved)
+    slices = landed(slice_shapes(*form, number, pages, heads, source.config.digests, wire), wanted)
+    stage, programs = route.destination_stage, destination.transfer_programs[wanted]
+    if slices.digests or slices.errors:
+        yield Task("check", stage, pages, programs.check_program, (slices,), wanted, number, kind, moved)
     pools = [destination._pool(wanted)] * number
-    arguments = pools, whole(wanted, (groups * route.group.destination,)), [*found.values, *found.scales]
+    arguments = pools, whole(wanted, (groups * route.group.destination,)), slices.numbers
     donated = destination.pool_bytes(stage, number)
     moved = donated * groups * route.group.destination // (destination.config.num_pages + 1)
-    yield Task("insert", stage, pages, dock.insert_program, arguments, wanted, number, kind, 2 * moved, donated)
+    yield Task("insert", stage, pages, programs.insert_program, arguments, wanted, number, kind, 2 * moved, donated)
 
 
-def landed(pieces: Sequence[jax.ShapeDtypeStruct], submesh: Submesh) -> list[Any]:
-    """Pieces of one shard as the submesh holds them: cut on heads, axis 2."""
-    cut = submesh.sharding(ATOM_SPEC)
-    shapes = [((*piece.shape[:2], piece.shape[2] * submesh.tp, *piece.shape[3:]), piece.dtype) for piece in pieces]
-    return [jax.ShapeDtypeStruct(shape, dtype, sharding=cut) for shape, dtype in shapes]
+def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
+    """Shapes for one shard as the submesh holds them: cut on heads, axis 2."""
+    cut = submesh.sharding(SLICE_SPEC)
+
+    def whole(each: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*each.shape[:2], each.shape[2] * submesh.tp, *each.shape[3:])
+        return jax.ShapeDtypeStruct(shape, each.dtype, sharding=cut)
+
+    return jax.tree.map(whole, slices)
 
 
 def whole(submesh: Submesh, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:

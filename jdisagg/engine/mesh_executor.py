@@ -14,7 +14,6 @@ from itertools import product
 
 import jax
 import numpy as np
-from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.core.events import WireCost
@@ -28,14 +27,14 @@ from jdisagg.engine.executor import GroupDone, PendingDecode
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.prefill import PendingPrefill, Prefiller
 from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
-from jdisagg.kv.guard import Guard
+from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import (
-    Departure,
-    Dock,
-    Move,
-    check_moves,
-    insert_moves,
+    LandedKV,
+    PackedKV,
+    TransferPrograms,
+    check_landed,
+    insert_landed,
     null_lists,
     pack_pages,
     send,
@@ -53,14 +52,18 @@ class MeshShipment:
     """Packed pages on their way; see `executor.Shipment`."""
 
     transfer: KVTransfer
-    moves: list[Move]
-    packed: list[Array]  # at the source
+    landed: list[LandedKV]
+    packed: list[PackedKV]
 
     def wait_packed(self) -> None:
-        jax.block_until_ready(self.packed)
+        jax.block_until_ready([each.slices for each in self.packed])
 
     def wait(self) -> None:
-        jax.block_until_ready([move.atoms for move in self.moves])
+        jax.block_until_ready([each.slices for each in self.landed])
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(array.nbytes for each in self.packed for array in jax.tree.leaves(each.slices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,10 @@ class MeshExecutor:
             LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype)
             for run, submesh in zip(layers, submeshes, strict=True)
         ]
-        self.docks = {submesh: Dock(submesh, config.digests, config.error_bound) for submesh in submeshes}
-        self.guard = Guard(config.error_bound)
+        self.transfer_programs = {
+            submesh: TransferPrograms(submesh, config.digests, config.error_bound) for submesh in submeshes
+        }
+        self.error_monitor = ErrorMonitor(config.error_bound)
         self.prefiller = Prefiller(self.layer_groups, config, model.vocab_size) if config.role.prefills else None
         self.decoder = Decoder(self.layer_groups, config, model.vocab_size) if config.role.decodes else None
         self._compiled_when_warm: int | None = None
@@ -115,22 +120,22 @@ class MeshExecutor:
         self.decoder.gates.open(handoff, epoch)
 
     def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshShipment:
-        departures = self.pack(transfer, shapes_of(destination.pages))
-        moves = [send(departure, destination.pages[departure.stage].submesh) for departure in departures]
-        return MeshShipment(transfer, moves, [array for departure in departures for array in departure.packed])
+        packed = self.pack(transfer, shapes_of(destination.pages))
+        landed = [send(each, destination.pages[each.stage].submesh) for each in packed]
+        return MeshShipment(transfer, landed, packed)
 
-    def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[Departure]:
+    def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[PackedKV]:
         """Packs what is to leave for stages of these shapes, now in program order."""
         pages = transfer.source_pages, transfer.destination_pages
-        how = transfer.layers, transfer.wire, self.guard
-        return pack_pages(self.pages, self.docks, shapes, *pages, *how)
+        how = transfer.layers, transfer.wire, self.error_monitor
+        return pack_pages(self.pages, self.transfer_programs, shapes, *pages, *how)
 
     def check(self, shipment: MeshShipment) -> Callable[[], bool] | None:
-        verdicts = check_moves(self.pages, self.docks, shipment.moves)
+        verdicts = check_landed(self.pages, self.transfer_programs, shipment.landed)
         return (lambda: all(np.asarray(each).all() for each in verdicts)) if verdicts else None
 
     def insert(self, shipment: MeshShipment) -> None:
-        insert_moves(self.pages, self.docks, shipment.moves)
+        insert_landed(self.pages, self.transfer_programs, shipment.landed)
         if self.decoder is not None:
             self.decoder.gates.inserted(shipment.transfer)
 
@@ -170,9 +175,9 @@ class MeshExecutor:
 
     def _ship_null(self, peer: MeshExecutor, wire: str, groups: int) -> list:
         nulls = null_lists(self.group_to(peer.config), groups)
-        moves, _ = ship_pages(self.pages, self.docks, peer.pages, *nulls, wire=wire)
-        jax.block_until_ready(check_moves(peer.pages, peer.docks, moves))
-        insert_moves(peer.pages, peer.docks, moves)
+        landed, _ = ship_pages(self.pages, self.transfer_programs, peer.pages, *nulls, wire=wire)
+        jax.block_until_ready(check_landed(peer.pages, peer.transfer_programs, landed))
+        insert_landed(peer.pages, peer.transfer_programs, landed)
         return [stage.pools for stage in peer.pages]
 
     def group_to(self, peer: WorkerConfig) -> PageGroup:
@@ -187,10 +192,10 @@ class MeshExecutor:
             seconds, size = [], 0
             for _ in range(TIMINGS):
                 began_s = time.perf_counter()
-                departures = pack_pages(self.pages, self.docks, shapes, *nulls, wire=wire)
-                packed = jax.block_until_ready([piece for each in departures for piece in each.pieces])
+                found = pack_pages(self.pages, self.transfer_programs, shapes, *nulls, wire=wire)
+                packed = jax.block_until_ready([array for each in found for array in each.device_arrays])
                 seconds.append(time.perf_counter() - began_s)
-                size = sum(piece.nbytes for piece in packed)
+                size = sum(array.nbytes for array in packed)
             costs.append(WireCost(wire, min(seconds) / len(nulls[0]), size // len(nulls[0])))
         return tuple(costs)
 
@@ -200,7 +205,7 @@ class MeshExecutor:
 
     @property
     def programs(self) -> list[Program]:
-        owners = [*self.layer_groups, *self.docks.values(), self.prefiller, self.decoder]
+        owners = [*self.layer_groups, *self.transfer_programs.values(), self.prefiller, self.decoder]
         return [program for owner in owners if owner is not None for program in owner.programs]
 
     @property

@@ -1,15 +1,13 @@
-"""What one shard runs to send pages and to take them: packed, cut in head atoms, checked, cut anew, written in place.
+"""What one shard runs to send pages and to take them: packed, cut in head slices, checked, cut anew, written in place.
 
-An atom is some heads of some pages of some layers, as one to four arrays whose axis 2 counts heads:
-values [L, n, heads, 2, page_size, D'], scales f32 [L, n, heads, 2 * page_size] where values are quantised, digests u32
-[L, n that have one, heads], and errors f32 [L, 1, heads], what quantising lost (each head says what its shard's layer
-did). They are told apart by rank and dtype. Pages travel as they are at the source; where the destination's are of
-another size, it cuts them anew when it writes them.
+A head slice is some heads of some pages of some layers, as one to four arrays whose axis 2 counts heads (`HeadSlices`).
+Pages travel as they are at the source; where the destination's are of another size, it cuts them anew when it writes
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,28 +20,36 @@ from pallas_kernels.pack_kv_pages.reference import digest_pages
 SAMPLE = 8  # pages a digest, where they are sampled
 
 
-class Atoms(NamedTuple):
-    """Arrays of one shard or place by kind; each list is in the order of heads, and empty where nothing of it came."""
+class HeadSlices(NamedTuple):
+    """Arrays of one shard or submesh by kind; each list is in the order of heads, empty where nothing of it came."""
 
-    values: list[Array]
-    scales: list[Array]
-    digests: list[Array]
-    errors: list[Array]
+    values: list[Array]  # [L, n, heads, 2, page_size, D']
+    scales: list[Array]  # f32 [L, n, heads, 2 * page_size], where values are quantised
+    digests: list[Array]  # u32 [L, pages that have one, heads]
+    errors: list[Array]  # f32 [L, 1, heads]: what quantising lost (each head says what its shard's layer did)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of the kinds that came."""
+        return tuple(name for name, arrays in zip(self._fields, self, strict=True) if arrays)
+
+    @property
+    def numbers(self) -> HeadSlices:
+        """What is written into pages, without what only tells whether it may be."""
+        return HeadSlices(self.values, self.scales, [], [])
 
 
-def sorted_atoms(arrays: Iterable[Array]) -> Atoms:
-    """As they came -> by kind."""
-    found = Atoms([], [], [], [])
-    for array in arrays:
-        small = found.errors if array.dtype == jnp.float32 else found.digests
-        {6: found.values, 4: found.scales, 3: small}[array.ndim].append(array)
-    return found
+def by_kind(arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
+    """As many arrays of each of these kinds, kind by kind -> the same by name."""
+    number = len(arrays) // len(kinds)
+    found = {kind: list(arrays[index * number : (index + 1) * number]) for index, kind in enumerate(kinds)}
+    return HeadSlices(*(found.get(kind, []) for kind in HeadSlices._fields))
 
 
 def pack_shard(
-    pools: Sequence[Array], pages: Array, *, atom_heads: int, wire: str, dtype: str, digests: Digests
-) -> tuple[Array, ...]:
-    """Pools of some layers and i32[n] -> atoms: all values, then scales, digests and errors as far as there are any.
+    pools: Sequence[Array], pages: Array, *, slice_heads: int, wire: str, dtype: str, digests: Digests
+) -> HeadSlices:
+    """Pools of some layers and i32[n] -> head slices of `slice_heads` heads.
 
     dtype: of raw numbers on their way, no wider than the pools'.
     """
@@ -56,16 +62,16 @@ def pack_shard(
         sums = pack_kv_pages(pools, pages[::SAMPLE], wire=wire).digests
     heads = packed.values.shape[2]
     errors = None if lost is None else jnp.broadcast_to(lost[:, None, None], (len(pools), 1, heads))
-    whole = [each for each in (packed.values, packed.scales, sums, errors) if each is not None]
-    return tuple(atom for each in whole for atom in jnp.split(each, heads // atom_heads, axis=2))
+    whole = packed.values, packed.scales, sums, errors
+    return HeadSlices(*([] if each is None else jnp.split(each, heads // slice_heads, axis=2) for each in whole))
 
 
-def are_intact(atoms: Sequence[Array], *, error_bound: float) -> Array:
+def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
     """bool[1] of one shard: every digest is that of its page, and no error is over the bound.
 
     Fewer digests than pages: of every `SAMPLE`th.
     """
-    values, scales, digests, errors = sorted_atoms(atoms)
+    values, scales, digests, errors = slices
     good = jnp.bool_(True)
     for index, sent in enumerate(digests):
         step = 1 if sent.shape[1] == values[index].shape[1] else SAMPLE
@@ -76,15 +82,15 @@ def are_intact(atoms: Sequence[Array], *, error_bound: float) -> Array:
     return good[None]
 
 
-def insert_shard(pools: list[Array], pages: Array, values: list[Array], scales: list[Array]) -> list[Array]:
-    """Joins the atoms of a shard, cuts them into pages of the pools' size and writes those in place."""
+def insert_shard(pools: list[Array], pages: Array, slices: HeadSlices) -> list[Array]:
+    """Joins the head slices of a shard, cuts them into pages of the pools' size and writes those in place."""
     page_size = pools[0].shape[3]
-    packed = PackedPages(_joined(values), _joined(scales) if scales else None, None)
+    packed = PackedPages(_joined(slices.values), _joined(slices.scales) if slices.scales else None, None)
     return unpack_kv_pages(pools, recut(packed, page_size), pages, digests=False)[0]
 
 
-def _joined(atoms: list[Array]) -> Array:
-    return atoms[0] if len(atoms) == 1 else jnp.concatenate(atoms, axis=2)
+def _joined(slices: list[Array]) -> Array:
+    return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=2)
 
 
 def recut(packed: PackedPages, page_size: int) -> PackedPages:

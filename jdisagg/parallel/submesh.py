@@ -111,7 +111,7 @@ class Program:
     def __call__(self, *arguments: Any) -> Any:
         results = self._jit(*arguments)
         if self._paced:
-            LAUNCHES.launched(results if isinstance(results, jax.Array) else results[-1])
+            LAUNCHES.launched(jax.tree.leaves(results)[-1])
         return results
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:

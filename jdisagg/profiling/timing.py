@@ -212,7 +212,7 @@ def time_transfer(
         verdict()
     destination.insert(shipment)
     jax.block_until_ready([stage.pools for stage in destination.pages])
-    return sum(array.nbytes for array in shipment.packed), landed_s - began_s, time.perf_counter() - landed_s
+    return shipment.packed_bytes, landed_s - began_s, time.perf_counter() - landed_s
 
 
 # ---------------------------------------------------------------------- two at once

@@ -1,4 +1,4 @@
-"""Head atoms, layer runs and page moves between two cuts, and the proof that whole plans move everything once."""
+"""Head slices, layer runs and page moves between two cuts, and the proof that whole plans move everything once."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,7 +12,7 @@ from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.reshard import (
     MOVE_PAGES,
     TRANSFER_BUCKETS,
-    Atom,
+    HeadSlice,
     PageGroup,
     Reshard,
     StageShape,
@@ -21,6 +21,7 @@ from jdisagg.core.reshard import (
     plan_layers,
     plan_moves,
     plan_reshard,
+    plan_transfer,
 )
 from jdisagg.core.reshard_proof import BrokenPlan, prove
 
@@ -34,12 +35,12 @@ def test_every_destination_shard_gets_just_its_heads_in_order(heads: int):
     for source in filter(lambda tp: fits(heads, tp), range(1, 9)):
         for destination in filter(lambda tp: fits(heads, tp), range(1, 9)):
             plan = plan_heads(heads, source, destination)
-            assert plan.atoms_per_source * plan.atom_heads == heads_per_shard(heads, source)
-            for shard, row in enumerate(plan.pieces):
+            assert plan.slices_per_source * plan.slice_heads == heads_per_shard(heads, source)
+            for shard, row in enumerate(plan.slices):
                 got = [
-                    kv_head_of_shard(heads, source, atom.shard) + atom.index * plan.atom_heads + head
-                    for atom in row
-                    for head in range(plan.atom_heads)
+                    kv_head_of_shard(heads, source, each.shard) + each.index * plan.slice_heads + head
+                    for each in row
+                    for head in range(plan.slice_heads)
                 ]
                 first = kv_head_of_shard(heads, destination, shard)
                 assert got == list(range(first, first + heads_per_shard(heads, destination)))
@@ -47,12 +48,12 @@ def test_every_destination_shard_gets_just_its_heads_in_order(heads: int):
 
 def test_replicated_heads_are_sent_by_different_shards():
     plan = plan_heads(1, 4, 4)
-    assert [row[0].shard for row in plan.pieces] == [0, 1, 2, 3]
+    assert [row[0].shard for row in plan.slices] == [0, 1, 2, 3]
 
 
 def test_equal_cuts_send_whole_shards():
     plan = plan_heads(8, 4, 4)
-    assert plan.atom_heads == 2 and plan.atoms_per_source == plan.atoms_per_destination == 1
+    assert plan.slice_heads == 2 and plan.slices_per_source == plan.slices_per_destination == 1
 
 
 def test_layer_runs_cover_every_layer_once_whatever_the_cuts():
@@ -72,6 +73,22 @@ def test_moves_cover_every_page_once_in_declared_sizes(pages: int):
 
 def test_no_pages_are_no_moves():
     assert plan_moves(0) == ()
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 16), (16, 8), (24, 16)])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 90, 1100])
+def test_a_plan_of_page_lists_takes_all_their_pages(sizes: tuple[int, int], tokens: int):
+    source, destination = (stages([1, 4], 1, size) for size in sizes)
+    number = -(-tokens // sizes[0]), -(-tokens // sizes[1])
+    plan = plan_transfer(source, destination, 2, number)
+    prove(plan)
+    spans = [move.span for move in plan.moves if 0 in move.route.layers]
+    assert (spans[-1].source[1], spans[-1].destination[1]) == number
+
+
+def test_page_lists_that_do_not_hold_the_same_tokens_are_not_planned():
+    with pytest.raises(AssertionError, match="3, 1"):
+        plan_transfer(stages([1], 1, 8), stages([1], 1, 16), 2, (3, 1))
 
 
 @cache
@@ -155,11 +172,11 @@ def test_a_plan_with_one_thing_wrong_is_not_proven(plan: Reshard, data: st.DataO
 def faults(plan: Reshard, at: int) -> list[tuple]:
     """What could stand in the place of move `at`."""
     move = plan.moves[at]
-    route, span, rows = move.route, move.span, move.route.heads.pieces
+    route, span, rows = move.route, move.span, move.route.heads.slices
     first = rows[0][0]
 
-    def with_heads(*pieces: tuple[Atom, ...]):
-        return replace(move, route=replace(route, heads=replace(route.heads, pieces=pieces)))
+    def with_heads(*slices: tuple[HeadSlice, ...]):
+        return replace(move, route=replace(route, heads=replace(route.heads, slices=slices)))
 
     def shifted(pages: tuple[int, int]) -> tuple[int, int]:
         return pages[0] + 1, pages[1] + 1
@@ -171,7 +188,7 @@ def faults(plan: Reshard, at: int) -> list[tuple]:
         (replace(move, span=replace(span, destination=shifted(span.destination))),),
         (replace(move, span=replace(span, groups=TRANSFER_BUCKETS[-1] + 1)),),  # no program was made for that
         (replace(move, route=replace(route, layers=range(route.layers.start + 1, route.layers.stop + 1))),),
-        (with_heads((Atom(first.shard, first.index + 1), *rows[0][1:]), *rows[1:]),),
+        (with_heads((HeadSlice(first.shard, first.index + 1), *rows[0][1:]), *rows[1:]),),
         (with_heads(*rows[:-1]),),
         (with_heads(*rows, rows[0]),),
     ]
@@ -193,18 +210,18 @@ def test_a_culprit_is_named():
 def test_one_replica_that_sends_everything_is_not_proven():
     plan = plan_reshard(stages([1], 4, 16), stages([1], 4, 16), 1, 16)
     move = plan.moves[0]
-    lazy = replace(move.route, heads=replace(move.route.heads, pieces=((Atom(0, 0),),) * 4))
+    lazy = replace(move.route, heads=replace(move.route.heads, slices=((HeadSlice(0, 0),),) * 4))
     with pytest.raises(BrokenPlan, match=r"send it \[4, 0, 0, 0\] times"):
         prove(replace(plan, moves=(replace(move, route=lazy),)))
 
 
-def test_cost_counts_bytes_programs_and_pieces():
+def test_cost_counts_bytes_programs_and_puts():
     source, destination = stages([4], 2, 16), stages([3, 4], 1, 32, "bfloat16")
     plan = plan_reshard(source, destination, 4, 100)  # 7 pages, 4 of the destination: 2 moves of 8 groups
     cost = plan.cost(head_dim=8)
     assert [move.span.groups for move in plan.moves] == [8, 8]
     assert cost.wire_bytes == 4 * (8 * 32) * 4 * 2 * 8 * 2, "in bf16, and with the null pages"
-    assert (cost.programs, cost.pieces) == (4, 4)
+    assert (cost.programs, cost.puts) == (4, 4)
 
 
 @settings(max_examples=200, deadline=None)

@@ -24,7 +24,8 @@ def twins(machine, outline):
     pairs = [(a.programs, b.programs) for a, b in zip(outline.layer_groups, machine.layer_groups, strict=True)]
     pairs += [(outline.draws.programs, machine.decoder.programs)] if machine.decoder else []
     pairs += [(outline.first_draws.programs, machine.prefiller.programs)] if machine.prefiller else []
-    pairs += [(a.programs, b.programs) for a, b in zip(outline.docks.values(), machine.docks.values(), strict=True)]
+    transfers = outline.transfer_programs.values(), machine.transfer_programs.values()
+    pairs += [(a.programs, b.programs) for a, b in zip(*transfers, strict=True)]
     return [pair for ours, theirs in pairs for pair in zip(ours, theirs, strict=True)]
 
 

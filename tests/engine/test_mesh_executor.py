@@ -226,7 +226,9 @@ def test_decode_steps_go_on_during_a_ship():
     shipment = source.ship(transfer(source, destination, 9, LONGEST), destination)
     dispatched_s = time.perf_counter() - started
     loop.run(2, active=[0, 1])
-    assert not all(is_ready(atom) for move in shipment.moves for atom in move.atoms), "the ship ended before the steps"
+    assert not all(is_ready(array) for each in shipment.landed for array in each.slices.values), (
+        "the ship ended before the steps"
+    )
     shipment.wait()
     arrived_s = time.perf_counter() - started
     destination.insert(shipment)

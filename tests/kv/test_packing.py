@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.worker_config import Digests
-from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, recut, sorted_atoms
+from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, recut
 from pallas_kernels import PackedPages
 
 LAYERS, PAGES, HEADS, SIZE, D = 2, 12, 4, 16, 8
@@ -25,16 +25,15 @@ def tokens_of(pool, pages: list[int]) -> np.ndarray:
     return np.concatenate([np.asarray(pool[page], np.float32) for page in pages], axis=2)
 
 
-def packed_atoms(pools, pages, wire="raw", dtype="float32", digests=Digests.FULL, atom_heads=2):
+def packed_slices(pools, pages, wire="raw", dtype="float32", digests=Digests.FULL, slice_heads=2):
     def pack(pools, pages):
-        return pack_shard(pools, pages, atom_heads=atom_heads, wire=wire, dtype=dtype, digests=digests)
+        return pack_shard(pools, pages, slice_heads=slice_heads, wire=wire, dtype=dtype, digests=digests)
 
     return jax.jit(pack)(pools, jnp.asarray(pages, jnp.int32))
 
 
-def inserted(pools, atoms, pages) -> list[jax.Array]:
-    found = sorted_atoms(atoms)
-    return jax.jit(insert_shard)(pools, jnp.asarray(pages, jnp.int32), found.values, found.scales)
+def inserted(pools, slices, pages) -> list[jax.Array]:
+    return jax.jit(insert_shard)(pools, jnp.asarray(pages, jnp.int32), slices.numbers)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 16), (16, 32), (32, 16), (64, 16), (24, 16), (16, 24)])
@@ -42,7 +41,7 @@ def test_tokens_keep_their_order_in_pages_of_another_size(ours: int, theirs: int
     source, destination = make_pools(ours), make_pools(theirs, seed=1)
     tokens = 192  # whole pages of every size
     from_, to = list(range(1, 1 + tokens // ours)), list(range(PAGES, PAGES - tokens // theirs, -1))
-    written = inserted(destination, packed_atoms(source, from_), to)
+    written = inserted(destination, packed_slices(source, from_), to)
     for sent, got in zip(source, written, strict=True):
         np.testing.assert_array_equal(tokens_of(got, to), tokens_of(sent, from_))
 
@@ -50,10 +49,10 @@ def test_tokens_keep_their_order_in_pages_of_another_size(ours: int, theirs: int
 @pytest.mark.parametrize("wire", WIRES)
 def test_compressed_pages_cut_anew_are_the_same_numbers(wire: str):
     source, pages = make_pools(), [3, 1, 4, 2]
-    atoms = packed_atoms(source, pages, wire)
-    same = inserted(make_pools(seed=1), atoms, [5, 6, 7, 8])
-    larger = inserted(make_pools(2 * SIZE, seed=1), atoms, [9, 2])
-    smaller = inserted(make_pools(SIZE // 2, seed=1), atoms, list(range(1, 9)))
+    slices = packed_slices(source, pages, wire)
+    same = inserted(make_pools(seed=1), slices, [5, 6, 7, 8])
+    larger = inserted(make_pools(2 * SIZE, seed=1), slices, [9, 2])
+    smaller = inserted(make_pools(SIZE // 2, seed=1), slices, list(range(1, 9)))
     for one, two, three in zip(same, larger, smaller, strict=True):
         wanted = tokens_of(one, [5, 6, 7, 8])
         np.testing.assert_array_equal(tokens_of(two, [9, 2]), wanted)
@@ -63,10 +62,10 @@ def test_compressed_pages_cut_anew_are_the_same_numbers(wire: str):
 @pytest.mark.parametrize(("ours", "theirs"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_numbers_travel_in_the_narrower_dtype(ours: str, theirs: str):
     source, destination = make_pools(dtype=ours), make_pools(seed=1, dtype=theirs)
-    atoms = packed_atoms(source, [1, 2, 3], dtype="bfloat16")
-    assert {atom.dtype for atom in sorted_atoms(atoms).values} == {jnp.dtype("bfloat16")}
-    assert np.asarray(are_intact(atoms, error_bound=0.0)).all()
-    for sent, got in zip(source, inserted(destination, atoms, [7, 8, 9]), strict=True):
+    slices = packed_slices(source, [1, 2, 3], dtype="bfloat16")
+    assert {each.dtype for each in slices.values} == {jnp.dtype("bfloat16")}
+    assert np.asarray(are_intact(slices, error_bound=0.0)).all()
+    for sent, got in zip(source, inserted(destination, slices, [7, 8, 9]), strict=True):
         assert got.dtype == theirs
         wanted = np.asarray(sent[1:4].astype("bfloat16").astype(theirs))
         assert np.asarray(got[7:10]).tobytes() == wanted.tobytes()
@@ -74,28 +73,28 @@ def test_numbers_travel_in_the_narrower_dtype(ours: str, theirs: str):
 
 @pytest.mark.parametrize("digests", Digests)
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_flipped_bit_is_caught_in_every_kind_of_piece(wire: str, digests: Digests):
-    atoms = packed_atoms(make_pools(), [1, 2, 3], wire, digests=digests)
+def test_a_flipped_bit_is_caught_in_every_kind_of_slice(wire: str, digests: Digests):
+    arrays, tree = jax.tree.flatten(slices := packed_slices(make_pools(), [1, 2, 3], wire, digests=digests))
     check = jax.jit(partial(are_intact, error_bound=1.0))
-    assert np.asarray(check(atoms)).all()
+    assert np.asarray(check(slices)).all()
     caught = []
-    for index, atom in enumerate(atoms):
-        raw = np.array(atom)
+    for index, array in enumerate(arrays):
+        raw = np.array(array)
         raw.reshape(-1).view(np.uint8)[0] ^= 1  # of the first page, which has a digest wherever any has
-        broken = [*atoms[:index], jnp.asarray(raw), *atoms[index + 1 :]]
-        caught.append(not np.asarray(check(broken)).all())
-    errors = len(sorted_atoms(atoms).errors)  # those say too much or too little; nothing is lost by it
+        broken = [*arrays[:index], jnp.asarray(raw), *arrays[index + 1 :]]
+        caught.append(not np.asarray(check(jax.tree.unflatten(tree, broken))).all())
+    errors = len(slices.errors)  # those say too much or too little; nothing is lost by it
     assert all(each == (digests is not Digests.OFF) for each in caught[: len(caught) - errors])
 
 
 def test_a_layer_that_lost_more_than_the_bound_is_not_taken():
     pools = make_pools()
     pools[1] = pools[1].at[2].set(jnp.where(jnp.arange(D) == 0, 1000.0, 1.0))  # one large number a row drowns the rest
-    atoms = packed_atoms(pools, [2], "int4")
-    lost = np.asarray(sorted_atoms(atoms).errors[0])
+    slices = packed_slices(pools, [2], "int4")
+    lost = np.asarray(slices.errors[0])
     assert lost.shape == (LAYERS, 1, 2)
-    assert not np.asarray(are_intact(atoms, error_bound=lost.max() * 0.99)).all()
-    assert np.asarray(are_intact(atoms, error_bound=lost.max() * 1.01)).all()
+    assert not np.asarray(are_intact(slices, error_bound=lost.max() * 0.99)).all()
+    assert np.asarray(are_intact(slices, error_bound=lost.max() * 1.01)).all()
 
 
 def test_scales_are_cut_with_their_rows():

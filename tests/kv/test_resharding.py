@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.reshard import plan_reshard
+from jdisagg.core.reshard import plan_transfer
 from jdisagg.core.reshard_proof import prove
 from jdisagg.core.worker_config import Digests
-from jdisagg.kv.guard import Guard
-from jdisagg.kv.packing import sorted_atoms
+from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import StagePages
-from jdisagg.kv.shipping import Dock, check_moves, insert_moves, shapes_of, ship_pages
+from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, shapes_of, ship_pages
 from jdisagg.parallel.submesh import Submesh
 from tests.kv.test_shipping import fill, held_by
 
@@ -45,8 +44,10 @@ def stages_of(layout: KVLayout, stops: list[int], tp: int, *, last: bool) -> lis
     return made
 
 
-def docks_of(stages: list[StagePages], digests: Digests = Digests.FULL, bound: float = 0.05) -> dict[Submesh, Dock]:
-    return {stage.submesh: Dock(stage.submesh, digests, bound) for stage in stages}
+def programs_of(
+    stages: list[StagePages], digests: Digests = Digests.FULL, bound: float = 0.05
+) -> dict[Submesh, TransferPrograms]:
+    return {stage.submesh: TransferPrograms(stage.submesh, digests, bound) for stage in stages}
 
 
 def numbers(layout: KVLayout, seed: int) -> np.ndarray:
@@ -72,15 +73,16 @@ def test_every_token_of_every_head_and_layer_is_where_it_belongs(case):
     ours, theirs = (KVLayout(4, heads, D, size, dtype) for size, dtype in zip(sizes, dtypes, strict=True))
     source = stages_of(ours, source_stops, a, last=False)
     destination = stages_of(theirs, destination_stops, c, last=True)
-    prove(plan_reshard(shapes_of(source), shapes_of(destination), heads, TOKENS))
     sent, there = numbers(ours, 0), numbers(theirs, 1)
     fill(source, sent)
     fill(destination, there)
     from_, to = pages_in_disorder(ours, 2), pages_in_disorder(theirs, 3)
-    docks = docks_of(destination)
-    moves, _ = ship_pages(source, docks_of(source), destination, from_, to)
-    assert all(np.asarray(verdict).all() for verdict in check_moves(destination, docks, moves))
-    insert_moves(destination, docks, moves)
+    programs = programs_of(destination)
+    landed, packed = ship_pages(source, programs_of(source), destination, from_, to)
+    plan = plan_transfer(shapes_of(source), shapes_of(destination), heads, (len(from_), len(to)))
+    prove(replace(plan, moves=tuple(each.move for each in packed)))
+    assert all(np.asarray(verdict).all() for verdict in check_landed(destination, programs, landed))
+    insert_landed(destination, programs, landed)
     narrow = "bfloat16" if "bfloat16" in dtypes else "float32"
     wanted = np.asarray(jnp.asarray(sequence(sent, from_)).astype(narrow).astype(theirs.dtype))
     found = held_by(destination)
@@ -95,9 +97,9 @@ def test_pages_that_the_destination_holds_already_are_not_written():
     sent, there = numbers(layout, 0), numbers(layout, 1)
     fill(source, sent)
     fill(destination, there)
-    docks = docks_of(destination)
-    moves, _ = ship_pages(source, docks_of(source), destination, [3, 5, 7], [0, 0, 4])
-    insert_moves(destination, docks, moves)
+    programs = programs_of(destination)
+    landed, _ = ship_pages(source, programs_of(source), destination, [3, 5, 7], [0, 0, 4])
+    insert_landed(destination, programs, landed)
     found = held_by(destination)
     np.testing.assert_array_equal(found[:, 4], sent[:, 7])
     rest = [page for page in range(1, found.shape[1]) if page != 4]
@@ -109,17 +111,17 @@ def test_no_number_of_tokens_compiles_a_program_that_was_not_declared(wire: str)
     ours, theirs = KVLayout(1, 2, D, 8), KVLayout(1, 2, D, 16)
     source = [StagePages(ours, range(1), 300, Submesh(jax.devices()[:1]))]
     destination = [StagePages(theirs, range(1), 150, Submesh(jax.devices()[1:2]))]
-    leaving, landing = docks_of(source), docks_of(destination)
+    leaving, landing = programs_of(source), programs_of(destination)
 
     def ship(tokens: int) -> None:
         from_, to = (list(range(1, 1 + layout.pages_for(tokens))) for layout in (ours, theirs))
-        moves, _ = ship_pages(source, leaving, destination, from_, to, wire=wire)
-        check_moves(destination, landing, moves)
-        insert_moves(destination, landing, moves)
+        landed, _ = ship_pages(source, leaving, destination, from_, to, wire=wire)
+        check_landed(destination, landing, landed)
+        insert_landed(destination, landing, landed)
 
     def compiled() -> int:
-        docks = [*leaving.values(), *landing.values()]
-        return sum(program.num_compiled for dock in docks for program in dock.programs)
+        ends = [*leaving.values(), *landing.values()]
+        return sum(program.num_compiled for end in ends for program in end.programs)
 
     for groups in (2, 8, 32):
         ship(groups * 16)
@@ -131,18 +133,20 @@ def test_no_number_of_tokens_compiles_a_program_that_was_not_declared(wire: str)
 
 
 @pytest.mark.parametrize("kind", ["values", "scales", "digests"])
-def test_a_bit_that_flips_in_a_compressed_piece_is_seen(kind: str):
+def test_a_bit_that_flips_in_a_compressed_slice_is_seen(kind: str):
     layout = KVLayout(2, HEADS, D, 8)
     source, destination = stages_of(layout, [2], 2, last=False), stages_of(layout, [2], 1, last=True)
     fill(source, numbers(layout, 0))
-    (move,), _ = ship_pages(source, docks_of(source), destination, [3, 5, 7], [1, 2, 4], wire="int8")
-    docks = docks_of(destination)
-    assert all(np.asarray(each).all() for each in check_moves(destination, docks, [move]))
-    chosen = getattr(sorted_atoms(move.atoms), kind)[-1]
+    (each,), _ = ship_pages(source, programs_of(source), destination, [3, 5, 7], [1, 2, 4], wire="int8")
+    programs = programs_of(destination)
+    assert all(np.asarray(verdict).all() for verdict in check_landed(destination, programs, [each]))
+    chosen = getattr(each.slices, kind)[-1]
     bits = np.array(chosen)
     bits.reshape(-1).view(np.uint8)[bits.nbytes // 2] ^= 1 << 6
-    atoms = [jax.device_put(bits, atom.sharding) if atom is chosen else atom for atom in move.atoms]
-    assert not all(np.asarray(each).all() for each in check_moves(destination, docks, [replace(move, atoms=atoms)]))
+    slices = jax.tree.map(lambda array: jax.device_put(bits, array.sharding) if array is chosen else array, each.slices)
+    assert not all(
+        np.asarray(verdict).all() for verdict in check_landed(destination, programs, [replace(each, slices=slices)])
+    )
 
 
 def test_a_layer_over_the_bound_goes_raw_while_its_neighbours_stay_small():
@@ -152,14 +156,14 @@ def test_a_layer_over_the_bound_goes_raw_while_its_neighbours_stay_small():
     content = np.sign(numbers(layout, 0))
     content[1] = numbers(layout, 1)[1]
     fill(source, content)
-    leaving, landing, guard = docks_of(source), docks_of(destination, bound=0.02), Guard(0.02)
-    moves, packed = ship_pages(source, leaving, destination, [1, 2], [3, 4], wire="int4", guard=guard)
-    verdicts = [bool(np.asarray(each).all()) for each in check_moves(destination, landing, moves)]
+    leaving, landing, monitor = programs_of(source), programs_of(destination, bound=0.02), ErrorMonitor(0.02)
+    landed, packed = ship_pages(source, leaving, destination, [1, 2], [3, 4], wire="int4", monitor=monitor)
+    verdicts = [bool(np.asarray(each).all()) for each in check_landed(destination, landing, landed)]
     assert verdicts == [True, False, True], "what lost too much is refused where it lands"
-    jax.block_until_ready(packed)
-    again, _ = ship_pages(source, leaving, destination, [1, 2], [3, 4], wire="int4", guard=guard)
-    assert set(guard.over) == {range(1, 2)} and guard.over[range(1, 2)] > 0.02
-    assert [bool(sorted_atoms(move.atoms).scales) for move in again] == [True, False, True]
-    assert all(np.asarray(each).all() for each in check_moves(destination, landing, again))
-    insert_moves(destination, landing, again)
+    jax.block_until_ready([each.slices for each in packed])
+    again, _ = ship_pages(source, leaving, destination, [1, 2], [3, 4], wire="int4", monitor=monitor)
+    assert set(monitor.over) == {range(1, 2)} and monitor.over[range(1, 2)] > 0.02
+    assert [bool(each.slices.scales) for each in again] == [True, False, True]
+    assert all(np.asarray(each).all() for each in check_landed(destination, landing, again))
+    insert_landed(destination, landing, again)
     np.testing.assert_allclose(held_by(destination)[:, [3, 4]], content[:, [1, 2]], atol=1e-6)

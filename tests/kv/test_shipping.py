@@ -1,4 +1,4 @@
-"""Pages of one place to pages of another, whatever the cuts, by the programs alone (no model)."""
+"""Pages of one submesh to pages of another, whatever the cuts, by the programs alone (no model)."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import pytest
 from jdisagg.core.kv_layout import KVLayout, heads_per_shard, kv_head_of_shard
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
-from jdisagg.kv.shipping import Dock, check_moves, insert_moves, ship_pages
+from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, ship_pages
 from jdisagg.parallel.submesh import Submesh
 
 LAYERS, PAGES = 3, 24
@@ -17,9 +17,9 @@ LAYERS, PAGES = 3, 24
 
 def stages(
     layout: KVLayout, cut: list[range], submeshes: list[Submesh]
-) -> tuple[list[StagePages], dict[Submesh, Dock]]:
+) -> tuple[list[StagePages], dict[Submesh, TransferPrograms]]:
     made = [StagePages(layout, run, PAGES, submesh) for run, submesh in zip(cut, submeshes, strict=True)]
-    return made, {submesh: Dock(submesh) for submesh in submeshes}
+    return made, {submesh: TransferPrograms(submesh) for submesh in submeshes}
 
 
 def fill(pages: list[StagePages], content: np.ndarray) -> None:
@@ -46,18 +46,18 @@ def held_by(pages: list[StagePages]) -> np.ndarray:
 def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destination_tp: int):
     layout = KVLayout(LAYERS, 6 if source_tp == 3 else 2, 4, page_size=2)
     devices = jax.devices()
-    source, docks = stages(layout, [range(0, 1), range(1, 3)], [Submesh(devices[:source_tp])] * 2)
+    source, programs = stages(layout, [range(0, 1), range(1, 3)], [Submesh(devices[:source_tp])] * 2)
     split = [range(0, 2), range(2, 3)] if destination_tp < 4 else [range(3)]
     submeshes = [Submesh(devices[8 - (n + 1) * destination_tp : 8 - n * destination_tp]) for n in range(len(split))]
-    destination, other_docks = stages(layout, split, submeshes)
+    destination, other_programs = stages(layout, split, submeshes)
     generator = np.random.default_rng(0)
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
     sent, there = (generator.normal(size=shape).astype(np.float32) for _ in range(2))
     fill(source, sent)
     fill(destination, there)
     wanted, into = [5, 3, 20, 11, 1], [2, 9, 4, 24, 17]
-    moves, _ = ship_pages(source, docks, destination, wanted, into)
-    insert_moves(destination, other_docks, moves)
+    landed, _ = ship_pages(source, programs, destination, wanted, into)
+    insert_landed(destination, other_programs, landed)
     found = held_by(destination)
     np.testing.assert_array_equal(found[:, into], sent[:, wanted])
     rest = [page for page in range(1, PAGES + 1) if page not in into]
@@ -69,28 +69,31 @@ def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destina
 def test_a_bit_that_flips_on_the_way_is_seen(source_tp: int, destination_tp: int, digests: Digests):
     layout, devices = KVLayout(LAYERS, 2, 4, page_size=2), jax.devices()
     source, _ = stages(layout, [range(LAYERS)], [Submesh(devices[:source_tp])])
-    destination, docks = stages(layout, [range(LAYERS)], [Submesh(devices[8 - destination_tp :])])
+    destination, programs = stages(layout, [range(LAYERS)], [Submesh(devices[8 - destination_tp :])])
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
     fill(source, np.random.default_rng(1).normal(size=shape).astype(np.float32))
-    packers = {stage.submesh: Dock(stage.submesh, digests) for stage in source}
-    (move,), _ = ship_pages(source, packers, destination, [5, 3, 20], [2, 9, 4])
+    packers = {stage.submesh: TransferPrograms(stage.submesh, digests) for stage in source}
+    (each,), _ = ship_pages(source, packers, destination, [5, 3, 20], [2, 9, 4])
     if digests is Digests.OFF:
-        assert not check_moves(destination, docks, [move])
+        assert not check_landed(destination, programs, [each])
         return
-    verdicts = check_moves(destination, docks, [move])
+    verdicts = check_landed(destination, programs, [each])
     assert np.asarray(verdicts[0]).shape == (destination_tp,) and np.asarray(verdicts[0]).all()
-    for position in (0, move.atoms[0].size // 2 if digests is Digests.FULL else 5):
-        bits = np.array(move.atoms[0])
+    (values,) = each.slices.values[:1]
+    for position in (0, values.size // 2 if digests is Digests.FULL else 5):
+        bits = np.array(values)
         bits.reshape(-1).view(np.uint32)[position] ^= 1 << 11
-        changed = replace(move, atoms=[jax.device_put(bits, move.atoms[0].sharding), *move.atoms[1:]])
-        assert not np.asarray(check_moves(destination, docks, [changed])[0]).all()
+        others = each.slices.values[1:]
+        slices = each.slices._replace(values=[jax.device_put(bits, values.sharding), *others])
+        changed = replace(each, slices=slices)
+        assert not np.asarray(check_landed(destination, programs, [changed])[0]).all()
 
 
 def test_a_transfer_over_the_largest_bucket_goes_in_several_moves():
     layout = KVLayout(1, 2, 4, page_size=2)
-    pages, docks = stages(layout, [range(1)], [Submesh(jax.devices()[:1])])
-    moves, _ = ship_pages(pages, docks, pages, [1] * 70, [2] * 70)
-    assert [len(move.pages) for move in moves] == [64, 16]
+    pages, programs = stages(layout, [range(1)], [Submesh(jax.devices()[:1])])
+    landed, _ = ship_pages(pages, programs, pages, [1] * 70, [2] * 70)
+    assert [len(move.pages) for move in landed] == [64, 16]
 
 
 def test_pools_of_one_stage_never_share_a_buffer():

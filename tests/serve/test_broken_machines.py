@@ -100,10 +100,10 @@ def flipped(shipment: Any) -> Any:
     """One bit of it changes on its way."""
     if isinstance(shipment, ToyShipment):
         return shipment.flipped()
-    atom = shipment.moves[-1].atoms[0]
-    bits = np.array(atom)
+    slices = shipment.landed[-1].slices
+    bits = np.array(slices.values[0])
     bits.reshape(-1).view(np.uint8)[bits.nbytes // 3] ^= 1
-    shipment.moves[-1].atoms[0] = jax.device_put(bits, atom.sharding)
+    slices.values[0] = jax.device_put(bits, slices.values[0].sharding)
     return shipment
 
 

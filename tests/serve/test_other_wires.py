@@ -8,7 +8,7 @@ import pytest
 import jdisagg
 from jdisagg.core.events import KVArrived, WiresTimed
 from jdisagg.core.worker_config import RAW
-from jdisagg.kv.guard import Guard
+from jdisagg.kv.error_monitor import ErrorMonitor
 from tests.fixtures import conformance
 
 FAMILY = conformance.load("llama3")
@@ -37,9 +37,9 @@ def events(llm, kind: type) -> list:
     return [entry.event for entry in llm.service.journal.entries if isinstance(entry.event, kind)]
 
 
-def guard_of(llm) -> Guard:
+def error_monitor_of(llm) -> ErrorMonitor:
     (machine,) = [each for name, each in llm.service.driver._machines.items() if name.startswith("prefill")]
-    return machine.guard
+    return machine.error_monitor
 
 
 def agreement(got: list[list[int]]) -> float:
@@ -66,7 +66,7 @@ def test_quantised_kv_is_taken_and_changes_little():
         got = answers(llm)
         arrived = events(llm, KVArrived)
         assert arrived and all(event.intact and event.transfer.wire == "int8" for event in arrived)
-        assert not guard_of(llm).over and llm.service.recompiles() == 0
+        assert not error_monitor_of(llm).over and llm.service.recompiles() == 0
     assert agreement(got) > 0.8
 
 
@@ -76,7 +76,7 @@ def test_a_layer_that_would_lose_more_than_the_bound_comes_raw_and_nothing_is_lo
         refused = [event.transfer for event in events(llm, KVArrived) if not event.intact]
         assert refused and all(part.wire == "int4" and part.attempt == 0 for part in refused)
         assert len(refused) < len(FAMILY.prompts), "once it is known, layers go raw at the first try"
-        assert set().union(*guard_of(llm).over) == set(range(llm.service.model_config.num_layers))
+        assert set().union(*error_monitor_of(llm).over) == set(range(llm.service.model_config.num_layers))
         assert llm.service.recompiles() == 0
 
 

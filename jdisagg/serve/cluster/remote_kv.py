@@ -27,7 +27,8 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.kv.shipping import Departure, Move, devices_of, joined
+from jdisagg.kv.packing import HeadSlices
+from jdisagg.kv.shipping import LandedKV, PackedKV, devices_of, joined
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.protocol import Transport
@@ -81,7 +82,7 @@ def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransf
     try:
         transfer = decode_as(KVTransfer, notice["transfer"])
         ticket = read_ticket(notice["ticket"])
-        rows = [_read_move(each) for each in notice["moves"]]
+        rows = [_pages_of(each) for each in notice["moves"]]
     except (KeyError, TypeError, ValueError, DecodeError) as error:
         raise SenselessWord(f"a notice that cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
     check_transfer(transfer, sender, to)
@@ -93,12 +94,14 @@ def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransf
     return transfer
 
 
-def _read_move(record: Any) -> list[int]:
-    """The pages that one piece goes to."""
-    stage, first, stop, pages, atoms = record
-    numbers = (stage, first, stop, atoms, *pages)
+def _pages_of(move: Any) -> list[int]:
+    """The pages that one move of a notice goes to."""
+    stage, first, stop, pages, width, kinds = move
+    numbers = (stage, first, stop, width, *pages)
     if not all(type(each) is int and 0 <= each <= MOST for each in numbers) or not first < stop:
-        raise ValueError(f"{str(record)[:80]} is no move")
+        raise ValueError(f"{str(move)[:80]} is no move")
+    if "values" not in kinds or len(set(kinds) & set(HeadSlices._fields)) != len(kinds) or width % len(kinds):
+        raise ValueError(f"{width} arrays of {str(kinds)[:80]} are no head slices")
     return pages
 
 
@@ -107,7 +110,7 @@ class RemoteShipment:
     """A part that came from another process; see `executor.Shipment`."""
 
     transfer: KVTransfer
-    moves: list[Move]
+    landed: list[LandedKV]
 
     def wait_packed(self) -> None:
         """It was pulled: it has been packed."""
@@ -117,7 +120,7 @@ class RemoteShipment:
 
     @property
     def came(self) -> bool:
-        return bool(self.moves)
+        return bool(self.landed)
 
 
 class RemoteKV:
@@ -134,14 +137,14 @@ class RemoteKV:
 
     def ship(self, machine: MeshExecutor, transfer: KVTransfer, peer: PeerRecord) -> dict[str, Any]:
         """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
-        departures = machine.pack(transfer, peer.stages)
+        packed = machine.pack(transfer, peer.stages)
         transport = self._open(choose(self.mine, peer.capability, self.wanted))
         parcel = Parcel(transfer.handoff, transfer.epoch, transfer.part)
-        pieces = [piece for departure in departures for piece in departure.pieces]
+        arrays = [array for each in packed for array in each.device_arrays]
         until_s = time.monotonic() + self._timeout_s
-        ticket = transport.offer(parcel, pieces, until_s)
+        ticket = transport.offer(parcel, arrays, until_s)
         self._tickets.add(ticket, peer.worker, until_s)
-        moves = [_move_json(departure) for departure in departures]
+        moves = [_move_json(each) for each in packed]
         return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
 
     def withdraw(self, handoff: str, epoch: int) -> None:
@@ -167,20 +170,19 @@ class RemoteKV:
             shipment = RemoteShipment(transfer, [])
         return shipment, KVArrived(transfer, shipment.came, time.monotonic() - began_s)
 
-    def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[Move]:
+    def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[LandedKV]:
         ticket = read_ticket(notice["ticket"])
         submeshes = [machine.pages[stage].submesh for stage, *_ in notice["moves"]]
-        counts = [atoms for *_, atoms in notice["moves"]]
-        each_of = zip(submeshes, counts, strict=True)
-        devices = [device for submesh, atoms in each_of for device in devices_of(submesh, atoms)]
+        widths = zip(submeshes, (width for *_, width, _ in notice["moves"]), strict=True)
+        devices = [device for submesh, width in widths for device in devices_of(submesh, width)]
         transport = self._open(ticket.transport)
         arrays = iter(transport.pull(ticket, devices, deadline_s))
-        moves = []
-        for submesh, (stage, first, stop, pages, atoms) in zip(submeshes, notice["moves"], strict=True):
-            landed = [next(arrays) for _ in range(atoms * submesh.tp)]
-            moves.append(Move(stage, range(first, stop), joined(landed, submesh), np.array(pages, np.int32)))
+        landed = []
+        for submesh, (stage, first, stop, pages, width, kinds) in zip(submeshes, notice["moves"], strict=True):
+            slices = joined([next(arrays) for _ in range(width * submesh.tp)], submesh, kinds)
+            landed.append(LandedKV(stage, range(first, stop), slices, np.array(pages, np.int32)))
         transport.ack(ticket)
-        return moves
+        return landed
 
     # ------------------------------------------------------------ both
 
@@ -202,9 +204,9 @@ class RemoteKV:
             transport.close()
 
 
-def _move_json(departure: Departure) -> list[Any]:
-    layers = departure.layers
-    return [departure.stage, layers.start, layers.stop, departure.pages.tolist(), departure.width]
+def _move_json(packed: PackedKV) -> list[Any]:
+    layers, kinds = packed.layers, list(packed.slices.kinds)
+    return [packed.stage, layers.start, layers.stop, packed.pages.tolist(), packed.width, kinds]
 
 
 def records(peers: Iterable[PeerRecord]) -> list[dict[str, Any]]:

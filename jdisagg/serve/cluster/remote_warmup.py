@@ -14,14 +14,14 @@ from jdisagg.core.reshard import StageShape, group_pages, plan_heads
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.warmup import Job, ship_jobs
 from jdisagg.kv.shipping import (
-    Move,
-    check_moves,
+    LandedKV,
+    check_landed,
     devices_of,
-    insert_moves,
+    insert_landed,
     joined,
     null_lists,
     pack_pages,
-    piece_shapes,
+    slice_shapes,
 )
 
 
@@ -30,8 +30,8 @@ def departure_jobs(machine: MeshExecutor, stages: Sequence[StageShape]) -> list[
     group = group_pages(machine.config.page_size, stages[0].page_size)
 
     def pack(wire: str, groups: int) -> Any:
-        departures = pack_pages(machine.pages, machine.docks, stages, *null_lists(group, groups), wire=wire)
-        return [departure.packed for departure in departures]
+        programs, nulls = machine.transfer_programs, null_lists(group, groups)
+        return [each.slices for each in pack_pages(machine.pages, programs, stages, *nulls, wire=wire)]
 
     return [
         job
@@ -53,16 +53,16 @@ def arrival_jobs(machine: MeshExecutor, layout: KVLayout, source_tp: int) -> lis
 
 
 def _insert_nulls(machine: MeshExecutor, layout: KVLayout, source_tp: int, wire: str, groups: int) -> Any:
-    moves = []
+    landed, programs = [], machine.transfer_programs
     group = group_pages(layout.page_size, machine.config.page_size)
     for index, stage in enumerate(machine.pages):
         heads = plan_heads(layout.num_kv_heads, source_tp, stage.submesh.tp)
         size = len(stage.layers), groups * group.source
-        shapes = piece_shapes(layout, stage.layout.dtype, *size, heads, machine.config.digests, wire)
-        zeros = [np.zeros(piece.shape, piece.dtype) for piece in shapes]
-        landed = jax.device_put(zeros * stage.submesh.tp, devices_of(stage.submesh, len(zeros)))
+        shapes = slice_shapes(layout, stage.layout.dtype, *size, heads, machine.config.digests, wire)
+        zeros = [np.zeros(each.shape, each.dtype) for each in jax.tree.leaves(shapes)]
+        arrays = jax.device_put(zeros * stage.submesh.tp, devices_of(stage.submesh, len(zeros)))
         null_pages = np.full(groups * group.destination, NULL_PAGE, np.int32)
-        moves.append(Move(index, stage.layers, joined(landed, stage.submesh), null_pages))
-    jax.block_until_ready(check_moves(machine.pages, machine.docks, moves))
-    insert_moves(machine.pages, machine.docks, moves)
+        landed.append(LandedKV(index, stage.layers, joined(arrays, stage.submesh, shapes.kinds), null_pages))
+    jax.block_until_ready(check_landed(machine.pages, programs, landed))
+    insert_landed(machine.pages, programs, landed)
     return [stage.pools for stage in machine.pages]

@@ -16,7 +16,7 @@ from jax import Array
 KEPT = 64  # packs whose errors are not read yet; what older ones lost is seen at the destination alone
 
 
-class Guard:
+class ErrorMonitor:
     """Of one source. Called from the one thread that packs."""
 
     def __init__(self, error_bound: float) -> None:
@@ -25,14 +25,14 @@ class Guard:
         self._watched: deque[tuple[range, Sequence[Array]]] = deque(maxlen=KEPT)
 
     def allows(self, layers: range) -> bool:
-        self._look()
+        self._read_errors()
         return not any(set(run) & set(layers) for run in self.over)
 
     def watch(self, layers: range, errors: Sequence[Array]) -> None:
         """errors: f32 [L, 1, heads] each, perhaps not computed yet."""
         self._watched.append((layers, errors))
 
-    def _look(self) -> None:
+    def _read_errors(self) -> None:
         while self._watched and _are_there(self._watched[0][1]):
             layers, errors = self._watched.popleft()
             worst = max(float(np.asarray(array).max()) for array in errors)
