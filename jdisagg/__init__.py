@@ -10,7 +10,7 @@ _ROOMS = {
     "LLM": "jdisagg.llm",
     "Completion": "jdisagg.serve.offline",
     "Choice": "jdisagg.serve.offline",
-    "SamplingParams": "jdisagg.serve.asked",
+    "SamplingParams": "jdisagg.serve.sampling_params",
     "Settings": "jdisagg.core.settings",
     "MeshSpec": "jdisagg.core.mesh_spec",
 }

@@ -33,8 +33,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
 from jdisagg.serve import offline, servers
-from jdisagg.serve.answers import AnswerFile
-from jdisagg.serve.asked import SamplingParams
+from jdisagg.serve.answer_file import AnswerFile
 from jdisagg.serve.batch import Batch, read_jobs, run_jobs
 from jdisagg.serve.build import build
 from jdisagg.serve.cluster.processes import (
@@ -50,12 +49,13 @@ from jdisagg.serve.cluster.processes import (
 from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import OneLine
+from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.service import Service
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
 BAD_USE = 2
-LAST_WORDS_S = 2.0  # for answers to be told that the driver has died
+FLUSH_S = 2.0  # for answers to end with the error after the driver has died
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,9 +98,9 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     banner.show(console, deployment, found[0].platform)
-    bar, told = banner.compile_bar(console)
+    bar, on_progress = banner.compile_bar(console)
     with bar:
-        service = build(deployment, settings, found, told)
+        service = build(deployment, settings, found, on_progress)
     service.start()
     try:
         if batch is not None or settings.prompt:
@@ -130,10 +130,10 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     banner.show(console, deployment, found[0].platform)
-    bar, told = banner.compile_bar(console)
+    bar, on_progress = banner.compile_bar(console)
     if sockets is not None:
         with bar:
-            process = build_router(deployment, settings, found, told)
+            process = build_router(deployment, settings, found, on_progress)
         process.start()
         console.print(
             f"[bold]router[/]   workers join at {settings.host}:{process.control_server.port}", highlight=False
@@ -145,7 +145,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
             process.stop()
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     with bar:
-        workers = build_workers(deployment, settings, found, told, ends.put)
+        workers = build_workers(deployment, settings, found, on_progress, ends.put)
     return run_workers(workers, settings, console, ends)
 
 
@@ -236,11 +236,11 @@ async def serve(service: LocalService, settings: Settings, sockets: servers.Sock
     await asyncio.wait({stopped, ended, died}, return_when=asyncio.FIRST_COMPLETED)
     if service.alive:
         console.print(f"draining: {service.running} running, at most {settings.drain_s:g} s (again to stop at once)")
-    await service.drain(settings.drain_s if service.alive else LAST_WORDS_S)
+    await service.drain(settings.drain_s if service.alive else FLUSH_S)
     await running.stop()
     stopped.cancel()
     died.cancel()
-    await asyncio.wait({ended}, timeout=None if service.alive else LAST_WORDS_S)
+    await asyncio.wait({ended}, timeout=None if service.alive else FLUSH_S)
     if not service.alive:
         print(f"jdisagg: {service.why_dead}", file=sys.stderr)
     return 0 if service.alive else FAILED

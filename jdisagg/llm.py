@@ -12,9 +12,9 @@ from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.serve import build, offline
-from jdisagg.serve.asked import SamplingParams
 from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.offline import Completion, Messages, Prompt
+from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.text import Piece
 
 GREEDY = SamplingParams(max_tokens=128, temperature=0.0)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jdisagg.core.errors import OutputError, RequestError
-from jdisagg.serve.answers import AnswerFile
-from jdisagg.serve.asked import SamplingParams
+from jdisagg.serve.answer_file import AnswerFile
 from jdisagg.serve.offline import AT_ONCE, Prompt, complete
+from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.service import Draining, Service
 
 
@@ -84,9 +84,9 @@ async def run_jobs(
     jobs: Sequence[Job],
     sampling: SamplingParams,
     write: Callable[[dict[str, Any]], object],
-    told: Callable[[], object],
+    on_progress: Callable[[], object],
 ) -> int:
-    """Runs the jobs, giving `write` each answer as soon as it is whole; `told` hears of each job's end.
+    """Runs the jobs, giving `write` each answer as soon as it is whole; `on_progress` is called at each job's end.
 
     Returns how many failed for no fault of theirs: they get no line, so that the next run takes them up again.
     Raises OutputError, the others cancelled, where `write` does.
@@ -101,7 +101,7 @@ async def run_jobs(
             failed += 1
         else:
             write(row)
-        told()
+        on_progress()
 
     try:
         async with asyncio.TaskGroup() as group:

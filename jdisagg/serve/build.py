@@ -65,7 +65,7 @@ def build(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_generation_config(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *watching(records, settings), *observers),
+        observers=(journal.observe, metrics.observe, *debug_observers(records, settings), *observers),
         metrics=metrics,
         journal=journal,
         debug_state=DebugState(records, lambda: transfer_stats_of(workers)) if settings.debug_keep else None,
@@ -75,8 +75,8 @@ def build(
     return service
 
 
-def watching(records: Records, settings: Settings) -> tuple[Observer, ...]:
-    """What is kept for /debug, where it is wanted."""
+def debug_observers(records: Records, settings: Settings) -> tuple[Observer, ...]:
+    """The observers that keep what /debug shows, where --debug_keep asks for any."""
     return (records.observe,) if settings.debug_keep else ()
 
 

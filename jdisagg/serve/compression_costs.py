@@ -1,4 +1,4 @@
-"""--transfer_compress=auto: what packing a page costs each way, measured on warm programs and told to the workers."""
+"""--transfer_compress=auto: what packing a page costs each way, measured on warm programs and posted to the workers."""
 
 from __future__ import annotations
 

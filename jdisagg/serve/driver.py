@@ -133,7 +133,7 @@ class LiveDriver:
         clock: Callable[[], float] = time.monotonic,
         remote: RemoteWorkers | None = None,
     ) -> None:
-        """`deliver` takes what clients are to be told, once an event; `died` why the loop ended; both on its thread.
+        """`deliver` takes the outcomes for clients, once an event; `died` why the loop ended; both on its thread.
 
         Whatever is for an actor that is not here, the router too where it is None, goes by way of `remote`.
         """
@@ -251,7 +251,7 @@ class LiveDriver:
             self._told = []
 
     def _decide(self, actor: WorkerId, event: Event, now_s: float) -> Sequence[Any]:
-        """What follows; a word of another process that cannot be followed ends the session with its speaker."""
+        """What follows; a message of another process that cannot be followed ends the session with its sender."""
         try:
             return self.actors[actor].handle(event, now_s)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What the fronts (HTTP and gRPC) are told once, at start: limits, keys, and what a silent request means."""
+"""What the fronts (HTTP and gRPC) are configured with at start: limits, keys, and defaults of requests."""
 
 from __future__ import annotations
 

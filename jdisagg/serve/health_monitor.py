@@ -1,4 +1,4 @@
-"""Health of workers: failures in a row, counted plan by plan, so that the router can be told that a worker is lost.
+"""Health of workers: failures in a row, counted plan by plan, so that the router learns that a worker is lost.
 
 A program that fails takes with it what it was to write: pages, decode states. Where that was all it had, every later
 plan of that machine fails as well, and its worker would take requests for ever and answer none.

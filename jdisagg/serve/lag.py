@@ -9,9 +9,9 @@ from collections.abc import Callable
 PERIOD_S = 0.01
 
 
-async def watch(told: Callable[[float], object]) -> None:
-    """Tells for ever, every PERIOD_S, by how many seconds a timer was late: the loop, or the interpreter, was held."""
+async def watch(on_late: Callable[[float], object]) -> None:
+    """Calls `on_late` for ever, every PERIOD_S, with how many seconds the loop, or the interpreter, was held up."""
     while True:
         due_s = time.monotonic() + PERIOD_S
         await asyncio.sleep(PERIOD_S)
-        told(max(0.0, time.monotonic() - due_s))
+        on_late(max(0.0, time.monotonic() - due_s))

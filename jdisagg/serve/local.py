@@ -1,4 +1,4 @@
-"""A running stack in this process, as the fronts see it: requests in, deltas out, on the event loop."""
+"""A running stack in this process, as the front ends see it: requests in, deltas out, on the event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNREADY = "the server is not ready, has failed, or is going down: running reques
 
 
 class Mailbox:
-    """What one request has been told and its reader has not yet taken."""
+    """Outcomes of one request that its reader has not yet taken."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self._items, self._waiter = loop, deque[Outcome](), asyncio.Event()
@@ -76,7 +76,7 @@ class LocalService:
         self.sampling_defaults = dict(sampling_defaults or {})
         self.draining = False
         self.why_dead = ""  # why the driver has died
-        self._dead, self._told_of_death = False, list[Callable[[], object]]()
+        self._dead, self._on_death = False, list[Callable[[], object]]()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
             router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, remote=remote
@@ -104,7 +104,7 @@ class LocalService:
     async def died(self) -> str:
         """Waits until the driver dies, and returns why. Nothing brings it back: the process is to end."""
         told = asyncio.Event()
-        self._told_of_death.append(partial(asyncio.get_running_loop().call_soon_threadsafe, told.set))
+        self._on_death.append(partial(asyncio.get_running_loop().call_soon_threadsafe, told.set))
         if not self._dead:
             await told.wait()
         return self.why_dead
@@ -169,7 +169,7 @@ class LocalService:
         self._deliver(
             [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=self.why_dead)) for each in [*self._mailboxes]]
         )
-        for tell in self._told_of_death:
+        for tell in self._on_death:
             with contextlib.suppress(RuntimeError):  # its loop has ended
                 tell()
 
@@ -191,7 +191,7 @@ def _put_all(items: list[tuple[Mailbox, Outcome]]) -> None:
 
 
 def _joined(items: list[Outcome]) -> Delta:
-    """One delta of everything told since the last; a `Reject` is raised as `Rejected`."""
+    """One delta of all outcomes since the last; a `Reject` is raised as `Rejected`."""
     sampled, prompt, finish = [], [], None
     for item in items:
         match item:

@@ -111,7 +111,7 @@ class Metrics:
         model = self._model
         self._requests = self._counter("requests", "Requests that ended, by reason", "reason")
         self._journal_drops = self._counter("journal_drops", "Journal files given up: they could not be written")
-        self._rejects = self._counter("rejects", "Requests turned away because the house was full")
+        self._rejects = self._counter("rejects", "Requests turned away because the queue was full")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were answered")
         self._output_tokens = self._counter("generation_tokens", "Output tokens given to clients").labels(model)
         ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
@@ -171,7 +171,7 @@ class Metrics:
             gauge.labels(self._model, worker, side).set_function(lambda index=index: held_bytes()[index])
 
     def watch_connections(self, count: Callable[[], int], reasons: Collection[str]) -> Callable[[str], None]:
-        """`count`: of the HTTP connections that are open; what comes back is told why one was cut off."""
+        """`count`: of open HTTP connections. What comes back is called with the reason when the server closes one."""
         self._gauge("http_connections", "Open HTTP connections").labels(self._model).set_function(count)
         cuts = self._counter("http_connections_cut", "HTTP connections that the server ended or refused", "reason")
         by_reason = {reason: cuts.labels(self._model, reason) for reason in reasons}
@@ -240,7 +240,7 @@ class Metrics:
         self._rejects.labels(self._model).inc()
 
     def capacity(self) -> Capacity | None:
-        """Of the workers that are there now."""
+        """What the workers that are there now can do at the most."""
         slots = sum(config.num_slots for config in [*self._workers.values()] if config.role.decodes)
         return Capacity(slots, self._fastest_s * PACE_MARGIN) if slots else None
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, RequestId, Sampled
-from jdisagg.serve.asked import SamplingParams
 from jdisagg.serve.generation import merged, pieces
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.schema import ChatFields, valid
 from jdisagg.serve.sampling import choice_seed
+from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.service import Rejected, Service
 from jdisagg.serve.text import Piece, TextOptions
 
@@ -111,8 +111,8 @@ async def chat_prompt(service: Service, messages: Messages, sampling: SamplingPa
     return ids, replace(sampling, max_tokens=left) if sampling.max_tokens is None else sampling
 
 
-async def _patient(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
-    """Pieces of one answer; waits and tries again while the house is full."""
+async def _retrying(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
+    """Pieces of one answer; waits and tries again while the queue is full."""
     while True:
         try:
             async with aclosing(pieces(service, request, options)) as answer:
@@ -126,7 +126,7 @@ async def _patient(service: Service, request: Request, options: TextOptions) -> 
 async def stream(service: Service, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Piece]:
     """Pieces of the answers as they come, each with its `choice`; closing the generator cancels the rest."""
     order = order_of(service, prompt, sampling)
-    answers = [partial(_patient, service, request, order.options) for request in order.requests]
+    answers = [partial(_retrying, service, request, order.options) for request in order.requests]
     async with aclosing(merged(answers, AT_ONCE)) as batches:
         async for batch in batches:
             for choice, piece in batch:

@@ -155,7 +155,7 @@ class Records:
             self._traces.popitem(last=False)
 
     def _send(self, actor: str, item: Send, now_s: float) -> None:
-        """What the router says, and what workers say to each other; what they tell the router is heard there."""
+        """Messages of the router, and between workers; those to the router are noted when it receives them."""
         if item.to != ROUTER:
             self._message(actor, item.to, item.message, now_s)
 

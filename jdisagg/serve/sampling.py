@@ -51,10 +51,10 @@ def logit_bias_of(asked: Mapping[str, float] | None) -> tuple[tuple[int, float],
 
 def stop_strings(asked: str | list[str] | None, max_stops: int, max_chars: int) -> tuple[str, ...]:
     """`stop` as a tuple, within the limits on its number and length."""
-    words = (asked,) if isinstance(asked, str) else tuple(asked or ())
-    if len(words) > max_stops:
-        raise RequestError(f"stop has {len(words)} strings, at most {max_stops} are allowed", param="stop")
-    longest = max((len(word) for word in words), default=0)
+    stops = (asked,) if isinstance(asked, str) else tuple(asked or ())
+    if len(stops) > max_stops:
+        raise RequestError(f"stop has {len(stops)} strings, at most {max_stops} are allowed", param="stop")
+    longest = max((len(stop) for stop in stops), default=0)
     if longest > max_chars:
         raise RequestError(f"stop has a string of {longest} characters, at most {max_chars} are allowed", param="stop")
-    return tuple(dict.fromkeys(word for word in words if word))
+    return tuple(dict.fromkeys(stop for stop in stops if stop))

@@ -24,7 +24,7 @@ from jdisagg.serve import lag
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
-from jdisagg.serve.http.connections import Connection, Cut, Doorkeeper, Limits
+from jdisagg.serve.http.connections import CloseReason, Connection, ConnectionLimiter, Limits
 from jdisagg.serve.local import LocalService
 
 BACKLOG = 512  # the kernel's; all of them may be accepted before the first that is too many is refused
@@ -94,9 +94,9 @@ def max_connections(settings: Settings) -> int:
 class HTTPServer(uvicorn.Server):
     """uvicorn without its signal handling (the launcher decides what a signal means), its clients under limits."""
 
-    def __init__(self, config: uvicorn.Config, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, config: uvicorn.Config, limiter: ConnectionLimiter) -> None:
         super().__init__(config)
-        self._doorkeeper = doorkeeper
+        self._limiter = limiter
 
     @property
     def num_connections(self) -> int:
@@ -104,7 +104,7 @@ class HTTPServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """About ten times a second."""
-        self._doorkeeper.sweep(self.server_state.connections, asyncio.get_running_loop().time())
+        self._limiter.sweep(self.server_state.connections, asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
@@ -167,10 +167,10 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
 
 
 def _http_server(service: LocalService, front: FrontSettings, log_level: str) -> HTTPServer:
-    doorkeeper = Doorkeeper(Limits(front.max_connections, front.client_timeout_s))
+    limiter = ConnectionLimiter(Limits(front.max_connections, front.client_timeout_s))
     config = uvicorn.Config(
         create_app(service, front, service.metrics, service.debug_state),
-        http=partial(Connection, doorkeeper),  # type: ignore[arg-type]  # it is called as the class would be
+        http=partial(Connection, limiter),  # type: ignore[arg-type]  # it is called as the class would be
         ws="none",
         log_level=log_level,
         access_log=False,
@@ -178,9 +178,9 @@ def _http_server(service: LocalService, front: FrontSettings, log_level: str) ->
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,  # else a client that never reads keeps the process for ever
     )
-    server = HTTPServer(config, doorkeeper)
+    server = HTTPServer(config, limiter)
     if service.metrics is not None:
-        doorkeeper.note = service.metrics.watch_connections(lambda: server.num_connections, tuple(Cut))
+        limiter.note = service.metrics.watch_connections(lambda: server.num_connections, tuple(CloseReason))
     return server
 
 
@@ -192,7 +192,7 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
 
 
 def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
-    """What a silent request means, the service knows."""
+    """The front ends' limits, with the model's sampling defaults."""
     return FrontSettings(
         sampling_defaults=service.sampling_defaults,
         eos_ids=service.tokenizer.eos_ids,

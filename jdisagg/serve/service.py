@@ -14,7 +14,7 @@ from jdisagg.model.tokenizer import Tokenizer
 
 
 class Rejected(JdisaggError):
-    """The house is full; try again after `retry_after_s` seconds (HTTP 429)."""
+    """The queue is full; try again after `retry_after_s` seconds (HTTP 429)."""
 
     def __init__(self, detail: str, retry_after_s: float) -> None:
         super().__init__(detail)

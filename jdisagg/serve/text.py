@@ -1,4 +1,4 @@
-"""Tokens become text here: whole characters only, stop strings found and held back, the end in OpenAI's words."""
+"""Tokens become text here: whole characters only, stop strings found and held back, how it ended in OpenAI's terms."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Piece:
     choice: int = 0  # which of several answers it is of, where they come in one stream
 
 
-def _borders(word: str) -> list[int]:
-    """boundaries[i]: length of the longest proper prefix of word[: i + 1] that also ends it (Knuth, Morris, Pratt)."""
-    table, length = [0] * len(word), 0
-    for i in range(1, len(word)):
-        while length and word[i] != word[length]:
+def _borders(stop: str) -> list[int]:
+    """boundaries[i]: length of the longest proper prefix of stop[: i + 1] that also ends it (Knuth, Morris, Pratt)."""
+    table, length = [0] * len(stop), 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
             length = table[length - 1]
-        length += word[i] == word[length]
+        length += stop[i] == stop[length]
         table[i] = length
     return table
 
@@ -51,23 +51,23 @@ def _borders(word: str) -> list[int]:
 class _Stop:
     """One stop string and how much of it the text so far ends with."""
 
-    word: str
+    text: str
     boundaries: list[int]
     matched: int = 0
 
     def step(self, char: str) -> bool:
-        """Reads one character; True when the whole word has just been read."""
-        while self.matched and self.word[self.matched] != char:
+        """Reads one character; True when the whole string has just been read."""
+        while self.matched and self.text[self.matched] != char:
             self.matched = self.boundaries[self.matched - 1]
-        self.matched += self.word[self.matched] == char
-        return self.matched == len(self.word)
+        self.matched += self.text[self.matched] == char
+        return self.matched == len(self.text)
 
 
 @dataclass(slots=True)
 class StopStrings:
     """Lets text through except a tail that may yet become a stop string; a few steps a character."""
 
-    words: Sequence[str]
+    stops: Sequence[str]
     include: bool = False
     found: str | None = None
     _held: str = ""
@@ -75,9 +75,9 @@ class StopStrings:
     _heads: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        longest_first = sorted(self.words, key=len, reverse=True)  # of two that end together the longer one counts
-        self._stops = [_Stop(word, _borders(word)) for word in longest_first]
-        self._heads = frozenset(word[0] for word in self.words)
+        longest_first = sorted(self.stops, key=len, reverse=True)  # of two that end together the longer one counts
+        self._stops = [_Stop(stop, _borders(stop)) for stop in longest_first]
+        self._heads = frozenset(stop[0] for stop in self.stops)
 
     def feed(self, text: str) -> str:
         """The text that is now safe to show. Once `found` is set the answer is over: feed no more."""
@@ -87,14 +87,14 @@ class StopStrings:
         for i in range(start, len(text)):
             for stop in self._stops:
                 if stop.step(text[i]):
-                    return self._cut(text, i + 1, stop.word)
+                    return self._cut(text, i + 1, stop.text)
         keep = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[keep:]
         return text[:keep]
 
-    def _cut(self, text: str, end: int, word: str) -> str:
-        self.found, self._held = word, ""
-        return text[: end if self.include else end - len(word)]
+    def _cut(self, text: str, end: int, stop: str) -> str:
+        self.found, self._held = stop, ""
+        return text[: end if self.include else end - len(stop)]
 
     def flush(self) -> str:
         """What was held back, once it is known that no more text comes."""

@@ -66,13 +66,13 @@ class Speaker:
     def hello(self) -> dict[str, Any]:
         return {"workers": self.described, "now_s": 1.0}
 
-    def joined(self, link: Link, welcome: dict[str, Any]) -> None:
+    def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self.link, self.sessions = link, self.sessions + 1
 
-    def hear(self, body: dict[str, Any]) -> None:
+    def on_message(self, body: dict[str, Any]) -> None:
         self.heard.append(body)
 
-    def lose(self, why: str) -> None:
+    def on_lost(self, why: str) -> None:
         self.link = None
         self.over.set()
 
@@ -212,13 +212,13 @@ class Fake:
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    def welcomed(self, link: Link) -> None:
+    def on_joined(self, link: Link) -> None:
         self.links.append(link)
 
-    def hear(self, link: Link, body: dict[str, Any]) -> None:
+    def on_message(self, link: Link, body: dict[str, Any]) -> None:
         """It does not listen."""
 
-    def lose(self, link: Link, why: str) -> None:
+    def on_lost(self, link: Link, why: str) -> None:
         self.lost.append(why)
 
 
@@ -290,11 +290,11 @@ def test_whatever_an_actor_makes_of_a_peers_word_it_does_not_end_the_driver(
 ) -> None:
     """A check that was forgotten: the actor itself fails, and it is the speaker who goes."""
     liar = listening.liar()
-    hear: Callable[..., None] = listening.router._hear
+    on_message: Callable[..., None] = listening.router._hear
 
     def fails(sender: WorkerId, message: Message, now_s: float) -> None:
         assert sender != LIAR, "an invariant does not hold"
-        hear(sender, message, now_s)
+        on_message(sender, message, now_s)
 
     monkeypatch.setattr(listening.router, "_hear", fails)
     liar.say(from_liar(ROUTER, VIEW))

@@ -11,10 +11,10 @@ from jdisagg.serve.metrics import Metrics
 
 
 def test_a_loop_that_is_held_is_late_by_as_long() -> None:
-    told: list[float] = []
+    on_late: list[float] = []
 
     async def held() -> None:
-        watch = asyncio.create_task(lag.watch(told.append))
+        watch = asyncio.create_task(lag.watch(on_late.append))
         await asyncio.sleep(0.05)
         time.sleep(0.3)
         await asyncio.sleep(0.05)
@@ -23,7 +23,7 @@ def test_a_loop_that_is_held_is_late_by_as_long() -> None:
             await watch
 
     asyncio.run(held())
-    assert 0.25 < max(told) < 5 and sorted(told)[0] < 0.1
+    assert 0.25 < max(on_late) < 5 and sorted(on_late)[0] < 0.1
 
 
 def test_the_lag_is_a_metric() -> None:

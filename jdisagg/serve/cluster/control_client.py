@@ -24,10 +24,10 @@ from jdisagg.serve.cluster.link import (
     PROTOCOL,
     Heartbeat,
     Link,
-    joined,
     new_nonce,
     nonce_of,
-    plain,
+    read_opening,
+    read_record,
 )
 from jdisagg.serve.cluster.periodic import PeriodicTask
 
@@ -41,15 +41,15 @@ class ClientCallbacks(Protocol):
     """What a worker process does with its link. Called from the link's thread."""
 
     def hello(self) -> dict[str, Any]:
-        """What it says of itself, anew at every joining."""
+        """The body of the handshake that describes its workers, made anew for every session."""
         ...
 
-    def joined(self, link: Link, welcome: dict[str, Any]) -> None: ...
+    def on_joined(self, link: Link, welcome: dict[str, Any]) -> None: ...
 
-    def hear(self, body: dict[str, Any]) -> None: ...
+    def on_message(self, body: dict[str, Any]) -> None: ...
 
-    def lose(self, why: str) -> None:
-        """Once for every `joined`: everything of that session is over."""
+    def on_lost(self, why: str) -> None:
+        """Once for every `on_joined`: everything of that session is over."""
         ...
 
 
@@ -68,7 +68,7 @@ class ControlClient:
         refused: Callable[[str], None] = lambda why: None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """`refused` is told why the router will never take this process as it is."""
+        """`refused` is called with why the router will never take this process as it is."""
         self.address, self._secret, self._identity, self._callbacks = address, secret, identity, callbacks
         self._heartbeat, self._credentials, self._retry_s = heartbeat or Heartbeat(), credentials, retry_s
         self._refused, self._handshake_s = refused, handshake_s
@@ -127,17 +127,17 @@ class ControlClient:
         if self._stopped.is_set():  # stopped while it was being welcomed
             link.hang_up("this process goes down")
         try:
-            self._callbacks.joined(link, welcome)
+            self._callbacks.on_joined(link, welcome)
             with PeriodicTask(self._heartbeat.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
                 self._listen(link, call)
         finally:
             self._link = None
             call.cancel()
-            self._callbacks.lose(link.why_over or "the router hung up")
+            self._callbacks.on_lost(link.why_over or "the router hung up")
 
     def _shake_hands(self, call: Any, nonce: str, opening: Opening) -> Link:
         try:
-            reply = plain(next(call))
+            reply = read_opening(next(call))
         except (grpc.RpcError, StopIteration) as error:
             raise _reason(error) from error
         theirs, proof = nonce_of(reply), str(reply.get("mac")).encode(errors="replace")
@@ -155,7 +155,7 @@ class ControlClient:
 
     def _welcome(self, link: Link, answers: Any) -> dict[str, Any]:
         try:
-            body = link.read(joined(answers, PIECE_BYTES))
+            body = link.read(read_record(answers, PIECE_BYTES))
         except (grpc.RpcError, StopIteration) as error:
             link.hang_up("not welcome")
             raise _reason(error) from error
@@ -168,7 +168,7 @@ class ControlClient:
     def _listen(self, link: Link, answers: Any) -> None:
         try:
             for body in link.bodies(answers):
-                self._callbacks.hear(body)
+                self._callbacks.on_message(body)
             link.hang_up("the router hung up")
         except grpc.RpcError as error:
             link.hang_up(f"the connection broke ({_code(error)})")
@@ -211,7 +211,7 @@ def _code(error: grpc.RpcError) -> str:
 def _reason(error: grpc.RpcError | StopIteration) -> JdisaggError:
     """A refusal with the router's reason, or a router that is not there."""
     details = getattr(error, "details", None)
-    told = (details() if details is not None else "") or type(error).__name__
-    reason = "".join(each if each.isprintable() else " " for each in told[:MAX_REFUSAL_CHARS])
+    text = (details() if details is not None else "") or type(error).__name__
+    reason = "".join(each if each.isprintable() else " " for each in text[:MAX_REFUSAL_CHARS])
     refused = isinstance(error, grpc.RpcError) and _code(error) == "PERMISSION_DENIED"
     return PeerMismatch(reason) if refused else PeerDead(reason)

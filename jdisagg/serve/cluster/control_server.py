@@ -30,10 +30,10 @@ from jdisagg.serve.cluster.link import (
     PROTOCOL,
     Heartbeat,
     Link,
-    joined,
     new_nonce,
     nonce_of,
-    plain,
+    read_opening,
+    read_record,
 )
 from jdisagg.serve.cluster.periodic import PeriodicTask
 
@@ -52,13 +52,13 @@ class ServerCallbacks(Protocol):
         """A peer has proved itself; what to answer. A JdisaggError sends it away with its text."""
         ...
 
-    def welcomed(self, link: Link) -> None:
+    def on_joined(self, link: Link) -> None:
         """The answer is on its way: from now on the link takes messages."""
         ...
 
-    def hear(self, link: Link, body: dict[str, Any]) -> None: ...
+    def on_message(self, link: Link, body: dict[str, Any]) -> None: ...
 
-    def lose(self, link: Link, why: str) -> None:
+    def on_lost(self, link: Link, why: str) -> None:
         """Once for every link that was admitted."""
         ...
 
@@ -154,13 +154,13 @@ class ControlServer:
         link.send(answer)
         with self._lock:
             self._links[link] = call
-        self._callbacks.welcomed(link)
+        self._callbacks.on_joined(link)
         if not call.add_callback(lambda: link.hang_up("the stream ended")):
             link.hang_up("the stream ended")
         threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True).start()
 
     def _challenge(self, records: Iterator[bytes]) -> Any:
-        first = plain(next(records, b""))
+        first = read_opening(next(records, b""))
         if first.get("jdisagg") != PROTOCOL:
             raise PeerMismatch(f"the peer speaks protocol {first.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
         ours, theirs = new_nonce(), nonce_of(first)
@@ -168,7 +168,7 @@ class ControlServer:
         return theirs + ours
 
     def _admit(self, link: Link, records: Iterator[bytes]) -> dict[str, Any]:
-        record = joined(records, PIECE_BYTES)
+        record = read_record(records, PIECE_BYTES)
         try:
             hello = link.read(record)
         except BadTicket:
@@ -181,7 +181,7 @@ class ControlServer:
     def _listen(self, link: Link, records: Iterator[bytes]) -> None:
         try:
             for body in link.bodies(records):
-                self._callbacks.hear(link, body)
+                self._callbacks.on_message(link, body)
             link.hang_up("the peer hung up")
         except grpc.RpcError:
             link.hang_up("the connection broke")
@@ -195,7 +195,7 @@ class ControlServer:
         with self._lock:
             self._links.pop(link, None)
         link.hang_up("the stream ended")
-        self._callbacks.lose(link, link.why_over)
+        self._callbacks.on_lost(link, link.why_over)
 
 
 def _limits(handshake_s: float) -> list[tuple[str, int]]:

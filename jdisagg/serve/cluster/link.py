@@ -38,7 +38,7 @@ HEARTBEAT: dict[str, Any] = {"beat": 1}
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How often an end is heard of, and how long it is missed before the link ends. Seconds."""
+    """How often each end sends something, and after how long a silence the link ends. Seconds."""
 
     interval_s: float = 1.0
     silence_s: float = 5.0
@@ -48,7 +48,7 @@ def new_nonce() -> str:
     return secrets.token_hex(NONCE_BYTES)
 
 
-def plain(record: bytes) -> dict[str, Any]:
+def read_opening(record: bytes) -> dict[str, Any]:
     """The first record of either end, before there is a session to sign it in. Raises BadTicket."""
     with contextlib.suppress(ValueError, RecursionError):
         body = json.loads(record[:FIRST_RECORD_BYTES])
@@ -65,19 +65,19 @@ def nonce_of(body: dict[str, Any]) -> str:
     return nonce
 
 
-def cut(record: bytes) -> Iterator[bytes]:
+def split_record(record: bytes) -> Iterator[bytes]:
     """The pieces that a record travels in."""
     for start in range(0, len(record), PIECE_BYTES):
         last = start + PIECE_BYTES >= len(record)
         yield (LAST if last else MORE) + record[start : start + PIECE_BYTES]
 
 
-def joined(pieces: Iterator[bytes], limit_bytes: int, heard: Callable[[], object] = lambda: None) -> bytes:
-    """The next record; `heard` is called at each piece. Raises StopIteration at the end, BadTicket over the limit."""
+def read_record(pieces: Iterator[bytes], limit_bytes: int, on_piece: Callable[[], object] = lambda: None) -> bytes:
+    """The next record; `on_piece` is called at each. Raises StopIteration at the end, BadTicket over the limit."""
     record = bytearray()
     while True:
         piece = next(pieces)
-        heard()
+        on_piece()
         record += piece[1:]
         if len(record) > limit_bytes:
             raise BadTicket(f"a record of over {limit_bytes} bytes, the limit here")
@@ -129,7 +129,7 @@ class Link:
             except BadTicket as error:  # its request will miss it and end; the link serves all the others
                 log.error("not sent: %s", error)
                 continue
-            yield from cut(record)
+            yield from split_record(record)
 
     def is_stuck(self) -> bool:
         """Silent too long, or hung up and not yet over: to be asked by another thread than waits on the stream.
@@ -148,7 +148,7 @@ class Link:
         """What the peer says, heartbeats apart, until its stream ends. Raises BadTicket."""
         while True:
             try:
-                record = joined(pieces, MAX_RECORD_BYTES, self._note)
+                record = read_record(pieces, MAX_RECORD_BYTES, self._note)
             except StopIteration:
                 return
             body = self.read(record)

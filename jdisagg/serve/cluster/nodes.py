@@ -84,11 +84,11 @@ class Node:
 
     # ------------------------------------------------------------ in
 
-    def take(self, body: dict[str, Any], shift_s: float = 0.0) -> None:
+    def receive(self, body: dict[str, Any], shift_s: float = 0.0) -> None:
         """A body for an actor of this process. Raises SenselessWord, BadTicket."""
         sender, to = WorkerId(str(body.get("from"))), WorkerId(str(body.get("to")))
         if to not in self.driver.actors:
-            raise SenselessWord(f"there is no {shown(to)} here to hear {shown(sender)}")
+            raise SenselessWord(f"there is no {shown(to)} here for {shown(sender)}")
         if not self.knows(sender):
             return  # it was dropped: its last messages are for nobody
         message = self.checked(body, sender, to)
@@ -119,12 +119,12 @@ class Node:
         except Exception:  # the part counts as never sent, and is asked for again
             log.exception("a part for %s was lost", to)
 
-    def meet(self, described: Iterable[dict[str, Any]]) -> None:
+    def connect(self, described: Iterable[dict[str, Any]]) -> None:
         for record in described:
             peer = read_peer(record)
             self.peers[peer.worker] = peer
 
-    def part_with(self, workers: Iterable[WorkerId]) -> None:
+    def disconnect(self, workers: Iterable[WorkerId]) -> None:
         """They are gone: nothing is kept for them, and what they offered will not be asked for again."""
         for worker in workers:
             self.peers.pop(worker, None)
@@ -157,7 +157,7 @@ class WorkerNode(Node):
         own: Sequence[PeerRecord],
         ended: Callable[[str], None],
     ) -> None:
-        """`ended` is told when no worker of this process is of use any more."""
+        """`ended` is called when no worker of this process is of use any more."""
         super().__init__(remote_kv, machines, own)
         self._ended = ended
         self._link: Link | None = None
@@ -176,15 +176,15 @@ class WorkerNode(Node):
             self._ended(f"plans fail again and again on {', '.join(sorted(self._broken))}")
 
     def end_session(self, peer: WorkerId, why: str) -> None:
-        """Whoever it was, it came by way of the router."""
+        """Ends the session with the router, by way of which whatever `peer` said came."""
         link = self._link
         if link is not None:
             link.hang_up(f"{peer}: {why}")
 
-    def tell(self) -> None:
+    def report_status(self) -> None:
         """What this process counts and has learnt by now; nobody there, nothing sent."""
-        told = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.merged)}
-        self.post(ROUTER, {"status": told | {"transfer_stats": transfer_stats_of(self.driver.actors)}})
+        counted = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.merged)}
+        self.post(ROUTER, {"status": counted | {"transfer_stats": transfer_stats_of(self.driver.actors)}})
 
     def leave(self) -> None:
         """From now on the router gives the workers nothing new; what they have they may end."""
@@ -203,7 +203,7 @@ class WorkerNode(Node):
         able = [peer for peer in self.own if peer.worker not in self._broken]
         return {"workers": records(able), "now_s": time.monotonic()}
 
-    def joined(self, link: Link, welcome: dict[str, Any]) -> None:
+    def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self._link = link
         for worker in self.machines:  # nothing is held of another router's: now this one hears what is free
             self.driver.post(worker, RouterLost())
@@ -211,20 +211,20 @@ class WorkerNode(Node):
         if self._leaving:
             self.leave()
 
-    def lose(self, why: str) -> None:
+    def on_lost(self, why: str) -> None:
         log.warning("the router is gone (%s): giving everything up", why)
         self._link = None
-        self.part_with(list(self.peers))
+        self.disconnect(list(self.peers))
         for worker in self.machines:
             self.driver.post(worker, RouterLost())
 
-    def hear(self, body: dict[str, Any]) -> None:
+    def on_message(self, body: dict[str, Any]) -> None:
         if "peers" in body:
-            self.meet(body["peers"])
+            self.connect(body["peers"])
         elif "gone" in body:
-            self.part_with([WorkerId(worker) for worker in body["gone"]])
+            self.disconnect([WorkerId(worker) for worker in body["gone"]])
         else:
-            self.take(body)
+            self.receive(body)
 
 
 class RouterNode(Node):
@@ -298,7 +298,7 @@ class RouterNode(Node):
             if (mine.prefills and theirs.decodes) or (mine.decodes and theirs.prefills):
                 choose(one.capability, other.capability, self.remote_kv.wanted)
 
-    def welcomed(self, link: Link) -> None:
+    def on_joined(self, link: Link) -> None:
         with self._lock:
             joining = self._joining.pop(link)
             link.send({"peers": records([*self.own, *self.peers.values()])})
@@ -308,7 +308,7 @@ class RouterNode(Node):
                 log.warning("%s joined", peer.worker)
                 self.driver.post(ROUTER, WorkerJoined(peer.config))
 
-    def hear(self, link: Link, body: dict[str, Any]) -> None:
+    def on_message(self, link: Link, body: dict[str, Any]) -> None:
         if "status" in body:
             self._note(link, body["status"])
             return
@@ -325,7 +325,7 @@ class RouterNode(Node):
             self._leaving.add(speaker)
             self.driver.post(ROUTER, WorkerLeaving(speaker))
         elif to in self.driver.actors:
-            self.take(body, self.shift_s(link))
+            self.receive(body, self.shift_s(link))
         elif to in self.peers:
             self.checked(body, speaker, to)
             self.post(to, body)
@@ -333,7 +333,7 @@ class RouterNode(Node):
             raise SenselessWord(f"{shown(speaker)} says nothing that is known: {shown(body)}")
 
     def shift_s(self, link: Link) -> float:
-        """What the clock of that process lacks to be ours."""
+        """Seconds to add to times of that process's clock to make them ours."""
         return min(self._shifts.get(link, [0.0]))
 
     def _note(self, link: Link, status: dict[str, Any]) -> None:
@@ -352,11 +352,11 @@ class RouterNode(Node):
         with self._lock:
             remote = [*self._transfer_stats.values()]
         found = transfer_stats_of(self.driver.actors)
-        for told in remote:
-            found |= told
+        for reported in remote:
+            found |= reported
         return found
 
-    def lose(self, link: Link, why: str) -> None:
+    def on_lost(self, link: Link, why: str) -> None:
         with self._lock:
             self._drop(self._workers_of(link), why)
             for book in (self._shifts, self._joining, self._recompiles, self._transfer_stats):
@@ -373,7 +373,7 @@ class RouterNode(Node):
                 log.warning("%s is gone: %s", worker, "it left" if worker in self._leaving else why)
                 self._leaving.discard(worker)
                 self.driver.post(ROUTER, WorkerLost(worker))
-            self.part_with(workers)
+            self.disconnect(workers)
             if workers:
                 self._tell_all({"gone": list(workers)})
 

@@ -35,7 +35,7 @@ from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import Progress, load_executors, router_config, warm, watching
+from jdisagg.serve.build import Progress, debug_observers, load_executors, router_config, warm
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
@@ -161,7 +161,7 @@ class WorkerProcess:
 
     def _report(self) -> None:
         while not self._stopped.wait(PUSH_INTERVAL_S):
-            self.node.tell()
+            self.node.report_status()
 
     def leave(self, grace_s: float) -> bool:
         """Takes no new work and ends what it has; False where some is left after `grace_s` seconds.
@@ -193,7 +193,7 @@ def build_workers(
     progress: Progress,
     ended: Callable[[str], None],
 ) -> WorkerProcess:
-    """`ended` is told why this process can do no more: the router refuses it, or its driver died."""
+    """`ended` is called with why this process can do no more: the router refuses it, or its driver died."""
     own = own_workers(deployment, roles_of(settings))
     credentials = channel_credentials(settings)
     remote_kv = remote_kv_of(deployment, settings)
@@ -205,7 +205,7 @@ def build_workers(
         None,
         {name: Worker(machine.config) for name, machine in machines.items()},
         machines,
-        deliver=lambda told: None,
+        deliver=lambda outcomes: None,
         died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
         observers=(metrics.observe, node.observe),
         remote=node,
@@ -287,7 +287,7 @@ def _service(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_generation_config(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *watching(records, settings), node.observe),
+        observers=(journal.observe, metrics.observe, *debug_observers(records, settings), node.observe),
         metrics=metrics,
         journal=journal,
         debug_state=DebugState(records, node.transfer_stats) if settings.debug_keep else None,

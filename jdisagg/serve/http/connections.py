@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 MAX_PIPELINED = 16  # requests sent before the answer to an earlier one
 
 
-class Cut(StrEnum):
+class CloseReason(StrEnum):
     """Why the server ended a connection, or refused one."""
 
     IDLE = "idle"  # nothing asked, or nothing more
@@ -49,10 +49,10 @@ class Phase(Enum):
     BODY = auto()
 
 
-class Doorkeeper:
+class ConnectionLimiter:
     """What all connections of one server share: the limits, and the book of those cut off."""
 
-    def __init__(self, limits: Limits, note: Callable[[Cut], None] = lambda cut: None) -> None:
+    def __init__(self, limits: Limits, note: Callable[[CloseReason], None] = lambda reason: None) -> None:
         self.limits, self.note = limits, note
 
     def admit(self, newcomer: Connection, present: Collection[Any]) -> None:
@@ -64,9 +64,9 @@ class Doorkeeper:
             return
         waiting = [each for each in kept if each is not newcomer and each.asks_nothing]
         if waiting:
-            min(waiting, key=lambda each: each.since_s).drop(Cut.DISPLACED)
+            min(waiting, key=lambda each: each.since_s).drop(CloseReason.DISPLACED)
         else:
-            newcomer.refuse(503, f"all {self.limits.max_connections} connections are busy", Cut.FULL)
+            newcomer.refuse(503, f"all {self.limits.max_connections} connections are busy", CloseReason.FULL)
 
     def sweep(self, present: Collection[Any], now_s: float) -> None:
         """Cuts off whoever is late."""
@@ -77,9 +77,9 @@ class Doorkeeper:
 class Connection(HttpToolsProtocol):
     """One connection and what its client owes. Times are of the event loop's clock."""
 
-    def __init__(self, doorkeeper: Doorkeeper, **rest: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, **rest: Any) -> None:
         super().__init__(**rest)
-        self._doorkeeper, self._limits = doorkeeper, doorkeeper.limits
+        self._limiter, self._limits = limiter, limiter.limits
         self._phase = Phase.NOTHING
         self.since_s = self.loop.time()  # that the phase began
         self._body_bytes = 0
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._doorkeeper.admit(self, self.connections)
+        self._limiter.admit(self, self.connections)
 
     def data_received(self, data: bytes) -> None:
         if self.is_cut:
@@ -127,7 +127,7 @@ class Connection(HttpToolsProtocol):
         if self._header_bytes() > self._limits.max_header_bytes:
             self._refuse_header()
         elif len(self.pipeline) >= MAX_PIPELINED:
-            self.drop(Cut.PIPELINED)
+            self.drop(CloseReason.PIPELINED)
         else:
             super().on_headers_complete()
 
@@ -169,23 +169,23 @@ class Connection(HttpToolsProtocol):
     def look(self, now_s: float) -> None:
         """Cuts the connection off where its client is late."""
         if self._leaves_unread(now_s):
-            self.drop(Cut.UNREAD)
+            self.drop(CloseReason.UNREAD)
         elif self.is_cut or self.transport.is_closing():
             return
         elif self._phase is Phase.BODY:
             self._look_at_body(now_s)
         elif now_s - self.since_s > self._limits.timeout_s and not self._answering:
             if self._phase is Phase.HEADER:
-                self.refuse(408, f"the header took over {self._limits.timeout_s:g} s", Cut.SLOW_HEADER)
+                self.refuse(408, f"the header took over {self._limits.timeout_s:g} s", CloseReason.SLOW_HEADER)
             else:
-                self._close(Cut.IDLE)
+                self._close(CloseReason.IDLE)
 
     def _look_at_body(self, now_s: float) -> None:
         if self.flow.read_paused:  # it is we who do not read
             self.since_s = now_s
         allowed_s = self._limits.timeout_s + self._body_bytes / self._limits.body_bytes_per_s
         if now_s - self.since_s > allowed_s:
-            self.refuse(408, f"{self._body_bytes} bytes of the body came in {allowed_s:.1f} s", Cut.SLOW_BODY)
+            self.refuse(408, f"{self._body_bytes} bytes of the body came in {allowed_s:.1f} s", CloseReason.SLOW_BODY)
 
     def _leaves_unread(self, now_s: float) -> bool:
         unread_bytes = self.transport.get_write_buffer_size()
@@ -199,28 +199,28 @@ class Connection(HttpToolsProtocol):
 
     def _refuse_header(self) -> None:
         most = self._limits.max_header_bytes
-        self.refuse(431, f"the header has more than {most} bytes, the most that is allowed", Cut.LONG_HEADER)
+        self.refuse(431, f"the header has more than {most} bytes, the most that is allowed", CloseReason.LONG_HEADER)
 
-    def refuse(self, status: int, message: str, cut: Cut) -> None:
+    def refuse(self, status: int, message: str, reason: CloseReason) -> None:
         """Answers with an error, where no other answer has begun, and closes."""
         if self.is_cut:
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": cut.value}
+            error = {"message": message, "type": "invalid_request_error", "param": None, "code": reason.value}
             body = json.dumps({"error": error}).encode()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
-        self._close(cut)
+        self._close(reason)
 
-    def _close(self, cut: Cut) -> None:
+    def _close(self, reason: CloseReason) -> None:
         """What was written before is still sent, if the client reads it in time."""
         self.is_cut = True
-        self._doorkeeper.note(cut)
+        self._limiter.note(reason)
         self.transport.close()
 
-    def drop(self, cut: Cut) -> None:
+    def drop(self, reason: CloseReason) -> None:
         """At once, with whatever was not sent: the answer under way is cancelled."""
         if not self.is_cut:
-            self._doorkeeper.note(cut)
+            self._limiter.note(reason)
         self.is_cut = True
         self.transport.abort()

@@ -88,7 +88,7 @@ def error_response(error: Exception) -> Response:
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, in OpenAI's words."""
+    """What went wrong, in OpenAI's fields."""
 
     message: str
     type: str
@@ -104,8 +104,8 @@ class ErrorBody(BaseModel):
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route that may end with these statuses; 431 and 500 may come of any."""
-    told = sorted({*statuses, 431, 500})
-    return {status: {"model": ErrorBody, "description": MEANINGS[status]} for status in told}
+    sent = sorted({*statuses, 431, 500})
+    return {status: {"model": ErrorBody, "description": MEANINGS[status]} for status in sent}
 
 
 async def _answer(_: Request, error: Exception) -> Response:

@@ -28,7 +28,7 @@ from jdisagg.kv.transport.ticket import Parcel
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
-from jdisagg.serve.cluster.link import HEARTBEAT, LAST, METHOD, PROTOCOL, Heartbeat, Link, cut, new_nonce
+from jdisagg.serve.cluster.link import HEARTBEAT, LAST, METHOD, PROTOCOL, Heartbeat, Link, new_nonce, split_record
 from jdisagg.serve.cluster.processes import identity_of
 from jdisagg.serve.deployment import resolve_deployment
 from tests.serve.cluster.processes import private
@@ -60,15 +60,15 @@ class RouterNotes(Notes):
         self.told.put(("admit", hello["role"]))
         return {"number": 7}
 
-    def welcomed(self, link: Link) -> None:
+    def on_joined(self, link: Link) -> None:
         assert link is self._link
 
-    def hear(self, link: Link, body: dict[str, Any]) -> None:
+    def on_message(self, link: Link, body: dict[str, Any]) -> None:
         self.told.put(("hear", body))
         if "crash" in body:
             raise KeyError("crash")
 
-    def lose(self, link: Link, why: str) -> None:
+    def on_lost(self, link: Link, why: str) -> None:
         self.told.put(("lose", why))
 
 
@@ -76,16 +76,16 @@ class WorkerNotes(Notes):
     def hello(self) -> dict[str, Any]:
         return {"role": "decode"}
 
-    def joined(self, link: Link, welcome: dict[str, Any]) -> None:
+    def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self._link = link
         self.told.put(("joined", welcome["number"]))
 
-    def hear(self, body: dict[str, Any]) -> None:
+    def on_message(self, body: dict[str, Any]) -> None:
         self.told.put(("hear", body))
         if "crash" in body:
             raise KeyError("crash")
 
-    def lose(self, why: str) -> None:
+    def on_lost(self, why: str) -> None:
         self.told.put(("lose", why))
 
 
@@ -309,7 +309,7 @@ class RawWorker:
     def join(self) -> bytes:
         """The record that it joined by."""
         record = self.signed({"role": "decode", "identity": asdict(KIND)})
-        for piece in cut(record):
+        for piece in split_record(record):
             self.say(piece)
         return record
 
@@ -326,7 +326,7 @@ def test_a_recorded_handshake_is_worth_nothing_the_next_time(open_server):
     heard.close()
     assert router.next()[0] == "lose"
     replayed = RawWorker(control_server.port)
-    for piece in cut(record):
+    for piece in split_record(record):
         replayed.say(piece)
     with pytest.raises(grpc.RpcError):
         next(replayed.call)
@@ -341,7 +341,7 @@ def test_messages_out_of_step_cut_short_or_in_wrong_pieces_end_the_peer_that_say
         worker.join()
         assert router.next() == ("admit", "decode")
         worker.signed({"lost": "on the way"})
-        worker.say(spoil(next(cut(worker.signed({"n": 1})))))
+        worker.say(spoil(next(split_record(worker.signed({"n": 1})))))
         assert router.next()[0] == "lose"
         worker.close()
     connect(control_server.port)
@@ -394,7 +394,7 @@ def test_a_peer_that_is_stopped_is_missed_though_messages_for_it_wait(open_serve
 
 def test_a_router_that_is_stopped_is_missed_though_messages_for_it_wait(open_server, connect):
     control_server, router = open_server(heartbeat=Heartbeat(interval_s=60, silence_s=60))
-    router.hear = lambda link, body: time.sleep(60)  # takes one message, and no more
+    router.on_message = lambda link, body: time.sleep(60)  # takes one message, and no more
     _, worker = connect(control_server.port)
     assert worker.next() == ("joined", 7)
     for _ in range(20):
@@ -413,7 +413,7 @@ def test_a_peer_that_speaks_and_never_listens_is_ended_when_too_much_waits_for_i
 
     def beat() -> None:
         while not over.wait(0.05):
-            worker.say(next(cut(worker.signed(HEARTBEAT))))
+            worker.say(next(split_record(worker.signed(HEARTBEAT))))
 
     threading.Thread(target=beat, daemon=True).start()
     for _ in range(2000):
@@ -476,16 +476,16 @@ def test_by_tls_a_worker_joins_and_one_without_a_certificate_does_not(open_serve
 def test_kv_crosses_by_the_same_certificates(certified: Settings):
     server, connect = kv_contexts(certified)
     source = tcp(TransportConfig(SECRET, KIND, tls_server=server, tls_client=connect))
-    sink, plain = tcp(source.terms), tcp(TransportConfig(SECRET, KIND))
+    sink, unencrypted = tcp(source.terms), tcp(TransportConfig(SECRET, KIND))
     try:
         array = jnp.arange(1000.0)
         ticket = source.offer(Parcel("r", 1, 0), [array], time.monotonic() + 20)
         with pytest.raises(TransportError):
-            plain.pull(ticket, jax.devices()[:1], time.monotonic() + 3)
+            unencrypted.pull(ticket, jax.devices()[:1], time.monotonic() + 3)
         (pulled,) = sink.pull(ticket, jax.devices()[:1], time.monotonic() + 20)
         assert (pulled == array).all()
     finally:
-        for each in (source, sink, plain):
+        for each in (source, sink, unencrypted):
             each.close()
 
 

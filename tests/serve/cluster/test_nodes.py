@@ -69,7 +69,7 @@ class RouterFixture:
     def join(self, *peers: PeerRecord) -> RecordingLink:
         link = RecordingLink()
         self.node.admit(link, {"workers": records(peers), "now_s": time.monotonic()})
-        self.node.welcomed(link)
+        self.node.on_joined(link)
         return link
 
     def leaving(self, name: str) -> bool | None:
@@ -105,7 +105,7 @@ def test_workers_come_and_go_and_the_others_are_told(fixture: RouterFixture):
     assert fixture.node.able
     eventually(lambda: fixture.knows("decode-0", "prefill-0"))
     assert [one["config"]["worker"] for one in first.sent[-1]["peers"]] == ["prefill-0"]
-    fixture.node.lose(second, "it left")
+    fixture.node.on_lost(second, "it left")
     eventually(lambda: fixture.knows("decode-0"))
     assert first.sent[-1] == {"gone": ["prefill-0"]} and not fixture.node.able
 
@@ -121,7 +121,7 @@ def test_a_process_that_comes_back_before_it_was_missed_takes_its_own_place(fixt
     first = fixture.join(worker("decode-0"))
     again = fixture.join(worker("decode-0"))
     assert first.why_over == "its process joined anew"
-    fixture.node.lose(first, "its end is found out late")
+    fixture.node.on_lost(first, "its end is found out late")
     eventually(lambda: fixture.knows("decode-0"))
     fixture.node.post(WorkerId("decode-0"), {"x": 1})
     assert again.sent[-1] == {"x": 1}
@@ -138,7 +138,7 @@ def test_nobody_speaks_for_a_worker_of_another_process(fixture: RouterFixture):
     stranger = fixture.join(worker("decode-1", process="two"))
     for body in (said("decode-0", ROUTER, View(1, 1, 0, 0)), {"lost": "decode-0"}):
         with pytest.raises(BadTicket, match="not its own"):
-            fixture.node.hear(stranger, body)
+            fixture.node.on_message(stranger, body)
     eventually(lambda: fixture.knows("decode-0", "decode-1"))
 
 
@@ -162,15 +162,15 @@ def test_nobody_speaks_for_a_worker_of_another_process(fixture: RouterFixture):
 def test_words_that_cannot_be_read_are_refused(fixture: RouterFixture, body: dict[str, Any]):
     link = fixture.join(worker("decode-0"))
     with pytest.raises((BadTicket, SenselessWord)):
-        fixture.node.hear(link, body)
+        fixture.node.on_message(link, body)
 
 
 def test_words_for_workers_that_are_gone_and_from_those_are_dropped(fixture: RouterFixture):
     link = fixture.join(worker("decode-0"))
-    fixture.node.hear(link, said("decode-0", "prefill-9", Drawn(())))
-    fixture.node.hear(link, {"lost": "decode-0"})
+    fixture.node.on_message(link, said("decode-0", "prefill-9", Drawn(())))
+    fixture.node.on_message(link, {"lost": "decode-0"})
     eventually(fixture.knows)
-    fixture.node.hear(link, said("decode-0", ROUTER, Drawn(())))
+    fixture.node.on_message(link, said("decode-0", ROUTER, Drawn(())))
     assert fixture.knows() and not link.sent[1:], "nobody was told of either"
 
 
@@ -179,11 +179,11 @@ def test_a_worker_that_says_it_leaves_is_given_nothing_new_until_it_is_gone(fixt
     fixture.join(worker("prefill-0", Role.PREFILL, "two"))
     assert fixture.node.able
     with pytest.raises(BadTicket, match="not its own"):
-        fixture.node.hear(link, {"leaving": "prefill-0"})
-    fixture.node.hear(link, {"leaving": "decode-0"})
+        fixture.node.on_message(link, {"leaving": "prefill-0"})
+    fixture.node.on_message(link, {"leaving": "decode-0"})
     eventually(lambda: fixture.leaving("decode-0") is True)
     assert not fixture.node.able and fixture.knows("decode-0", "prefill-0")
-    fixture.node.lose(link, "it hung up")
+    fixture.node.on_lost(link, "it hung up")
     fixture.join(worker("decode-0"))
     eventually(lambda: fixture.leaving("decode-0") is False)
     assert fixture.knows("decode-0", "prefill-0") and fixture.node.able
@@ -218,12 +218,12 @@ def test_a_client_of_a_router_that_no_worker_has_joined_waits_until_its_deadline
 def test_what_a_process_counts_is_shown_until_it_is_gone(fixture: RouterFixture):
     link = fixture.join(worker("decode-0"))
     row = ["jdisagg_decode_runs", "jdisagg_decode_runs_total", {"model_name": "model", "worker": "decode-0"}, 7.0]
-    fixture.node.hear(link, {"status": {"now_s": time.monotonic(), "recompiles": 2, "samples": [row]}})
+    fixture.node.on_message(link, {"status": {"now_s": time.monotonic(), "recompiles": 2, "samples": [row]}})
     assert 'jdisagg_decode_runs_total{model_name="model",worker="decode-0"} 7.0' in fixture.metrics.render().decode()
     free = 'jdisagg_kv_pages{model_name="model",state="free",worker="decode-0"} 64.0'
     eventually(lambda: free in fixture.metrics.render().decode())
     assert fixture.node.recompiles() == 2
-    fixture.node.lose(link, "it left")
+    fixture.node.on_lost(link, "it left")
     eventually(lambda: "decode-0" not in fixture.metrics.render().decode())
     assert fixture.node.recompiles() == 0
 
@@ -231,8 +231,8 @@ def test_what_a_process_counts_is_shown_until_it_is_gone(fixture: RouterFixture)
 def test_the_clock_of_a_process_is_read_from_its_quickest_word(fixture: RouterFixture):
     link = RecordingLink()
     fixture.node.admit(link, {"workers": records([worker("decode-0")]), "now_s": time.monotonic() - 1000.5})
-    fixture.node.welcomed(link)
+    fixture.node.on_joined(link)
     for late_s in (0.4, 0.0, 0.3):
         status = {"now_s": time.monotonic() - 1000.0 - late_s, "recompiles": 0, "samples": []}
-        fixture.node.hear(link, {"status": status})
+        fixture.node.on_message(link, {"status": status})
     assert fixture.node.shift_s(link) == pytest.approx(1000.0, abs=0.05)
