@@ -106,7 +106,7 @@ class Notes(NamedTuple):
     decoding: tuple[tuple[WorkerId, Owner], ...]  # what the router believes is admitted, and where
 
 
-class Twist(NamedTuple):
+class ActorPatch(NamedTuple):
     """A change of the protocol, for tests that want to see it fail: what actors hear, and what comes of it."""
 
     amend: Callable[[Actor, Event], Event] = lambda actor, event: event
@@ -117,17 +117,17 @@ class Twist(NamedTuple):
 PLAN_SPACE = 1_000_000  # plan ids of different workers never meet
 
 
-class Cast:
+class StateTable:
     """All states of all actors seen so far, by number."""
 
-    def __init__(self, twist: Twist | None = None) -> None:
+    def __init__(self, patch: ActorPatch | None = None) -> None:
         self.parts: list[Part] = []
         self.notes: list[Notes] = []
         self.steps = 0  # events that an actor really took
         self._frozen: list[bytes] = []
         self._known: dict[Shape, int] = {}
         self._forms: dict[Any, int] = {}
-        self.twist = twist or Twist()
+        self.patch = patch or ActorPatch()
 
     def form(self, form: Any) -> int:
         return self._forms.setdefault(form, len(self._forms))
@@ -160,7 +160,7 @@ class Cast:
         self.steps += 1
         actor: Actor = self.thaw(number)
         try:
-            event = self.twist.amend(actor, event)
+            event = self.patch.amend(actor, event)
             effects = actor.handle(event, now_s)
             if isinstance(actor, Worker):
                 actor.check_invariants()
@@ -168,7 +168,7 @@ class Cast:
             raise Violation(f"{type(error).__name__}: {error}") from error
         if isinstance(actor, Worker):
             check_acknowledged(actor, effects)
-        return self.add(who, actor), self.twist.alter(actor, event, effects)
+        return self.add(who, actor), self.patch.alter(actor, event, effects)
 
 
 def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:

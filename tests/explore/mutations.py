@@ -16,12 +16,12 @@ from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.request_state import Waiting
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from tests.explore.actors import Actor, Twist
+from tests.explore.actors import Actor, ActorPatch
 
 
 class Mutation(NamedTuple):
     name: str
-    twist: Twist = Twist()
+    patch: ActorPatch = ActorPatch()
     row: Any = None  # of the handoff's table, to be deleted
 
 
@@ -36,7 +36,7 @@ def unsaid(name: str, drop: Callable[[Actor, Event, Effect], bool]) -> Mutation:
     def alter(actor: Actor, event: Event, effects: list[Effect]) -> list[Effect]:
         return [effect for effect in effects if not drop(actor, event, effect)]
 
-    return Mutation(name, Twist(alter=alter))
+    return Mutation(name, ActorPatch(alter=alter))
 
 
 def silent(word: type) -> Mutation:
@@ -105,7 +105,7 @@ def unfenced(word: type) -> Mutation:
             return replace(event, message=_of_present(actor, event.message))
         return event
 
-    return Mutation(f"no fence for {word.__name__}", Twist(amend=amend))
+    return Mutation(f"no fence for {word.__name__}", ActorPatch(amend=amend))
 
 
 def _of_present(actor: Actor, word: Any) -> Any:
@@ -132,7 +132,7 @@ def unchecked() -> Mutation:
     def amend(actor: Actor, event: Event) -> Event:
         return replace(event, intact=True) if isinstance(event, KVArrived) else event
 
-    return Mutation("no digest", Twist(amend=amend))
+    return Mutation("no digest", ActorPatch(amend=amend))
 
 
 def uncounted() -> Mutation:
@@ -143,7 +143,7 @@ def uncounted() -> Mutation:
             return replace(event, message=replace(event.message, num_parts=0))
         return event
 
-    return Mutation("no count of parts", Twist(amend=amend))
+    return Mutation("no count of parts", ActorPatch(amend=amend))
 
 
 def unwritten() -> Mutation:
@@ -163,7 +163,7 @@ def ungated() -> Mutation:
             for each in effects
         ]
 
-    return Mutation("no gate", Twist(alter=alter))
+    return Mutation("no gate", ActorPatch(alter=alter))
 
 
 def unopened() -> Mutation:
@@ -177,7 +177,7 @@ def opened_late() -> Mutation:
     def alter(actor: Actor, event: Event, effects: list[Effect]) -> list[Effect]:
         return sorted(effects, key=lambda effect: isinstance(effect, OpenGates))
 
-    return Mutation("OpenGates behind all else", Twist(alter=alter))
+    return Mutation("OpenGates behind all else", ActorPatch(alter=alter))
 
 
 def gates() -> list[Mutation]:
@@ -186,7 +186,7 @@ def gates() -> list[Mutation]:
 
 def forgetful() -> Mutation:
     """A router that starts again counts its epochs from 1 again."""
-    return Mutation("no fresh epochs", Twist(fresh_epochs=False))
+    return Mutation("no fresh epochs", ActorPatch(fresh_epochs=False))
 
 
 def every() -> list[Mutation]:

@@ -73,7 +73,7 @@ FOUND_IN = {
 def test_nothing_can_be_taken_out_unseen(mutation: Mutation, monkeypatch):
     if mutation.row is not None:
         monkeypatch.delitem(TABLE, mutation.row)
-    world = World(SCENES[FOUND_IN.get(mutation.name, "calm")], mutation.twist)
+    world = World(SCENES[FOUND_IN.get(mutation.name, "calm")], mutation.patch)
     found = explore(world, LIMIT)
     assert found.violation, f"{found.line()}: nobody noticed"
     print(tell(world, found))
@@ -81,7 +81,7 @@ def test_nothing_can_be_taken_out_unseen(mutation: Mutation, monkeypatch):
 
 def test_a_story_says_who_did_what_and_what_each_page_was():
     uncounted = next(each for each in every() if each.name == "no count of parts")
-    world = World(ONE, uncounted.twist)
+    world = World(ONE, uncounted.patch)
     story = tell(world, explore(world))
     assert "prefill => decode: KV of KVTransfer r1#1" in story
     assert "pages of decode: 1 of r1#1 with nothing" in story

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jdisagg.core import events as ev
 from jdisagg.core.plans import KVTransfer
 from jdisagg.policy.page_pool import Owner
-from tests.explore.actors import Cast, Gave, Handed, Part, Took, Twist, new_router, new_worker
+from tests.explore.actors import StateTable, Gave, Handed, Part, Took, ActorPatch, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.scenes import Budget, Scene
 from tests.explore.shapes import shape_of
@@ -88,9 +88,9 @@ NOBODY = Part(-1, (), (), ())
 class World:
     """Of one scene: nothing in it changes but what it remembers."""
 
-    def __init__(self, scene: Scene, twist: Twist | None = None) -> None:
+    def __init__(self, scene: Scene, patch: ActorPatch | None = None) -> None:
         self.scene = scene
-        self.cast = Cast(twist)
+        self.cast = StateTable(patch)
         self.names = ("router", *[each.worker for each in scene.workers])
         requests = {each.request_id: each for each in scene.requests}
         self.ids = list(requests)
@@ -168,7 +168,7 @@ class World:
 
     def fresh_actor(self, number: int, life: int) -> int:
         if number == 0:
-            life = life if self.cast.twist.fresh_epochs else 0
+            life = life if self.cast.patch.fresh_epochs else 0
             return self.cast.add(0, new_router(self.scene.router, self.scene.workers, life))
         return self.cast.add(number, new_worker(self.scene.workers[number - 1]))
 

@@ -19,7 +19,7 @@ SEEDED = {"temperature": 0.7, "seed": 11}
 BODIES = [{**LONG, **more, "prompt": prompt} for prompt in PROMPTS for more in ({}, SEEDED)]
 
 
-class Town:
+class ClusterFixture:
     """A cluster with the processes that live at this moment, and what it says when nobody dies."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -50,12 +50,12 @@ class Town:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster) -> Town:
-    return Town(cluster)
+def whole(cluster: Cluster) -> ClusterFixture:
+    return ClusterFixture(cluster)
 
 
 @pytest.fixture
-def town(whole: Town) -> Iterator[Town]:
+def fixture(whole: ClusterFixture) -> Iterator[ClusterFixture]:
     whole.settle()
     yield whole
     for each in [*whole.decodes, *whole.prefills]:
@@ -63,100 +63,102 @@ def town(whole: Town) -> Iterator[Town]:
             each.send(signal.SIGCONT)
 
 
-def test_a_decode_process_killed_at_any_moment_is_replaced_by_the_other(town: Town, pool):
+def test_a_decode_process_killed_at_any_moment_is_replaced_by_the_other(fixture: ClusterFixture, pool):
     """Some decode; of the others some wait for a reservation, some for their prefill, some for their KV."""
-    answers = [town.cluster.begin(pool, pieces=3 if number < 3 else 0, **body) for number, body in enumerate(BODIES)]
-    town.busy(town.decodes).kill()
+    answers = [fixture.cluster.begin(pool, pieces=3 if number < 3 else 0, **body) for number, body in enumerate(BODIES)]
+    fixture.busy(fixture.decodes).kill()
     for number, answer in enumerate(answers):
-        town.assert_undisturbed(answer.result(), number)
-    town.cluster.await_all_free()
+        fixture.assert_undisturbed(answer.result(), number)
+    fixture.cluster.await_all_free()
 
 
-def test_a_decode_process_killed_before_anything_was_shipped_is_replaced_by_the_other(town: Town, pool):
-    for prefill in town.prefills:
+def test_a_decode_process_killed_before_anything_was_shipped_is_replaced_by_the_other(fixture: ClusterFixture, pool):
+    for prefill in fixture.prefills:
         prefill.send(signal.SIGSTOP)
-    answer = town.cluster.begin(pool, pieces=0, **BODIES[4])
-    town.busy(town.decodes).kill()
-    for prefill in town.prefills:
+    answer = fixture.cluster.begin(pool, pieces=0, **BODIES[4])
+    fixture.busy(fixture.decodes).kill()
+    for prefill in fixture.prefills:
         prefill.send(signal.SIGCONT)
-    town.assert_undisturbed(answer.result(), 4)
-    town.cluster.await_all_free()
+    fixture.assert_undisturbed(answer.result(), 4)
+    fixture.cluster.await_all_free()
 
 
-def test_a_prefill_process_killed_with_a_prompt_in_hand_is_replaced_by_the_other(town: Town, pool):
-    for prefill in town.prefills:
+def test_a_prefill_process_killed_with_a_prompt_in_hand_is_replaced_by_the_other(fixture: ClusterFixture, pool):
+    for prefill in fixture.prefills:
         prefill.send(signal.SIGSTOP)
-    answers = [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
-    until(lambda: sum(town.cluster.used(each.worker) for each in town.decodes) > 0, "a reservation")
-    dead, alive = town.prefills
+    answers = [fixture.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
+    until(lambda: sum(fixture.cluster.used(each.worker) for each in fixture.decodes) > 0, "a reservation")
+    dead, alive = fixture.prefills
     dead.kill()
     alive.send(signal.SIGCONT)
     for body, answer in zip((4, 5), answers, strict=True):
-        town.assert_undisturbed(answer.result(), body)
-    town.cluster.await_all_free()
+        fixture.assert_undisturbed(answer.result(), body)
+    fixture.cluster.await_all_free()
 
 
-def test_a_prefill_process_killed_after_shipping_is_not_missed(town: Town, pool):
-    answers = [town.cluster.begin(pool, pieces=2, **body) for body in BODIES[:4]]
-    town.prefills[0].kill()
+def test_a_prefill_process_killed_after_shipping_is_not_missed(fixture: ClusterFixture, pool):
+    answers = [fixture.cluster.begin(pool, pieces=2, **body) for body in BODIES[:4]]
+    fixture.prefills[0].kill()
     for number, answer in enumerate(answers):
-        town.assert_undisturbed(answer.result(), number)
-    town.cluster.await_all_free()
+        fixture.assert_undisturbed(answer.result(), number)
+    fixture.cluster.await_all_free()
 
 
-def test_a_process_stopped_for_longer_than_the_silence_is_missed_and_joins_anew_when_it_goes_on(town: Town, pool):
-    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1, 2)]
-    late = town.busy(town.decodes)
+def test_a_process_stopped_for_longer_than_the_silence_is_missed_and_joins_anew_when_it_goes_on(
+    fixture: ClusterFixture, pool
+):
+    answers = [fixture.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1, 2)]
+    late = fixture.busy(fixture.decodes)
     late.send(signal.SIGSTOP)
-    until(lambda: town.router.said(rf"{late.worker} is gone"), "the router to miss it")
+    until(lambda: fixture.router.said(rf"{late.worker} is gone"), "the router to miss it")
     for body, answer in enumerate(answers):
-        town.assert_undisturbed(answer.result(), body)
-    assert late.worker not in town.cluster.pages()
+        fixture.assert_undisturbed(answer.result(), body)
+    assert late.worker not in fixture.cluster.pages()
     late.send(signal.SIGCONT)
     until(lambda: len(re.findall("joined the router", late.log.read_text())) == 2, "it to join anew")
-    town.cluster.await_workers(*town.decodes, *town.prefills)
-    town.cluster.await_all_free()
-    town.assert_undisturbed(town.cluster.ask(**BODIES[3]), 3)
-    town.cluster.await_all_free()
+    fixture.cluster.await_workers(*fixture.decodes, *fixture.prefills)
+    fixture.cluster.await_all_free()
+    fixture.assert_undisturbed(fixture.cluster.ask(**BODIES[3]), 3)
+    fixture.cluster.await_all_free()
 
 
-def test_by_a_signal_a_decode_process_ends_what_it_has_takes_nothing_new_and_leaves(town: Town, pool):
-    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
-    leaving = town.busy(town.decodes)
+def test_by_a_signal_a_decode_process_ends_what_it_has_takes_nothing_new_and_leaves(fixture: ClusterFixture, pool):
+    answers = [fixture.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
+    leaving = fixture.busy(fixture.decodes)
     leaving.send(signal.SIGTERM)
     until(lambda: leaving.said("draining"), "its log line")
-    answers += [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (2, 3)]
+    answers += [fixture.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (2, 3)]
     for body, answer in enumerate(answers):
-        town.assert_undisturbed(answer.result(), body)
+        fixture.assert_undisturbed(answer.result(), body)
     assert leaving.popen.wait(timeout=60) == 0 and leaving.said("nothing is left here")
-    assert town.router.said(f"{leaving.worker} is gone: it left")
-    town.cluster.await_all_free()
+    assert fixture.router.said(f"{leaving.worker} is gone: it left")
+    fixture.cluster.await_all_free()
 
 
-def test_what_is_left_after_the_grace_goes_on_elsewhere(town: Town, pool):
-    hurried = town.cluster.start("decode", "--drain_s=0.01")
-    town.decodes.append(hurried)
-    town.cluster.await_workers(*town.decodes, *town.prefills)
-    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1, 2)]
-    until(lambda: town.cluster.used(hurried.worker), "a sequence there")
+def test_what_is_left_after_the_grace_goes_on_elsewhere(fixture: ClusterFixture, pool):
+    hurried = fixture.cluster.start("decode", "--drain_s=0.01")
+    fixture.decodes.append(hurried)
+    fixture.cluster.await_workers(*fixture.decodes, *fixture.prefills)
+    answers = [fixture.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1, 2)]
+    until(lambda: fixture.cluster.used(hurried.worker), "a sequence there")
     hurried.send(signal.SIGTERM)
     assert hurried.popen.wait(timeout=60) == 0 and hurried.said("others take over")
     for body, answer in enumerate(answers):
-        town.assert_undisturbed(answer.result(), body)
-    town.cluster.await_all_free()
+        fixture.assert_undisturbed(answer.result(), body)
+    fixture.cluster.await_all_free()
 
 
-def test_a_prefill_process_leaves_by_a_signal_and_a_decode_process_at_once_by_a_second(town: Town, pool):
+def test_a_prefill_process_leaves_by_a_signal_and_a_decode_process_at_once_by_a_second(fixture: ClusterFixture, pool):
     """The last test, so that nobody need be started in their places."""
-    answers = [town.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
-    answers += [town.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
-    town.prefills[0].send(signal.SIGTERM)
-    leaving = town.busy(town.decodes)
+    answers = [fixture.cluster.begin(pool, pieces=3, **BODIES[body]) for body in (0, 1)]
+    answers += [fixture.cluster.begin(pool, pieces=0, **BODIES[body]) for body in (4, 5)]
+    fixture.prefills[0].send(signal.SIGTERM)
+    leaving = fixture.busy(fixture.decodes)
     leaving.send(signal.SIGTERM)
     until(lambda: leaving.said("draining"), "its log line")
     leaving.send(signal.SIGINT)
     assert leaving.popen.wait(timeout=5) == 130
-    assert town.prefills[0].popen.wait(timeout=60) == 0
+    assert fixture.prefills[0].popen.wait(timeout=60) == 0
     for body, answer in zip((0, 1, 4, 5), answers, strict=True):
-        town.assert_undisturbed(answer.result(), body)
-    town.cluster.await_all_free()
+        fixture.assert_undisturbed(answer.result(), body)
+    fixture.cluster.await_all_free()
