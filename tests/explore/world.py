@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jdisagg.core import events as ev
 from jdisagg.core.plans import KVTransfer
 from jdisagg.policy.page_pool import Owner
-from tests.explore.actors import StateTable, Gave, Handed, Part, Took, ActorPatch, new_router, new_worker
+from tests.explore.actors import ActorPatch, Gave, Handed, Part, StateTable, Took, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.scenes import Budget, Scene
 from tests.explore.shapes import shape_of
