@@ -37,7 +37,6 @@ LONG_CLASSES = {
     "jdisagg/policy/prefill_side.py PrefillSide": 341,
     "jdisagg/policy/router.py Router": 320,
     "jdisagg/serve/driver.py LiveDriver": 268,
-    "jdisagg/serve/metrics.py Metrics": 266,
     "jdisagg/sim/cluster.py Cluster": 294,
 }
 WIDE_CLASSES = {
@@ -47,7 +46,6 @@ WIDE_CLASSES = {
     "jdisagg/serve/cluster/control_client.py ControlClient": 13,
     "jdisagg/serve/driver.py LiveDriver": 19,
     "jdisagg/serve/local.py LocalService": 17,
-    "jdisagg/serve/metrics.py Metrics": 42,
     "jdisagg/serve/records.py RequestTrace": 14,
     "jdisagg/sim/cluster.py Cluster": 26,
     "jdisagg/sim/outcome.py Record": 14,
