@@ -43,7 +43,6 @@ WIDE_CLASSES = {
     "jdisagg/policy/decode_sequence.py DecodeSequence": 22,
     "jdisagg/policy/prefill_sequence.py PrefillSequence": 18,
     "jdisagg/policy/request_state.py RequestState": 19,
-    "jdisagg/serve/cluster/control_client.py ControlClient": 13,
     "jdisagg/serve/driver.py LiveDriver": 19,
     "jdisagg/serve/local.py LocalService": 17,
     "jdisagg/serve/records.py RequestTrace": 14,

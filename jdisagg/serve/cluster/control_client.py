@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -53,6 +53,69 @@ class ClientCallbacks(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """The worker process's part of a handshake: who it is, and who the router has to be."""
+
+    address: str
+    secret: bytes
+    identity: Identity
+    heartbeat: Heartbeat
+
+    def open_link(self, call: Any, nonce: str) -> Link:
+        """The session, once the router has proved itself; it has not heard of us yet. Raises PeerMismatch, PeerDead."""
+        try:
+            reply = read_opening(next(call))
+        except (grpc.RpcError, StopIteration) as error:
+            raise _reason(error) from error
+        theirs, proof = nonce_of(reply), str(reply.get("mac")).encode(errors="replace")
+        if not hmac.compare_digest(proof, mac_of(self.secret, "router", nonce, theirs).encode()):
+            raise PeerMismatch(f"the router at {self.address} does not share our secret")
+        session = nonce + theirs
+        outgoing, incoming = (AuthenticatedChannel(self.secret, session, end) for end in ("worker", "router"))
+        return Link(outgoing, incoming, self.heartbeat)
+
+    def greet(self, link: Link, hello: dict[str, Any]) -> None:
+        link.send(hello | {"identity": asdict(self.identity)})
+
+    def welcome(self, link: Link, answers: Any) -> dict[str, Any]:
+        """The router's answer. Raises PeerMismatch where it refuses us or runs something else, PeerDead."""
+        try:
+            body = link.read(read_record(answers, PIECE_BYTES))
+        except (grpc.RpcError, StopIteration) as error:
+            link.hang_up("not welcome")
+            raise _reason(error) from error
+        if body is None or "welcome" not in body:
+            link.hang_up("not welcome")
+            raise PeerMismatch(f"the router at {self.address} answers {str(body)[:80]}")
+        compare(self.identity, body.get("identity"), f"the router at {self.address}")
+        return body["welcome"]
+
+
+class Opening:
+    """Our side of the stream: the first record, then, once both ends know each other, those of the link."""
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._link: Link | None = None
+        self._call: Any = None
+
+    def go_on(self, link: Link, call: Any) -> None:
+        self._link, self._call = link, call
+        self._known.set()
+
+    def give_up(self) -> None:
+        """There is nothing more to say, unless the link was given already."""
+        self._known.set()
+
+    def records(self, nonce: str) -> Iterator[bytes]:
+        yield json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode()
+        self._known.wait()
+        if self._link is not None:
+            yield from self._link.records()
+            self._call.cancel()  # silent or hung up: whoever waits for the router's next message is to know
+
+
 class ControlClient:
     """Keeps this process joined to the router at `address` until `stop`; a router that refuses it ends it."""
 
@@ -69,9 +132,9 @@ class ControlClient:
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """`refused` is called with why the router will never take this process as it is."""
-        self.address, self._secret, self._identity, self._callbacks = address, secret, identity, callbacks
-        self._heartbeat, self._credentials, self._retry_s = heartbeat or Heartbeat(), credentials, retry_s
-        self._refused, self._handshake_s = refused, handshake_s
+        self.address, self._callbacks, self._refused = address, callbacks, refused
+        self._handshake = Handshake(address, secret, identity, heartbeat or Heartbeat())
+        self._credentials, self._retry_s, self._handshake_s = credentials, retry_s, handshake_s
         self._stopped = threading.Event()
         self._link: Link | None = None
         self._call: Any = None
@@ -115,8 +178,10 @@ class ControlClient:
             deadlines = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
             deadlines.start()
             try:
-                link = self._shake_hands(call, nonce, opening)
-                welcome = self._welcome(link, call)
+                link = self._handshake.open_link(call, nonce)
+                self._handshake.greet(link, self._callbacks.hello())
+                opening.go_on(link, call)
+                welcome = self._handshake.welcome(link, call)
             finally:
                 deadlines.cancel()
                 opening.give_up()
@@ -128,42 +193,12 @@ class ControlClient:
             link.hang_up("this process goes down")
         try:
             self._callbacks.on_joined(link, welcome)
-            with PeriodicTask(self._heartbeat.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
+            with PeriodicTask(self._handshake.heartbeat.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
                 self._listen(link, call)
         finally:
             self._link = None
             call.cancel()
             self._callbacks.on_lost(link.why_over or "the router hung up")
-
-    def _shake_hands(self, call: Any, nonce: str, opening: Opening) -> Link:
-        try:
-            reply = read_opening(next(call))
-        except (grpc.RpcError, StopIteration) as error:
-            raise _reason(error) from error
-        theirs, proof = nonce_of(reply), str(reply.get("mac")).encode(errors="replace")
-        if not hmac.compare_digest(proof, mac_of(self._secret, "router", nonce, theirs).encode()):
-            raise PeerMismatch(f"the router at {self.address} does not share our secret")
-        session = nonce + theirs
-        link = Link(
-            AuthenticatedChannel(self._secret, session, "worker"),
-            AuthenticatedChannel(self._secret, session, "router"),
-            self._heartbeat,
-        )
-        link.send(self._callbacks.hello() | {"identity": asdict(self._identity)})
-        opening.go_on(link, call)
-        return link
-
-    def _welcome(self, link: Link, answers: Any) -> dict[str, Any]:
-        try:
-            body = link.read(read_record(answers, PIECE_BYTES))
-        except (grpc.RpcError, StopIteration) as error:
-            link.hang_up("not welcome")
-            raise _reason(error) from error
-        if body is None or "welcome" not in body:
-            link.hang_up("not welcome")
-            raise PeerMismatch(f"the router at {self.address} answers {str(body)[:80]}")
-        compare(self._identity, body.get("identity"), f"the router at {self.address}")
-        return body["welcome"]
 
     def _listen(self, link: Link, answers: Any) -> None:
         try:
@@ -177,30 +212,6 @@ class ControlClient:
         except Exception as error:
             log.exception("the router said what cannot be followed")
             link.hang_up(f"{type(error).__name__}: {error}")
-
-
-class Opening:
-    """Our side of the stream: the first record, then, once both ends know each other, those of the link."""
-
-    def __init__(self) -> None:
-        self._known = threading.Event()
-        self._link: Link | None = None
-        self._call: Any = None
-
-    def go_on(self, link: Link, call: Any) -> None:
-        self._link, self._call = link, call
-        self._known.set()
-
-    def give_up(self) -> None:
-        """There is nothing more to say, unless the link was given already."""
-        self._known.set()
-
-    def records(self, nonce: str) -> Iterator[bytes]:
-        yield json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode()
-        self._known.wait()
-        if self._link is not None:
-            yield from self._link.records()
-            self._call.cancel()  # silent or hung up: whoever waits for the router's next message is to know
 
 
 def _code(error: grpc.RpcError) -> str:
