@@ -3,12 +3,14 @@
 The oracle here is a loop over single query rows in numpy, written apart from the library's own reference.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
 from pallas_kernels.quantized import LARGEST, QuantizedPages, dequantize, quantize_pages
@@ -116,6 +118,25 @@ def pairwise_cases(seed: int = 0, drawn: int = 60) -> list[Case]:
 
 
 CASES = pairwise_cases()
+
+
+def value_cover(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases, in which every value of a column is met that all have: always the one with most new."""
+
+    def values(case: Case) -> set[tuple]:
+        return {(name, getattr(case, name)) for name in COLUMNS}
+
+    missing, chosen = set[tuple]().union(*map(values, cases)), list[Case]()
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(values(case) & missing)))
+        missing -= values(chosen[-1])
+    return chosen
+
+
+def rest_slow(cases: Sequence[Any], kept: int = 1) -> list[Any]:
+    """The parameters of a test, of which all but the first `kept` are left to .ci/run."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=[pytest.mark.slow] if at >= kept else []) for at, row in enumerate(rows)]
 
 
 def stored_pool(pool: np.ndarray, dtype: str) -> Array | QuantizedPages:

@@ -42,6 +42,7 @@ def test_tuning_where_there_is_nothing_to_tune_ends_in_one_line():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_tuning_tried_on_the_cpu_writes_a_table_that_is_read_back(tmp_path, capsys):
     path = tmp_path / "tuned.py"
     tune.main(["--platform=cpu", f"--out={path}"])

@@ -11,7 +11,7 @@ from jdisagg.parallel.submesh import WHOLE, Submesh
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import QuantizedPages
 from tests.pallas_kernels.gpu_target import gpu_devices
-from tests.pallas_kernels.shapes import Shape
+from tests.pallas_kernels.shapes import Shape, rest_slow
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: pip install 'jdisagg[aot-gpu]'")
 
@@ -66,7 +66,7 @@ def submesh() -> Submesh:
 
 @pytest.mark.parametrize(
     ("shape", "q_dtype", "dtype", "slots"),
-    [*((*kernel, 1) for kernel in MODELS[::2]), *((*kernel, 64) for kernel in MODELS + OTHERS)],
+    rest_slow([*((*kernel, 64) for kernel in MODELS + OTHERS), *((*kernel, 1) for kernel in MODELS[::2])]),
     ids=str,
 )
 def test_decode_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dtype, slots):
@@ -79,7 +79,7 @@ def test_decode_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dty
 
 @pytest.mark.parametrize(
     ("shape", "q_dtype", "dtype", "tokens"),
-    [*((*kernel, 256) for kernel in MODELS[::2]), *((*kernel, 4096) for kernel in MODELS + OTHERS)],
+    rest_slow([*((*kernel, 4096) for kernel in MODELS + OTHERS), *((*kernel, 256) for kernel in MODELS[::2])]),
     ids=str,
 )
 def test_prefill_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dtype, tokens):
@@ -92,7 +92,7 @@ def test_prefill_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dt
 
 @pytest.mark.parametrize(
     ("shape", "q_dtype", "dtype", "tokens"),
-    [*((*kernel, 64) for kernel in MODELS[::2]), *((*kernel, 4096) for kernel in MODELS + OTHERS)],
+    rest_slow([*((*kernel, 4096) for kernel in MODELS + OTHERS), *((*kernel, 64) for kernel in MODELS[::2])]),
     ids=str,
 )
 def test_writing_a_donated_pool_leaves_it_where_it_is(submesh, shape, q_dtype, dtype, tokens):
@@ -109,7 +109,8 @@ def test_writing_a_donated_pool_leaves_it_where_it_is(submesh, shape, q_dtype, d
 OPTIONS = {"window": 4096, "soft_cap": 30.0}
 
 
-@pytest.mark.parametrize(("dtype", "check_vma"), [("bfloat16", True), ("int8", True), ("bfloat16", False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "check_vma"), [("bfloat16", True), ("int8", False)])
 def test_a_layer_with_every_option_compiles_with_its_heads_over_eight_gpus(dtype, check_vma):
     submesh, shape, slots = Submesh(gpu_devices(8)), Shape(128, 8, 8, 16), 64
 

@@ -15,7 +15,7 @@ from pallas_kernels.write_kv_pages import gpu as write_gpu
 from pallas_kernels.write_kv_pages import reference as write_reference
 from tests.pallas_kernels import test_paged_attention as decode
 from tests.pallas_kernels import test_prefill_attention as prefill
-from tests.pallas_kernels.shapes import Shape, make_pool, make_queries
+from tests.pallas_kernels.shapes import Shape, make_pool, make_queries, rest_slow
 from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, SINKS
 from tests.pallas_kernels.test_write_kv_pages import rows
 
@@ -53,12 +53,13 @@ def check_pools(check, attend, arrays, queries: str, pool: str):
         check(lambda q, _, *rest: attend(q, small, *rest), arrays, queries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "queries", "pool"), CASES, ids=str)
 def test_attention_meets_the_oracle(shape, queries, pool):
-    check_pools(decode.check, attend, decode.inputs(shape), queries, pool)
+    check_pools(decode.check, attend, decode.inputs(shape, decode.LENGTHS[::2]), queries, pool)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[7]], ids="-".join)
+@pytest.mark.parametrize("options", rest_slow([OPTIONS[7], OPTIONS[1]]), ids="-".join)
 def test_attention_over_many_parts_takes_every_option(options):
     decode.check(partial(attend, blocks=MANY_PARTS), decode.inputs(FAVOURITE), **options)
 
@@ -72,6 +73,7 @@ def test_no_tokens_anywhere_give_zeros():
     assert not np.asarray(attend(q, pool, table, jnp.zeros(2, jnp.int32), sinks=jnp.asarray(SINKS))).any()
 
 
+@pytest.mark.slow
 def test_a_slot_gets_the_same_bits_in_any_company_and_under_any_table_width():
     pool, table = make_pool(Shape(32, 2, 2, 16), HELD)
     q = jnp.asarray(make_queries(Shape(32, 2, 2, 16), 4))
@@ -86,12 +88,13 @@ def test_a_slot_gets_the_same_bits_in_any_company_and_under_any_table_width():
         assert np.array_equal(program(q[moved], pool, table[moved], HELD[moved])[(slot - 1) % 4], together[slot])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "queries", "pool"), CASES[1:4], ids=str)
 def test_packed_chunks_meet_the_oracle(shape, queries, pool):
     check_pools(prefill.check, attend_packed, prefill.inputs(shape), queries, pool)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[7]], ids="-".join)
+@pytest.mark.parametrize("options", rest_slow([OPTIONS[7], OPTIONS[1]]), ids="-".join)
 def test_packed_chunks_in_small_blocks_take_every_option(options):
     prefill.check(partial(attend_packed, blocks=SMALL_BLOCKS), prefill.inputs(FAVOURITE), **options)
 
@@ -117,7 +120,7 @@ def array(shape, dtype=jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize(("shape", "pool"), [(shape, pool) for shape, _, pool in CASES], ids=str)
+@pytest.mark.parametrize(("shape", "pool"), rest_slow([(shape, pool) for shape, _, pool in CASES], 3), ids=str)
 def test_every_row_lands_in_its_place_and_nothing_else_changes(shape, pool):
     k, v, pages, offsets = rows(shape, 30)
     pages[::7] = 0

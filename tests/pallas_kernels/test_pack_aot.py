@@ -12,7 +12,7 @@ from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
 from pallas_kernels import QuantizedPages, pack_kv_pages, unpack_kv_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
-from tests.pallas_kernels.shapes import Shape
+from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.tpu_modes import tpu_devices
 
 MIB = 2**20
@@ -79,7 +79,11 @@ def bytes_of(pools: list) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
 
 
-@pytest.mark.parametrize(("chip", "shape", "source", "wire", "dtype", "layers"), PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+    ("chip", "shape", "source", "wire", "dtype", "layers"),
+    [*rest_slow(PROGRAMS[:8]), *rest_slow(PROGRAMS[8:])],
+    ids=str,
+)
 def test_no_pool_is_copied_and_unpacking_writes_in_place(chip, shape, source, wire, dtype, layers):
     submesh, pages = submesh_of(chip), (256 << 20) // (layers * shape.kv_heads * 2 * shape.page_size * shape.head_dim)
     packing, unpacking = compile_both(
@@ -93,6 +97,7 @@ def test_no_pool_is_copied_and_unpacking_writes_in_place(chip, shape, source, wi
     assert unpacking.memory_analysis().alias_size_in_bytes >= bytes_of(make_pools(submesh, shape, dtype, layers, pages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "source", "wire", "dtype"), ODD, ids=str)
 def test_other_head_sizes_compile_for_tpus(shape, source, wire, dtype):
     submesh = submesh_of("v5e")
@@ -102,6 +107,7 @@ def test_other_head_sizes_compile_for_tpus(shape, source, wire, dtype):
     assert all("tpu_custom_call" in program.as_text() for program in programs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p", "h100"])
 def test_shards_of_heads_pack_and_unpack_without_a_word_to_each_other(chip):
     submesh, later = submesh_of(chip, 4), PartitionSpec(None, None, AXIS)

@@ -10,7 +10,16 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import KernelError, paged_attention
 from pallas_kernels.paged_attention import reference
-from tests.pallas_kernels.shapes import LENGTHS, Shape, assert_close, decode_oracle, make_pool, make_queries, plain_pool
+from tests.pallas_kernels.shapes import (
+    LENGTHS,
+    Shape,
+    assert_close,
+    decode_oracle,
+    make_pool,
+    make_queries,
+    plain_pool,
+    rest_slow,
+)
 
 SINKS = np.linspace(-2, 3, 8).astype(np.float32)
 OPTIONS = [
@@ -45,7 +54,7 @@ def check(attend, arrays, dtype="float32", **options):
     assert_close(got, want, dtype)
 
 
-@pytest.mark.parametrize("attend", [paged_attention, plain_reference], ids=["dispatched", "reference"])
+@pytest.mark.parametrize("attend", rest_slow([paged_attention, plain_reference]), ids=["dispatched", "reference"])
 @pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_every_option_meets_the_oracle(attend, options):
     check(attend, inputs(FAVOURITE), **options)

@@ -18,7 +18,7 @@ from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import LARGEST, QuantizedPages
 from pallas_kernels.tpu_blocks import num_cores
-from tests.pallas_kernels.shapes import Shape
+from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.tpu_modes import tpu_devices
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jdisagg[aot-tpu]'")
@@ -28,19 +28,19 @@ CHIPS = ["v5e", "v5p", "v6e"]
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
 HEADS_OF_64 = ModelConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 8192, rope_theta=500_000.0)
 HEADS_OF_80 = ModelConfig("llama", 32000, 2560, 6912, 24, 32, 32, 80, 8192)
-# (shape, dtype of the queries, dtype of the pool, chips)
+# (shape, dtype of the queries, dtype of the pool, chips): every shape once, and every kind of pool on every chip.
 KERNELS = [
-    (Shape(128, 8, 4, 16), "bfloat16", "bfloat16", CHIPS),  # Llama 3 8B
-    (Shape(128, 8, 4, 16), "bfloat16", "int8", CHIPS),
+    (Shape(128, 8, 4, 16), "bfloat16", "bfloat16", CHIPS[:1]),  # Llama 3 8B
+    (Shape(128, 8, 4, 16), "bfloat16", "int8", CHIPS[1:]),
     (Shape(128, 8, 4, 16), "bfloat16", "float8_e4m3fn", CHIPS[2:]),
     (Shape(128, 8, 8, 32), "bfloat16", "bfloat16", CHIPS[1:2]),  # Llama 3 70B, whole
-    (Shape(128, 1, 8, 64), "bfloat16", "bfloat16", CHIPS),  # and one shard of eight
+    (Shape(128, 1, 8, 64), "bfloat16", "bfloat16", CHIPS[2:]),  # and one shard of eight
     (Shape(128, 1, 8, 64), "bfloat16", "float8_e4m3fn", CHIPS[:2]),
     (Shape(128, 2, 4, 128), "float32", "float32", CHIPS[:1]),
     (Shape(64, 4, 3, 32), "float32", "bfloat16", CHIPS[:1]),
     (Shape(64, 8, 4, 16), "bfloat16", "int8", CHIPS[:1]),
     (Shape(80, 2, 4, 16), "bfloat16", "bfloat16", CHIPS[:1]),
-    (Shape(96, 8, 1, 32), "bfloat16", "float32", CHIPS[:1]),
+    (Shape(96, 8, 1, 32), "bfloat16", "float32", CHIPS[1:2]),
     (Shape(256, 2, 8, 64), "bfloat16", "bfloat16", CHIPS[1:2]),
     (Shape(16, 2, 2, 4), "float32", "float32", CHIPS[2:]),
 ]
@@ -66,7 +66,7 @@ def large_pool(submesh: Submesh, shape: Shape, dtype: str) -> Any:
 
 @pytest.mark.parametrize(
     ("shape", "q_dtype", "dtype", "chip"),
-    [(shape, q_dtype, dtype, chip) for shape, q_dtype, dtype, chips in KERNELS for chip in chips],
+    rest_slow([(shape, q_dtype, dtype, chip) for shape, q_dtype, dtype, chips in KERNELS for chip in chips], 2),
     ids=str,
 )
 def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape, q_dtype, dtype, chip):
@@ -136,13 +136,14 @@ def check_program(group: LayerGroupPrograms, program: Program, batch: list, *, p
 
 
 STAGES = [
-    (LLAMA_3_8B, "v5e", 1, range(3)),
-    (LLAMA_3_8B, "v6e", 4, range(20, 22)),
-    (HEADS_OF_64, "v5e", 1, range(2, 4)),
-    (HEADS_OF_80, "v5e", 1, range(2, 4)),
+    (LLAMA_3_8B, "v5e", 1, range(1)),
+    (LLAMA_3_8B, "v6e", 4, range(20, 21)),
+    (HEADS_OF_64, "v5e", 1, range(2, 3)),
+    (HEADS_OF_80, "v5e", 1, range(2, 3)),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "chip", "tp", "layers"), STAGES, ids=["8b", "8b-tp4", "heads-of-64", "heads-of-80"])
 def test_the_decode_program_of_a_stage_copies_no_kv(config, chip, tp, layers):
     submesh, slots = Submesh(tpu_devices(chip, tp)), 64
@@ -152,7 +153,8 @@ def test_the_decode_program_of_a_stage_copies_no_kv(config, chip, tp, layers):
     check_program(group, group.decode_program, batch, pages=4096)
 
 
-@pytest.mark.parametrize(("chip", "tp", "layers"), [("v5p", 4, range(2, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "tp", "layers"), [("v5p", 4, range(2, 3))])
 def test_the_prefill_program_of_a_layer_group_of_llama_3_8b_copies_no_kv(chip, tp, layers):
     submesh, tokens, sequences = Submesh(tpu_devices(chip, tp)), 256, 4
     group = layer_group_without_memory(LLAMA_3_8B, layers, submesh, "bfloat16")
