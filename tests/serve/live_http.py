@@ -69,11 +69,11 @@ def serving(app: FastAPI) -> Iterator[str]:
         yield server.url
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert not documented.wrong
 
 
-def eventually(true: Callable[[], bool], within_s: float = 5.0) -> None:
+def eventually(true: Callable[[], bool], within_s: float = 60.0) -> None:
     """Waits until `true()`; fails after `within_s` seconds."""
     end_s = time.monotonic() + within_s
     while not true():

@@ -160,7 +160,7 @@ async def answer(stack: Stack, request: Request) -> tuple[FinishReason, list[int
 
 def answers(stack: Stack, asked: list[Request]) -> list[tuple[FinishReason, list[int]]]:
     async def everyone() -> list[tuple[FinishReason, list[int]]]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await asyncio.gather(*(answer(stack, each) for each in asked))
 
     return asyncio.run(everyone())

@@ -22,7 +22,8 @@ from jdisagg.serve import servers
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import ToyStack, toy_stack
 
-SHORT_S = 0.5
+SHORT_S = 1.0
+PATIENCE_S = 60.0  # of a test; what it waits for comes much sooner
 HEADER_LIMIT = 64 << 10
 HELLO = b"GET /live HTTP/1.1\r\nHost: x\r\n"
 ENDLESS = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "stream": True}
@@ -46,7 +47,7 @@ class Door:
         if receive_bytes is not None:
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         caller.connect(self.address)
-        caller.settimeout(10)
+        caller.settimeout(PATIENCE_S)
         caller.sendall(said)
         self.callers.append(caller)
         return caller
@@ -67,7 +68,7 @@ class Door:
         return self.running.http.num_connections
 
     def alive(self) -> bool:
-        return httpx.get(f"{self.url}/live", timeout=10).status_code == 200
+        return httpx.get(f"{self.url}/live", timeout=PATIENCE_S).status_code == 200
 
 
 def rest(caller: socket.socket) -> bytes:
@@ -119,7 +120,7 @@ def door(**more: object) -> Iterator[Door]:
                 for caller in here.callers:
                     caller.close()
                 stop.set()
-                thread.join(timeout=10)
+                thread.join(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -176,14 +177,14 @@ def test_silent_connections_are_closed_and_counted(served: Door) -> None:
     before, began_s = served.cuts("idle"), time.monotonic()
     callers = [served.call() for _ in range(20)]
     assert [rest(each) for each in callers] == [b""] * 20
-    assert SHORT_S * 0.8 < time.monotonic() - began_s < SHORT_S + 3
-    assert served.cuts("idle") == before + 20
+    assert SHORT_S * 0.8 < time.monotonic() - began_s < PATIENCE_S
+    eventually(lambda: served.cuts("idle") == before + 20)
 
 
 def test_blank_lines_do_not_keep_a_connection(served: Door) -> None:
     caller = served.call()
     with pytest.raises(ConnectionError):
-        for _ in range(int(5 * SHORT_S / 0.1)):
+        for _ in range(int(PATIENCE_S / 0.1)):
             caller.sendall(b"\r\n")
             time.sleep(0.1)
 
@@ -191,7 +192,7 @@ def test_blank_lines_do_not_keep_a_connection(served: Door) -> None:
 def test_a_connection_that_has_its_answer_is_kept_for_the_next_one_and_then_closed(served: Door) -> None:
     caller = served.call(HELLO + b"\r\n")
     assert answer(caller).startswith(b"HTTP/1.1 200")
-    time.sleep(SHORT_S / 2)
+    time.sleep(SHORT_S / 10)
     caller.sendall(HELLO + b"\r\n")
     assert answer(caller).startswith(b"HTTP/1.1 200")
     assert rest(caller) == b""
@@ -200,16 +201,16 @@ def test_a_connection_that_has_its_answer_is_kept_for_the_next_one_and_then_clos
 def test_a_header_that_trickles_in_gets_408(served: Door) -> None:
     caller, before = served.call(HELLO), served.cuts("slow_header")
     with pytest.raises(ConnectionError):
-        for _ in range(int(5 * SHORT_S / 0.1)):
+        for _ in range(int(PATIENCE_S / 0.1)):
             caller.sendall(b"a")
             time.sleep(0.1)
-    assert served.cuts("slow_header") == before + 1
+    eventually(lambda: served.cuts("slow_header") == before + 1)
 
 
 def test_a_body_that_does_not_come_gets_408(served: Door) -> None:
     told = rest(served.call(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"))
     assert told.startswith(b"HTTP/1.1 408 ") and b"slow_body" in told
-    assert served.stack.service.running == 0
+    eventually(lambda: served.stack.service.running == 0)
 
 
 def test_a_long_body_that_comes_fast_enough_has_longer_than_the_timeout(served: Door) -> None:
@@ -225,7 +226,7 @@ def test_an_answer_longer_than_the_timeout_is_not_cut(served: Door) -> None:
     for machine in served.stack.machines.values():
         machine.pause_s = 0.02
     try:
-        told = httpx.post(f"{served.url}/v1/completions", json={**ENDLESS, "max_tokens": 100}, timeout=30)
+        told = httpx.post(f"{served.url}/v1/completions", json={**ENDLESS, "max_tokens": 150}, timeout=PATIENCE_S)
     finally:
         for machine in served.stack.machines.values():
             machine.pause_s = 0.0
@@ -237,9 +238,9 @@ def test_a_reader_that_stops_reading_is_dropped_and_its_pages_come_back(served: 
     said = served.post(**ENDLESS, n=16, logprobs=20)
     served.call(said, receive_bytes=2048)
     eventually(lambda: served.stack.service.running > 0)
-    eventually(lambda: served.cuts("unread") == before + 1, 30)
-    eventually(served.stack.idle, 10)
-    eventually(lambda: served.open == 0, 10)
+    eventually(lambda: served.cuts("unread") == before + 1)
+    eventually(served.stack.idle)
+    eventually(lambda: served.open == 0)
 
 
 def test_an_answer_that_is_over_and_never_read_keeps_no_descriptor(served: Door) -> None:
@@ -247,8 +248,8 @@ def test_an_answer_that_is_over_and_never_read_keeps_no_descriptor(served: Door)
     said = served.post(**{**ENDLESS, "max_tokens": 20}, logprobs=20)
     served.call(said, receive_bytes=2048)
     eventually(lambda: served.stack.service.running > 0)
-    eventually(served.stack.idle, 10)
-    eventually(lambda: served.open == 0, 10)
+    eventually(served.stack.idle)
+    eventually(lambda: served.open == 0)
 
 
 def test_pipelined_requests_are_answered_in_order_and_bounded(served: Door) -> None:
@@ -256,7 +257,7 @@ def test_pipelined_requests_are_answered_in_order_and_bounded(served: Door) -> N
     assert rest(caller).count(b"HTTP/1.1 200") == 11
     before = served.cuts("pipelined")
     rest(served.call((HELLO + b"\r\n") * 2000))
-    assert served.cuts("pipelined") == before + 1
+    eventually(lambda: served.cuts("pipelined") == before + 1)
 
 
 def test_a_websocket_is_not_spoken_here(served: Door) -> None:
@@ -272,7 +273,7 @@ def test_at_the_limit_who_asks_nothing_makes_room_for_who_does() -> None:
             here.call()
         assert all(here.alive() for _ in range(5))
         eventually(lambda: here.open <= 8)
-        assert here.cuts("displaced") >= 32
+        eventually(lambda: here.cuts("displaced") >= 32)
 
 
 def test_where_all_are_busy_a_newcomer_gets_503_and_is_served_as_soon_as_one_has_ended() -> None:
@@ -283,7 +284,7 @@ def test_where_all_are_busy_a_newcomer_gets_503_and_is_served_as_soon_as_one_has
         eventually(lambda: here.stack.service.running == 2)
         told = rest(here.call(HELLO + b"\r\n"))
         assert told == b"" or told.startswith(b"HTTP/1.1 503 ")
-        assert here.cuts("full") == 1
+        eventually(lambda: here.cuts("full") == 1)
         busy[0].close()
         eventually(lambda: here.open < 2)
         assert here.alive()

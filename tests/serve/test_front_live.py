@@ -85,7 +85,7 @@ def test_a_vanished_client_gives_back_every_page(stack: ToyStack, url: str, n: i
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
         parts = response.iter_raw()  # kept: the stream is closed with it
         next(parts)
-        assert stack.service.running == n
+        eventually(lambda: stack.service.running == n)
         assert not stack.idle()
     eventually(stack.idle)
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 SMALL = (
     "--kv_tokens=2048",
@@ -32,12 +33,6 @@ SMALL = (
 )
 PATIENCE_S = 240.0  # the machine may be busy
 STEADY_S = 2.0  # longer than a status report takes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def private(path: Path, text: str) -> Path:

@@ -235,4 +235,4 @@ def test_the_clock_of_a_process_is_read_from_its_quickest_word(fixture: RouterFi
     for late_s in (0.4, 0.0, 0.3):
         status = {"now_s": time.monotonic() - 1000.0 - late_s, "recompiles": 0, "samples": []}
         fixture.node.on_message(link, {"status": status})
-    assert fixture.node.shift_s(link) == pytest.approx(1000.0, abs=0.05)
+    assert fixture.node.shift_s(link) == pytest.approx(1000.0, abs=0.2)
