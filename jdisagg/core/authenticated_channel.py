@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from typing import Any
+from typing import Any, cast
 
 from jdisagg.core.errors import BadTicket
 
@@ -56,7 +56,7 @@ class AuthenticatedChannel:
             raise BadTicket(f"record {self._number - 1} of session {self._session[:8]} is no JSON: {error}") from error
         if not isinstance(body, dict):
             raise BadTicket(f"record {self._number - 1} of session {self._session[:8]} is no object: {text[:40]!r}")
-        return body
+        return cast(dict[str, Any], body)
 
     def _mac(self, text: str) -> str:
         return mac_of(self._secret, self._session, self._direction, str(self._number), text)

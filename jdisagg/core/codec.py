@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jdisagg.core import events, messages, plans
 from jdisagg.core.errors import DecodeError
@@ -59,7 +59,7 @@ def encode(value: Any) -> Any:
         kept = {name: encode(one) for name, one in given.items() if name not in defaults or one != defaults[name]}
         return {TAG: type(value).__name__, **kept}
     if isinstance(value, tuple | list):
-        return [encode(each) for each in value]
+        return [encode(each) for each in cast(list[Any], value)]
     if isinstance(value, Enum):
         return value.value
     return value
@@ -102,12 +102,13 @@ def shown(value: Any) -> str:
 
 
 def _decode_noun(value: Any) -> Any:
-    name = value.get(TAG) if isinstance(value, dict) else None
+    record = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    name = record.get(TAG)
     noun = NOUNS.get(name) if isinstance(name, str) else None
     if noun is None:
         raise DecodeError(f"{shown(value)} names no noun of this version")
     readers, given = _readers(noun), {}
-    for key, one in value.items():
+    for key, one in record.items():
         if key != TAG:
             given[key] = _read_field(noun, readers, key, one)
     missing = readers.keys() - given.keys() - _optional(noun)
@@ -177,8 +178,13 @@ def _noun_reader(nouns: tuple[type, ...]) -> Reader:
 def _row_reader(origin: type, inside: tuple[Any, ...]) -> Reader:
     if origin is list or inside[-1] is Ellipsis:
         read = _reader(inside[0])
-        numbers = read is _whole
-        return lambda value: origin(_whole_row(value) if numbers else [read(each) for each in _row(value)])
+        numbers, made = read is _whole, cast(Callable[[Any], Any], origin)
+
+        def read_all(value: Any) -> Any:
+            row: Any = _whole_row(value) if numbers else [read(each) for each in _row(value)]
+            return made(row)
+
+        return read_all
     reads = [_reader(each) for each in inside]
 
     def read_each(value: Any) -> Any:
@@ -192,7 +198,7 @@ def _row_reader(origin: type, inside: tuple[Any, ...]) -> Reader:
 def _row(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise DecodeError(f"{shown(value)} is no list")
-    return value
+    return cast(list[Any], value)
 
 
 def _whole_row(value: Any) -> list[int]:

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from jdisagg.core.codec import decode, decode_as, encode, shown
 from jdisagg.core.errors import ConfigError, DecodeError, JournalError
@@ -52,7 +52,7 @@ class Entry:
     at_s: float
     actor: WorkerId
     event: Event
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list[Effect])
 
     def to_line(self) -> str:
         decided = digest(self.effects)
@@ -141,9 +141,10 @@ def read_lines(lines: Iterable[str]) -> tuple[Header, Iterator[Recorded]]:
     _check_there(head, 1, ("router", "workers"))
     if not isinstance(head["workers"], list):
         raise JournalError(f"line 1: workers is {shown(head['workers'])} and no list")
+    workers = cast(list[Any], head["workers"])
     try:
         header = Header(
-            decode_as(RouterConfig, head["router"]), tuple(decode_as(WorkerConfig, each) for each in head["workers"])
+            decode_as(RouterConfig, head["router"]), tuple(decode_as(WorkerConfig, each) for each in workers)
         )
         for worker in header.workers:
             worker.check()
@@ -161,8 +162,9 @@ def _parse(line: str, number: int, names: Sequence[str]) -> dict[str, Any]:
         raise JournalError(f"line {number} is not JSON: {str(error)[:120]}{cut}") from error
     if not isinstance(record, dict):
         raise JournalError(f"line {number} is no record: {shown(record)}")
-    _check_there(record, number, names)
-    return record
+    found = cast(dict[str, Any], record)
+    _check_there(found, number, names)
+    return found
 
 
 def _check_there(record: dict[str, Any], number: int, names: Sequence[str]) -> None:

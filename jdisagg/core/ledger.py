@@ -38,7 +38,7 @@ PARTS: tuple[str, ...] = ("queue", "reserve_wait", "prefill", "transfer", "first
 class Ledger:
     """Instants on the driver's clock as they happened; a repeated prefill simply appends."""
 
-    marks: list[tuple[Mark, int]] = field(default_factory=list)
+    marks: list[tuple[Mark, int]] = field(default_factory=list[tuple[Mark, int]])
     cached_tokens: int = 0  # of its prompt, whose KV the worker that prefilled it first had already
     wire_ns: int = 0  # that parts of its KV were on their way, whatever else happened meanwhile
     cached_tokens: int = 0  # of the prompt: their KV was found and not computed

@@ -89,7 +89,7 @@ class MeshSpec:
 
     def workers(self) -> tuple[WorkerMesh, ...]:
         """Every worker with its devices, in the order of the text."""
-        placed, first = [], 0
+        placed, first = list[WorkerMesh](), 0
         for pool in self.pools:
             first = first if pool.first_device is None else pool.first_device
             for index in range(pool.count):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jdisagg.core.codec import decode, encode
 from jdisagg.core.errors import ConfigError, DecodeError
@@ -108,7 +108,7 @@ class Profile:
     pools: tuple[Pool, ...]
     transfers: tuple[TransferTime, ...] = ()
     host: Host = Host()
-    slowdown: dict[str, dict[str, float]] = field(default_factory=dict)
+    slowdown: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     checked: Checked | None = None
 
     def to_json(self) -> str:
@@ -136,33 +136,35 @@ def read_profile(path: Path | str) -> Profile:
         raise ConfigError(f"profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"profile {path} is not JSON: {error}") from error
-    version = record.pop("version", None) if isinstance(record, dict) else None
+    found = cast(dict[str, Any], record) if isinstance(record, dict) else {}
+    version = found.pop("version", None)
     if version != VERSION:
         raise ConfigError(f"profile {path} is of version {version}, this program reads {VERSION}")
     try:
-        return _profile(record)
+        return _profile(found)
     except (KeyError, TypeError, ValueError, DecodeError) as error:
         raise ConfigError(f"profile {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _profile(record: dict[str, Any]) -> Profile:
-    return Profile(
-        **{
-            **record,
-            "pools": tuple(_pool(each) for each in record["pools"]),
-            "transfers": tuple(TransferTime(**each) for each in record["transfers"]),
-            "host": Host(**record["host"]),
-            "checked": Checked(**record["checked"]) if record["checked"] else None,
-        }
-    )
+    read: dict[str, Any] = {
+        "pools": tuple(_pool(each) for each in record["pools"]),
+        "transfers": tuple(TransferTime(**each) for each in record["transfers"]),
+        "host": Host(**record["host"]),
+        "checked": Checked(**record["checked"]) if record["checked"] else None,
+    }
+    return Profile(**{**record, **read})
 
 
 def _pool(record: dict[str, Any]) -> Pool:
-    return Pool(
-        **{
-            **record,
-            "config": decode(record["config"]),
-            "prefill": tuple(PrefillTime(**each) for each in record["prefill"]),
-            "decode": tuple(DecodeTime(**{**each, "stages": tuple(each["stages"])}) for each in record["decode"]),
-        }
-    )
+    read: dict[str, Any] = {
+        "config": decode(record["config"]),
+        "prefill": tuple(PrefillTime(**each) for each in record["prefill"]),
+        "decode": tuple(_decode_time(each) for each in record["decode"]),
+    }
+    return Pool(**{**record, **read})
+
+
+def _decode_time(record: dict[str, Any]) -> DecodeTime:
+    stages: dict[str, Any] = {"stages": tuple(record["stages"])}
+    return DecodeTime(**{**record, **stages})

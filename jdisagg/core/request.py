@@ -6,7 +6,7 @@ import math
 import reprlib
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NewType, cast
 
 from jdisagg.core.errors import IllegalTransition, RequestError, TooLong
 
@@ -70,7 +70,7 @@ class SamplingParams:
             _check_whole("stop_token_ids", token, 0, vocab_size - 1)
         _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
         for entry in self.logit_bias:
-            if not isinstance(entry, tuple) or len(entry) != 2:
+            if not isinstance(entry, tuple) or len(entry) != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RequestError(f"logit_bias has {_shown(entry)}, must be pairs of token and bias", "logit_bias")
             _check_whole("logit_bias token", entry[0], 0, vocab_size - 1)
             _check_range("logit_bias value", entry[1], -100.0, 100.0)
@@ -94,8 +94,8 @@ def _check_range(field: str, value: Any, low: float, high: float, *, open_low: b
 def _check_count(field: str, values: Any, most: int) -> None:
     if not isinstance(values, tuple):
         raise RequestError(f"{field} is {_shown(values)}, must be a tuple", param=field)
-    if len(values) > most:
-        raise RequestError(f"number of {field} is {len(values)}, at most {most} are allowed", param=field)
+    if (count := len(cast(tuple[Any, ...], values))) > most:
+        raise RequestError(f"number of {field} is {count}, at most {most} are allowed", param=field)
 
 
 def _shown(value: Any) -> str:
@@ -124,7 +124,8 @@ class Request:
         The one check for requests from everywhere, before anything is done with them: what passes, an actor, a message,
         a journal and a device can take.
         """
-        if not isinstance(self.prompt, tuple) or not {int}.issuperset(map(type, self.prompt)):
+        whole = isinstance(self.prompt, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not whole or not {int}.issuperset(map(type, self.prompt)):
             raise RequestError(f"the prompt is {_shown(self.prompt)}, must be a tuple of token ids", param="prompt")
         if not self.prompt:
             raise RequestError("the prompt is empty: it has 0 tokens, at least 1 is needed", param="prompt")

@@ -59,7 +59,7 @@ def plan_heads(num_kv_heads: int, source_tp: int, destination_tp: int) -> HeadPl
     """TP `source_tp` to TP `destination_tp`; where there are more shards than heads, replicas share the sending."""
     held, wanted = heads_per_shard(num_kv_heads, source_tp), heads_per_shard(num_kv_heads, destination_tp)
     size = gcd(held, wanted)
-    slices = []
+    slices = list[tuple[HeadSlice, ...]]()
     for destination in range(destination_tp):
         first = kv_head_of_shard(num_kv_heads, destination_tp, destination)
         slices.append(
@@ -97,7 +97,7 @@ class LayerRun:
 
 def plan_layers(source: tuple[range, ...], destination: tuple[range, ...]) -> tuple[LayerRun, ...]:
     """Every non-empty meeting of the two cuts, in layer order."""
-    runs = []
+    runs = list[LayerRun]()
     for s, held in enumerate(source):
         for d, wanted in enumerate(destination):
             shared = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
@@ -149,7 +149,7 @@ def plan_spans(source_pages: int, destination_pages: int, group: PageGroup) -> t
     """The moves of a transfer whose two page lists hold the same tokens, the last group of either perhaps in part."""
     groups = -(-source_pages // group.source)
     assert groups == -(-destination_pages // group.destination), (source_pages, destination_pages, group)
-    spans = []
+    spans = list[Span]()
     for start, stop, size in plan_moves(groups, group.buckets(), max(group.source, group.destination)):
         from_, to = (
             (start * each, min(stop * each, held))
@@ -167,7 +167,7 @@ def plan_moves(
     A move costs `weight` for each page of its bucket, filled or not, and MOVE_PAGES; largest moves come first.
     """
     whole, rest = divmod(pages, buckets[-1])
-    sizes, start, moves = (buckets[-1],) * whole + _cheapest(rest, buckets, weight)[2], 0, []
+    sizes, start, moves = (buckets[-1],) * whole + _cheapest(rest, buckets, weight)[2], 0, list[tuple[int, int, int]]()
     for size in sizes:
         moves.append((start, min(start + size, pages), size))
         start += size
@@ -179,7 +179,7 @@ def _cheapest(pages: int, buckets: tuple[int, ...], weight: int) -> tuple[int, i
     """What the cheapest moves of `pages` pages cost, how many they are, and their sizes, descending."""
     if pages <= 0:
         return 0, 0, ()
-    found = []
+    found = list[tuple[int, int, tuple[int, ...]]]()
     for size in buckets:
         cost, number, sizes = _cheapest(pages - size, buckets, weight)
         found.append((cost + size * weight + MOVE_PAGES, number + 1, tuple(sorted((size, *sizes), reverse=True))))
@@ -248,7 +248,7 @@ def plan_routes(
     """The ways of `layers` (None: all) between two cuts of one model, in layer order; worked out once for each."""
     wanted = range(0, destination[-1].layers.stop) if layers is None else layers
     cut = tuple(layers_within(stage.layers, wanted) for stage in source)
-    routes = []
+    routes = list[Route]()
     for run in plan_layers(cut, tuple(stage.layers for stage in destination)):
         here, there = source[run.source_stage], destination[run.destination_stage]
         heads = plan_heads(num_kv_heads, here.tp, there.tp)
@@ -266,7 +266,7 @@ def plan_reshard(
     layers: range | None = None,
 ) -> Reshard:
     """The cheapest moves of declared sizes that bring the KV of `num_tokens` tokens from the one cut to the other."""
-    moves = []
+    moves = list[Move]()
     for route in plan_routes(source, destination, num_kv_heads, layers):
         stages = source[route.source_stage], destination[route.destination_stage]
         held, wanted = (-(-num_tokens // stage.page_size) for stage in stages)

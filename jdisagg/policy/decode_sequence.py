@@ -29,14 +29,14 @@ class DecodeSequence:
     pages: list[int]  # the leading `cached_pages` are not its own
     cached_pages: int = 0
     held: Handle = NOTHING  # those, locked
-    parts: set[int] = field(default_factory=set)  # that are inserted
+    parts: set[int] = field(default_factory=set[int])  # that are inserted
     num_parts: int | None = None  # that COMMIT counts
     layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all
-    asked: Counter[int] = field(default_factory=Counter)  # times each part was asked for again
+    asked: Counter[int] = field(default_factory=Counter[int])  # times each part was asked for again
     moved_s: float = 0.0  # when a part last came or was asked for again
-    wire: list[tuple[float, float]] = field(default_factory=list)  # when each part was on its way
+    wire: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # when each part was on its way
     num_tokens: int = 0  # tokens in the KV when it was committed
-    output: list[int] = field(default_factory=list)  # tokens of this attempt, as read
+    output: list[int] = field(default_factory=list[int])  # tokens of this attempt, as read
     first: Sampled | None = None  # known from COMMIT on
     dispatched: int = 0  # output tokens drawn or on their way
     slot: int | None = None

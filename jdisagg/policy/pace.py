@@ -19,7 +19,7 @@ FORGET_S = 60.0
 class Figures:
     """One figure by name, each with the time of its latest value."""
 
-    _known: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _known: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def learn(self, name: str, value: float, now_s: float) -> None:
         before = self.of(name, now_s)

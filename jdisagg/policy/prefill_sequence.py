@@ -36,9 +36,9 @@ class PrefillSequence:
     pages: tuple[int, ...] = ()  # all, the held ones first; a colocated prompt computes in the reservation's
     own: tuple[int, ...] = ()  # of these, those that nobody else reads
     names: tuple[PageHash, ...] = ()  # of its full pages
-    parts: list[KVTransfer] = field(default_factory=list)  # as shipped
+    parts: list[KVTransfer] = field(default_factory=list[KVTransfer])  # as shipped
     planned: int = 0  # tokens that plans have taken
-    scored: list[Sampled] = field(default_factory=list)  # prompt logprobs so far
+    scored: list[Sampled] = field(default_factory=list[Sampled])  # prompt logprobs so far
 
     @property
     def owner(self) -> Owner:

@@ -29,7 +29,7 @@ def page_hashes(tokens: Sequence[int], page_size: int, salt: str = "") -> tuple[
     """
     chain = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
     content = array("I", tokens)  # 4 bytes a token
-    names = []
+    names = list[int]()
     for start in range(0, len(tokens) - page_size + 1, page_size):
         chain = blake2b(chain + content[start : start + page_size].tobytes(), digest_size=DIGEST_BYTES).digest()
         names.append(int.from_bytes(chain, "little"))
@@ -59,8 +59,8 @@ class Handle:
 class PrefixCache:
     """The pages of one tier that are kept for a prefix to come back."""
 
-    _nodes: dict[PageHash, Node] = field(default_factory=dict)
-    _unlocked: OrderedDict[PageHash, Node] = field(default_factory=OrderedDict)  # least recent first
+    _nodes: dict[PageHash, Node] = field(default_factory=dict[PageHash, Node])
+    _unlocked: OrderedDict[PageHash, Node] = field(default_factory=OrderedDict[PageHash, Node])  # least recent first
     _handles: int = 0
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class PrefixCache:
         Returns those that stay the caller's: pages of names that the cache holds already, under other pages.
         """
         assert len(names) == len(pages), (len(names), len(pages))
-        spare, parent = [], None
+        spare, parent = list[int](), None
         for name, page in zip(names, pages, strict=True):
             node = self._nodes.get(name)
             if node is None:
@@ -135,7 +135,7 @@ class PrefixCache:
 
     def evict(self, count: int) -> tuple[int, ...]:
         """Drops up to `count` pages, least recent leaves first; fewer where the rest is locked. Returns their ids."""
-        dropped = []
+        dropped = list[int]()
         while len(dropped) < count and self._unlocked:
             _, node = self._unlocked.popitem(last=False)
             assert node.num_children == 0, f"page {node.page} is older than a page behind it"

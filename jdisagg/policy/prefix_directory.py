@@ -20,7 +20,7 @@ from jdisagg.policy.prefix_cache import PageHash, PrefixCache
 class PrefixDirectory:
     """A ledger of names a worker."""
 
-    _held: dict[WorkerId, PrefixCache] = field(default_factory=dict)
+    _held: dict[WorkerId, PrefixCache] = field(default_factory=dict[WorkerId, PrefixCache])
     _pages: count[int] = field(default_factory=count)  # a page there is only a number: the router places none
 
     def cached_tokens(self, config: WorkerConfig, names: Sequence[PageHash]) -> int:

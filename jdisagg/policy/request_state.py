@@ -58,16 +58,20 @@ class RequestState:
     waiting: Waiting = Waiting.RESERVATION
     epoch: int = 0  # of the present attempt; 0: none, so that every late word is of another
     num_before: int = 0  # output tokens when this attempt began
-    output: list[int] = field(default_factory=list)  # what the client has been given
-    early: dict[int, Sampled] = field(default_factory=dict)  # drawn, but an earlier token has not come yet
+    output: list[int] = field(default_factory=list[int])  # what the client has been given
+    # Drawn, but an earlier token has not come yet.
+    early: dict[int, Sampled] = field(default_factory=dict[int, Sampled])
     prefill: WorkerId | None = None
     decode: WorkerId | None = None
     ended: Ended | None = None  # it has ended on its worker, but tokens are still on their way here
     failures: int = 0
-    avoid: set[WorkerId] = field(default_factory=set)
+    avoid: set[WorkerId] = field(default_factory=set[WorkerId])
     armed_s: float | None = None  # when its timer fires
     wait_told: bool = False  # that it waits for room is in the log of decisions
-    names: dict[tuple[int, int], tuple[PageHash, ...]] = field(default_factory=dict)  # by tokens and page size
+    # By tokens and page size.
+    names: dict[tuple[int, int], tuple[PageHash, ...]] = field(
+        default_factory=dict[tuple[int, int], tuple[PageHash, ...]]
+    )
 
     @property
     def owner(self) -> Owner:
@@ -100,7 +104,7 @@ class RequestState:
         for place, sampled in enumerate(draw.sampled, draw.index):
             if len(self.output) <= place < self.request.sampling.max_tokens:
                 self.early[place] = sampled
-        told = []
+        told = list[Sampled]()
         while (sampled := self.early.pop(len(self.output), None)) is not None:
             self.output.append(sampled.token)
             told.append(sampled)

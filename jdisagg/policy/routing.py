@@ -196,7 +196,7 @@ def _ranked(
     snapshots: Sequence[WorkerSnapshot], cost: Cost, apart: Callable[[WorkerSnapshot], bool] | None = None
 ) -> tuple[Candidate, ...]:
     """Those with room that are to be shown, by `Candidate.score`; only they are made candidates."""
-    able = []
+    able = list[tuple[int, float, int, WorkerId, Parts]]()
     for snapshot in snapshots:
         if snapshot.has_room:
             rank = FAILED if snapshot.avoided else APART if apart is not None and apart(snapshot) else FREELY

@@ -25,7 +25,7 @@ class Fit:
 
     part_s: float
     page_s: float
-    _sums: list[float] = field(default_factory=list)  # parts², parts·pages, pages², parts·s, pages·s
+    _sums: list[float] = field(default_factory=list[float])  # parts², parts·pages, pages², parts·s, pages·s
 
     def __post_init__(self) -> None:
         self._sums = [0.0] * 5

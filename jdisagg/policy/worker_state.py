@@ -23,12 +23,13 @@ class WorkerState:
 
     config: WorkerConfig
     view: View = field(init=False)
-    unanswered: dict[Owner, int] = field(default_factory=dict)  # pages of reservations asked for, not yet answered
+    # pages of reservations asked for, not yet answered
+    unanswered: dict[Owner, int] = field(default_factory=dict[Owner, int])
     full: bool = False  # it refused since its last word
     leaving: bool = False  # it ends what it has, and is sent nothing more
     served: int = 0
-    prefill_work: dict[RequestId, float] = field(default_factory=dict)
-    decode_work: dict[RequestId, float] = field(default_factory=dict)
+    prefill_work: dict[RequestId, float] = field(default_factory=dict[RequestId, float])
+    decode_work: dict[RequestId, float] = field(default_factory=dict[RequestId, float])
     work_tokens: float = 0.0  # sum of both
     longest: int = field(init=False)  # prompt and output of the longest request that the empty worker could hold
 
