@@ -24,6 +24,7 @@ from jdisagg.kv.transport.ticket import DTYPES, Parcel, read_ticket
 SECRET = b"a secret of the conformance tests"
 IDENTITY = Identity("model-a", "8x64x32", "float32")
 LONG_TURNS = 600
+CONTROL_S = 30.0  # a peer on a busy machine is slow and not dead
 
 
 @jax.jit
@@ -61,16 +62,17 @@ class Side:
         self.transports: dict[str, Transport] = {}
         for name in names:
             at = (listen or {}).get(name, "127.0.0.1:0")
-            self.transports[name] = open_transport(name, TransportConfig(SECRET, IDENTITY, at, **terms))
+            config = TransportConfig(SECRET, IDENTITY, at, **{"control_timeout_s": CONTROL_S, **terms})
+            self.transports[name] = open_transport(name, config)
 
-    def offer(self, transport: str, in_s: float = 30.0, parcel: str = "h", **what: Any) -> dict[str, Any]:
+    def offer(self, transport: str, in_s: float = 120.0, parcel: str = "h", **what: Any) -> dict[str, Any]:
         arrays = make_arrays(**what)
         ticket = self.transports[transport].offer(Parcel(parcel, 1), arrays, time.monotonic() + in_s)
         return {"ticket": ticket.to_json()} | ({} if what.get("late") else {"digests": digests(arrays)})
 
     def offer_deleted(self, transport: str, **what: Any) -> dict[str, Any]:
         arrays = make_arrays(**what)
-        ticket = self.transports[transport].offer(Parcel("h", 1), arrays, time.monotonic() + 30)
+        ticket = self.transports[transport].offer(Parcel("h", 1), arrays, time.monotonic() + 120)
         arrays[-1].delete()
         return {"ticket": ticket.to_json()}
 
@@ -78,7 +80,7 @@ class Side:
         """Ends all offers, as if their deadlines had passed."""
         return {"ended": len(self.transports[transport].expire(float("inf")))}
 
-    def pull(self, ticket: dict[str, Any], in_s: float = 30.0) -> dict[str, Any]:
+    def pull(self, ticket: dict[str, Any], in_s: float = 120.0) -> dict[str, Any]:
         read = read_ticket(ticket)
         devices = [jax.devices()[index % len(jax.devices())] for index in range(len(read.arrays))]
         arrays = self.transports[read.transport].pull(read, devices, time.monotonic() + in_s)

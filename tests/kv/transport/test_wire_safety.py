@@ -33,7 +33,8 @@ from jdisagg.kv.transport.wire import MAX_RECORD_BYTES, Wire
 from tests.kv.transport.peer import IDENTITY, SECRET
 from tests.kv.transport.peers import Peer
 
-TERMS = TransportConfig(SECRET, IDENTITY, control_timeout_s=1.0)
+TERMS = TransportConfig(SECRET, IDENTITY, control_timeout_s=30.0)
+QUICK = replace(TERMS, control_timeout_s=1.0)  # where running out of it is the subject
 
 
 @pytest.fixture
@@ -45,13 +46,13 @@ def source() -> Iterator[Endpoint]:
 
 def offered(transport: Endpoint) -> Ticket:
     array = jax.device_put(np.arange(1024, dtype=np.float32))
-    return transport.offer(Parcel("h", 1), [array], time.monotonic() + 20)
+    return transport.offer(Parcel("h", 1), [array], time.monotonic() + 120)
 
 
 def pull_by(terms: TransportConfig, ticket: Ticket) -> None:
     other = tcp(terms)
     try:
-        other.pull(ticket, jax.devices()[:1], time.monotonic() + 5)
+        other.pull(ticket, jax.devices()[:1], time.monotonic() + 60)
     finally:
         gc.collect()  # jax lets go of memory it adopted at its next call, or now
         assert other.held().pull_bytes == 0
@@ -63,7 +64,7 @@ def dialled(source: Endpoint) -> Wire:
 
 
 def soon(what: str = "test") -> Deadlines:
-    return Deadlines(what, time.monotonic() + 5)
+    return Deadlines(what, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize(
@@ -147,18 +148,20 @@ def test_noise_at_the_desk_ends_its_connection_and_nothing_else(source: Endpoint
     pull_by(TERMS, ticket)
 
 
-def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout(source: Endpoint):
-    wire = dialled(source)
+def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout():
+    transport = tcp(QUICK)
+    wire = dialled(transport)
     wire.receive_record(soon())
     started_s = time.monotonic()
     with pytest.raises(PeerDead):
         wire.receive_record(soon())
-    assert time.monotonic() - started_s < 3.0
+    assert time.monotonic() - started_s < 20.0
     wire.close()
+    transport.close()
 
 
 def test_half_open_connections_do_not_keep_a_peer_out():
-    transport = tcp(replace(TERMS, control_timeout_s=20.0))
+    transport = tcp(TERMS)
     ticket = offered(transport)
     strangers = [socket.create_connection(split_address(transport.address)) for _ in range(300)]
     try:
@@ -175,15 +178,15 @@ def test_a_handshake_that_trickles_in_ends_in_its_time_by_tls_too(certificate: t
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(chain, key)
     client = ssl.create_default_context(cafile=str(chain))
-    for terms in (TERMS, replace(TERMS, tls_server=server, tls_client=client)):
+    for terms in (QUICK, replace(QUICK, tls_server=server, tls_client=client)):
         transport = tcp(terms)
         stranger = socket.create_connection(split_address(transport.address))
         started_s = time.monotonic()
         with pytest.raises(OSError):
-            for byte in b"\x16\x03\x01\x02\x00" + bytes(100):
+            for byte in b"\x16\x03\x01\x02\x00" + bytes(400):
                 stranger.sendall(bytes([byte]))
                 time.sleep(0.1)
-        assert time.monotonic() - started_s < 5.0
+        assert time.monotonic() - started_s < 20.0
         stranger.close()
         transport.close()
 
@@ -333,10 +336,10 @@ def test_bytes_cross_by_tls_and_a_peer_without_it_or_with_another_root_gets_noth
     source, other = tcp(safe), tcp(safe)
     values = np.random.default_rng(0).normal(size=(3, 1 << 20)).astype(np.float32)
     for part in range(2):
-        ticket = source.offer(Parcel("h", 1, part), [jax.device_put(values)], time.monotonic() + 20)
-        (array,) = other.pull(ticket, jax.devices()[:1], time.monotonic() + 20)
+        ticket = source.offer(Parcel("h", 1, part), [jax.device_put(values)], time.monotonic() + 120)
+        (array,) = other.pull(ticket, jax.devices()[:1], time.monotonic() + 120)
         assert np.array_equal(np.asarray(array), values) and other.ack(ticket)
-    ticket = source.offer(Parcel("h", 2), [jax.device_put(values)], time.monotonic() + 20)
+    ticket = source.offer(Parcel("h", 2), [jax.device_put(values)], time.monotonic() + 120)
     with pytest.raises((PeerDead, PeerMismatch, BadTicket)):
         pull_by(TERMS, ticket)
     with pytest.raises(PeerMismatch, match="no TLS"):
