@@ -7,7 +7,8 @@
             httpx.post(server.url + "/v1/completions", content=b"...")
 
 Leaving the block asserts that no stream broke, that the longest gap between two of its events and the slowest /live
-were within the bounds, and that the server runs. `-rP` shows what was measured.
+were within the bounds, and that the server runs. What its threads waited for a core of the machine, which others use as
+well, is added to the bounds. `-rP` shows what was measured.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fixtures import conformance
 from tests.hostile import watcher
 from tests.hostile.watcher import Felt
+from tests.ports import free_port
 
-COMPILED = Path(tempfile.gettempdir()) / "jdisagg-hostile-programs"  # kept: the second start is much faster
+COMPILED = os.environ["JAX_COMPILATION_CACHE_DIR"]  # that of all tests: the second start is much faster
 TINY = (
     f"--model={conformance.ROOT / 'llama3'}",
     "--max_model_len=256",
@@ -40,10 +40,11 @@ TINY = (
     "--mesh=colocated:tp1",
     f"--compile_cache_dir={COMPILED}",
 )
-START_S = 120.0
+START_S = 240.0
 LAG = re.compile(r'^jdisagg_event_loop_lag_seconds_bucket\{le="([^"]*)".*\} (\S+)$', re.MULTILINE)
 LATE_S = 1.0  # a bound of the metric's buckets
-LONGEST_GAP_S = 1.5  # on a machine that is shared: alone it is some hundredths
+LONGEST_GAP_S = 1.5  # alone it is some hundredths
+CROWDED = 2.0  # so many times what the thread waited for a core that waited longest
 
 
 @dataclass
@@ -79,25 +80,40 @@ class Server:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
+    def queued_s(self) -> dict[str, float]:
+        """By thread, for how long it could have run so far and no core of the machine was free."""
+        waited = {}
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with suppress(OSError):  # it has ended
+                waited[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+        return waited
+
     @contextmanager
     def bystander(
         self, longest_gap_s: float = LONGEST_GAP_S, slowest_live_s: float = LONGEST_GAP_S
     ) -> Iterator[list[Felt]]:
         """Streams during the block and asserts at its end; the list then holds what was felt."""
-        found, before = list[Felt](), self.lags()
+        found, before, queued_s = list[Felt](), self.lags(), self.queued_s()
         with _watching(self) as process:
             yield found
             felt = _felt(process)
         found.append(felt)
         self.felt.append(felt)
-        print(f"measured: gap {felt.longest_gap_s:.3f} s, /live {felt.slowest_live_s:.3f} s, {felt.events} events")
         assert self.alive, f"the server ended with {self.process.returncode}:\n{self.log()[-3000:]}"
+        more_s = CROWDED * max(
+            (so_far - queued_s.get(task, 0.0) for task, so_far in self.queued_s().items()), default=0
+        )
+        longest_gap_s, slowest_live_s = longest_gap_s + more_s, slowest_live_s + more_s
+        print(f"measured: gap {felt.longest_gap_s:.3f} s, /live {felt.slowest_live_s:.3f} s, {felt.events} events")
+        print(f"the machine is crowded: {more_s:.3f} s more are granted")
         assert not felt.failures, f"{len(felt.failures)} failures, the first: {felt.failures[:3]}"
         assert felt.longest_gap_s <= longest_gap_s, f"a stream stood still for {felt.longest_gap_s:.2f} s"
         assert felt.slowest_live_s <= slowest_live_s, f"/live took {felt.slowest_live_s:.2f} s"
         late_s = max((bound for bound, count in self.lags().items() if count > before.get(bound, 0)), default=0.0)
         print(f"measured: event loop late by under {late_s:g} s")
-        assert late_s <= max(LATE_S, longest_gap_s), f"the event loop was late by under {late_s:g} s, over the bound"
+        assert late_s <= max(LATE_S + more_s, longest_gap_s), (
+            f"the event loop was late by under {late_s:g} s, over the bound"
+        )
 
 
 @contextmanager
@@ -126,10 +142,12 @@ def _felt(process: subprocess.Popen[str]) -> Felt:
     return felt
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def until(true: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+    """Waits until `true()`; fails after `within_s` seconds."""
+    end_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -148,15 +166,15 @@ def serving(folder: Path, flags: Sequence[str] = (), key: str = "", model: Seque
     finally:
         if server.alive:
             process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=60)
 
 
 def _wait_until_ready(server: Server) -> None:
     end_s = time.monotonic() + START_S
-    while not _ready(server):
-        assert server.alive, f"the server ended with {server.process.returncode}:\n{server.log()[-3000:]}"
+    while server.alive and not _ready(server):
         assert time.monotonic() < end_s, f"not ready in {START_S:g} s:\n{server.log()[-3000:]}"
         time.sleep(0.1)
+    assert server.alive, f"the server ended with {server.process.returncode}:\n{server.log()[-3000:]}"
 
 
 def _ready(server: Server) -> bool:

@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 from jdisagg.serve.cluster.link import METHOD, PROTOCOL
-from tests.hostile.bystander import Server, free_port, serving
+from tests.hostile.bystander import Server, serving
+from tests.ports import free_port
 
 FIRST = b'{"jdisagg": %d, "nonce": "%s"}' % (PROTOCOL, b"0" * 32)
 
@@ -84,13 +85,13 @@ def test_three_hundred_half_open_streams(server: Server, control: int) -> None:
         for each in channels:
             each.close()
     print(f"measured: challenged after {challenged_s:.2f} s")
-    assert challenged_s < 3.0
+    assert challenged_s < 6.0
 
 
 def test_noise_and_silence_on_bare_connections(server: Server, control: int) -> None:
     noise = (b"", b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 4096)
     with server.bystander():
-        callers = [socket.create_connection(("127.0.0.1", control), timeout=5) for _ in range(200)]
+        callers = [socket.create_connection(("127.0.0.1", control), timeout=60) for _ in range(200)]
         for number, caller in enumerate(callers):
             caller.sendall(noise[number % len(noise)])
         time.sleep(2.0)

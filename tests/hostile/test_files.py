@@ -23,7 +23,7 @@ from jdisagg.model.params import check_tensors
 from jdisagg.model.sources import HFSource
 from tests.hostile.model_folders import GOOD, INDEX, OPENED, change, copy, pipe, read_all, safetensors, why_refused
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ from tests.serve.cluster.test_nodes import RouterFixture, worker
 from tests.serve.live_http import eventually
 from tests.sim.cases import request
 
-CALM = Heartbeat(interval_s=0.1, silence_s=10.0)
+CALM = Heartbeat(interval_s=0.1, silence_s=60.0)
 LIAR, VICTIM = "prefill-liar", "decode-0"
 A = RequestId("a")
 
@@ -164,7 +164,7 @@ def test_a_lie_ends_the_session_of_the_liar_by_its_name_and_nobody_elses(
     caplog.set_level(logging.WARNING, logger="jdisagg.cluster")
     liar = listening.liar()
     liar.say(body)
-    assert liar.over.wait(10), "the liar's session goes on"
+    assert liar.over.wait(60), "the liar's session goes on"
     eventually(lambda: listening.knows(VICTIM))
     (gone,) = [record.message for record in caplog.records if record.message.startswith(f"{LIAR} is gone")]
     assert says in gone and len(gone) < 700
@@ -298,6 +298,6 @@ def test_whatever_an_actor_makes_of_a_peers_word_it_does_not_end_the_driver(
 
     monkeypatch.setattr(listening.router, "_hear", fails)
     liar.say(from_liar(ROUTER, VIEW))
-    assert liar.over.wait(10)
+    assert liar.over.wait(60)
     eventually(lambda: listening.knows(VICTIM))
     assert listening.node.driver.alive and listening.victim.link is not None

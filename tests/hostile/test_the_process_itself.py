@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.bystander import TINY, Server, free_port, serving
+from tests.hostile.bystander import TINY, Server, serving, until
+from tests.ports import free_port
 
 BROKEN_MODEL = """
 import sys
@@ -49,9 +50,12 @@ def test_a_disk_that_gets_full_under_the_journal_is_not_felt(tmp_path: Path) -> 
             time.sleep(1.0)
             assert ask(server.url, 20)["choices"]
         assert file.stat().st_size <= full and file.stat().st_mode & 0o077 == 0
-        metrics = server.get("/metrics")
-        (count,) = [line for line in metrics.splitlines() if line.startswith("jdisagg_journal_drops_total")]
-        assert count.endswith(" 1.0")
+        until(lambda: drops(server).endswith(" 1.0"), "the drop to be counted")
+
+
+def drops(server: Server) -> str:
+    (count,) = [each for each in server.get("/metrics").splitlines() if each.startswith("jdisagg_journal_drops_total")]
+    return count
 
 
 @pytest.mark.hostile

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from urllib.parse import urlsplit
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 LIVE_EVERY_S = 0.05
 STREAM = {"prompt": "def bystander(n):", "max_tokens": 150, "temperature": 0, "stream": True, "ignore_eos": True}
 
