@@ -1,7 +1,9 @@
 """Eight virtual CPU devices for every test, a thread pool wide enough for collectives, compiled programs kept from run
 to run (they make the engine's tests twice as fast), and the folder of traces."""
 
+import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,3 +19,16 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data_dir", default="", help="folder of the public traces that tests/published reads")
+
+
+@pytest.fixture(scope="module")
+def no_kept_programs() -> Iterator[None]:
+    """For programs of chips that are not here: jax keeps them and cannot read them back, which it warns of."""
+    jax = importlib.import_module("jax")  # not at the top: the environment above comes first
+    kept = importlib.import_module("jax.experimental.compilation_cache.compilation_cache")
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    kept.reset_cache()  # else what was found out at the first program of the process stays
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    kept.reset_cache()

@@ -25,6 +25,7 @@ TINY = {
     "num_hidden_layers": 2,
     "vocab_size": 512,
 }
+pytestmark = pytest.mark.usefixtures("no_kept_programs")
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'jdisagg[aot-tpu]'")
 
 

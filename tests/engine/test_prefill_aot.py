@@ -5,13 +5,13 @@ import pytest
 from jdisagg.core.worker_config import Role
 from tests.engine.chips import assert_sound, few_layers
 
+pytestmark = pytest.mark.usefixtures("no_kept_programs")
 # One layer that is the first and the last: a chunk, its head, and for one of them the scores of all its rows.
 PREFILL = [
     ("v5e:2x2", "8B", 4, ("prefill", "head", "score")),
     ("v6e:2x4", "70B", 8, ("prefill", "head")),
     ("v5p:2x2x2", "70B", 8, ("prefill", "head")),
     ("h100:4", "8B", 4, ("prefill", "head", "score")),
-    ("h100:8", "70B", 8, ("prefill", "head")),
 ]
 
 

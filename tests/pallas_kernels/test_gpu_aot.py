@@ -15,6 +15,7 @@ from tests.pallas_kernels.shapes import Shape, rest_slow
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: pip install 'jdisagg[aot-gpu]'")
 
+pytestmark = pytest.mark.usefixtures("no_kept_programs")
 MIB = 2**20
 HEADS = PartitionSpec(None, "tp")
 LLAMA_3_8B, LLAMA_3_70B_TP8 = Shape(128, 8, 4, 16), Shape(128, 1, 8, 16)

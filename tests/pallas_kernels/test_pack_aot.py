@@ -15,6 +15,7 @@ from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.tpu_modes import tpu_devices
 
+pytestmark = pytest.mark.usefixtures("no_kept_programs")
 MIB = 2**20
 LLAMA_3_8B, LLAMA_3_70B_TP8 = Shape(128, 8, 4, 16), Shape(128, 1, 8, 64)
 # (chip, shape, dtype of the source, wire, dtype of the destination, layers)

@@ -23,6 +23,7 @@ from tests.pallas_kernels.tpu_modes import tpu_devices
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jdisagg[aot-tpu]'")
 
+pytestmark = pytest.mark.usefixtures("no_kept_programs")
 MIB = 2**20
 CHIPS = ["v5e", "v5p", "v6e"]
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
