@@ -3,7 +3,7 @@
     python -m jdisagg.calc --model=llama3-70b --tokens=131072 [--dtype=bfloat16] [--hardware=h100 --devices=8]
 
 Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
-since the answers of the three differ by factors. `--config=DIR` takes a Hugging Face config.json instead of a name.
+since the answers of the three differ by factors. `--model` takes a Hugging Face folder with its config.json as well.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from jdisagg.sim.hardware import HARDWARE, LINKS, Hardware, hardware
 
 def declare() -> flags.FlagValues:
     values = flags.own()
-    absl_flags.DEFINE_string("model", "llama3-70b", f"one of {', '.join(MODELS)}", flag_values=values)
-    absl_flags.DEFINE_string(
-        "config", "", "folder of a Hugging Face config.json, instead of --model", flag_values=values
-    )
+    names = f"one of {', '.join(MODELS)}; or a folder with a Hugging Face config.json"
+    absl_flags.DEFINE_string("model", "llama3-70b", names, flag_values=values)
     absl_flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
     absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of the KV", flag_values=values)
     absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "of the prefill mesh", flag_values=values)
@@ -43,13 +41,17 @@ def declare() -> flags.FlagValues:
     return values
 
 
-def attention_of(folder: str) -> Attention:
-    """The numbers of a model folder."""
-    config = read_config(Path(folder))
+def attention_of(name: str) -> Attention:
+    """The numbers of a model that is known by its name, or of a folder. Raises ConfigError, CheckpointError."""
+    return _of_folder(Path(name)) if Path(name).is_dir() else model(name)
+
+
+def _of_folder(folder: Path) -> Attention:
+    config = read_config(folder)
     kind = "MHA" if config.num_kv_heads == config.num_heads else "GQA"
     per_layer = 2.0 * config.layer_params() / config.hidden_size**2
     return Attention(
-        Path(folder).name, config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, kind,
+        folder.name, config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, kind,
         linear_flops=per_layer, attention_flops=2.0 * 2.0 * config.q_size / config.hidden_size,
     )  # fmt: skip
 
@@ -122,7 +124,7 @@ def report(attention: Attention, tokens: int, dtype: str, chip: Hardware, device
 
 
 def run(values: flags.FlagValues) -> int:
-    attention = attention_of(values.config) if values.config else model(values.model)
+    attention = attention_of(values.model)
     chip = hardware(values.hardware)
     for part in report(attention, values.tokens, values.dtype, chip, values.devices):
         Console().print(part, highlight=False)

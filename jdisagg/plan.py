@@ -99,7 +99,7 @@ def _define_search(values: flags.FlagValues) -> None:
         "reserve_tokens", 512, "of output that a reservation holds pages for", 1, flag_values=values
     )
     absl_flags.DEFINE_integer("most", 24, "configurations of an architecture to simulate", 1, flag_values=values)
-    absl_flags.DEFINE_integer("seeds", 3, "of the shortlist' runs", 1, flag_values=values)
+    absl_flags.DEFINE_integer("seeds", 3, "of the shortlist's runs", 1, flag_values=values)
     absl_flags.DEFINE_integer("seed", 0, "the first of them", flag_values=values)
     absl_flags.DEFINE_bool("quick", False, "arithmetic only: bounds, and replicas for --rate", flag_values=values)
     absl_flags.DEFINE_bool("sensitivity", True, "ask again with other objectives and half the link", flag_values=values)

@@ -16,7 +16,7 @@ def test_a_long_prompts_kv_is_told_in_both_units(capsys: pytest.CaptureFixture[s
 
 def test_a_folder_gives_the_numbers_of_its_name(capsys: pytest.CaptureFixture[str]):
     folder = Path(__file__).parent / "fixtures" / "conformance" / "llama2"
-    assert calc.main(["calc", f"--config={folder}", "--tokens=64"]) == 0
+    assert calc.main(["calc", f"--model={folder}", "--tokens=64"]) == 0
     assert "llama2 (" in capsys.readouterr().out
 
 

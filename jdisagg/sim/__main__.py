@@ -130,7 +130,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
     absl_flags.DEFINE_enum("transfer", "chunk", list(map(str, TransferMode)), "when KV leaves", flag_values=values)
     absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
-    absl_flags.DEFINE_integer("chunk_tokens", 2048, "of one prefill plan", 1, flag_values=values)
+    absl_flags.DEFINE_integer("max_num_batched_tokens", 2048, "of one prefill chunk", 1, flag_values=values)
     absl_flags.DEFINE_integer("page_size", 16, "tokens a page", 1, flag_values=values)
     absl_flags.DEFINE_integer(
         "reserve_tokens", 512, "of output that a reservation holds pages for", 1, flag_values=values
@@ -196,7 +196,7 @@ def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         max_model_len=longest(trace),
         page_size=values.page_size,
         num_slots=values.slots,
-        chunk_tokens=values.chunk_tokens,
+        chunk_tokens=values.max_num_batched_tokens,
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
         fused_steps=values.fused_steps,
