@@ -41,9 +41,9 @@ from jdisagg.profiling.profiler import Profiler
 from jdisagg.serve.build import load_executors, router_config, warm
 from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.local import LocalService
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.outcome import Outcome
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace
 
 MESHES = "prefill:tp1,decode:pp1;colocated:1xtp1"

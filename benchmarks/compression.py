@@ -26,11 +26,12 @@ from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.plans import KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
+from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import RAW
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
+from jdisagg.engine.warmup import idle_rows, layers_of
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.build import load_executors
@@ -85,7 +86,8 @@ class Stage:
             pages = self._pages(self.source, index, start + len(part))
             last = start + len(part) == len(tokens)
             chunk = PrefillChunk(RequestId(str(index)), part, start, pages, last, SamplingParams(temperature=0.0))
-            self.source.run_prefill(PrefillPlan(0, (chunk,), size, config.table_buckets[-1])).read()
+            chunks = PrefillChunks((chunk,), size, config.table_buckets[-1])
+            self.source.run(StepPlan(0, prefill=chunks)).read()
 
     def ship(self, wire: str) -> tuple[int, np.ndarray]:
         """All prompts' KV as this wire: bytes of all arrays, and f32[L], what each layer lost at the worst."""
@@ -117,7 +119,7 @@ class Stage:
 
     def next_tokens(self) -> Iterator[np.ndarray]:
         """Log-probabilities f64[prompts, V] after the prompts and each token that follows."""
-        decoder = self.destination.decoder
+        decoder = self.destination.runner.decoder
         assert decoder is not None and len(decoder.microbatches) == 1, "one stage: every slot in one microbatch"
         (batch,), slots = decoder.microbatches, len(self.texts)
         total = len(self.texts[0])
@@ -130,8 +132,8 @@ class Stage:
             state[0, :slots] = [text[position] for text in self.texts]
             state[1, :slots], state[3, :slots] = position, 1
             batch.state = jax.device_put(state, decoder.device)
-            logits = np.asarray(decoder.stages(batch, self.destination.config.table_buckets[-1]))[:slots]
-            logits = logits.astype(np.float64)
+            logits = layers_of(self.destination.runner, idle_rows(self.destination.config.table_buckets[-1]), None)
+            logits = np.asarray(logits)[:slots].astype(np.float64)
             top = logits.max(axis=-1, keepdims=True)
             yield logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.figures import Spread
-from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
-from jdisagg.core.plans import DecodePlan, KVTransfer
+from jdisagg.core.events import RunStep, ShipKV, StepDone
+from jdisagg.core.steps import KVTransfer, StepPlan
 
 
 @dataclass(slots=True)
@@ -44,23 +44,18 @@ class Counters:
     turnarounds_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     _lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
-    _prefills_out: dict[str, int] = field(default_factory=dict)
-    _microbatch: dict[tuple[str, int], int] = field(default_factory=dict)  # of (worker, plan) in flight
+    _chunks_out: dict[str, set[int]] = field(default_factory=dict)  # steps of chunks alone that are not read
+    _microbatch: dict[tuple[str, int], int] = field(default_factory=dict)  # of (worker, step) in flight
 
     def __call__(self, actor: str, item: Any, now_s: float) -> None:
         """`now_s` is that of the whole round, so an effect would seem to follow its event in no time: see `clock`."""
         match item:
-            case RunDecode(plan):
+            case RunStep(plan, ships):
                 self._dispatched(actor, plan)
-            case DecodeDone():
-                self._read(actor, item)
-            case RunPrefill(_, ships):
-                self.prefills += 1
-                self._prefills_out[actor] = self._prefills_out.get(actor, 0) + 1
                 for transfer in ships:
                     self._shipped(transfer)
-            case PrefillDone():
-                self._prefills_out[actor] = self._prefills_out.get(actor, 0) - 1
+            case StepDone():
+                self._read(actor, item)
             case ShipKV(transfer):
                 self._shipped(transfer)
 
@@ -70,34 +65,41 @@ class Counters:
         if transfer.layers is None or transfer.layers[0] == 0:
             self.pages += len(transfer.source_pages)
 
-    def _dispatched(self, actor: str, plan: DecodePlan) -> None:
-        lane = self._lanes.setdefault((actor, plan.microbatch), Lane())
+    def _dispatched(self, actor: str, plan: StepPlan) -> None:
+        if plan.prefill is not None:
+            self.prefills += 1
+        if plan.decode is None:
+            self._chunks_out.setdefault(actor, set()).add(plan.step_id)
+            return
+        rows = plan.decode
+        lane = self._lanes.setdefault((actor, rows.microbatch), Lane())
         self.turns += 1
-        carried_on = lane.active.intersection(plan.active) - {each.slot for each in plan.admit}
+        carried_on = lane.active.intersection(rows.active) - {each.slot for each in rows.admit}
         if lane.read_s is not None and carried_on:
             waited_s = self.clock() - lane.read_s
             self.turnarounds_s.append(waited_s)
-            if not lane.out and self._prefills_out.get(actor, 0) < 1:
+            if not lane.out and not self._chunks_out.get(actor):
                 self.unqueued += 1
                 self.gaps_s.append(waited_s)
         lane.out += 1
-        lane.active, lane.read_s = frozenset(plan.active), None
-        self._microbatch[actor, plan.plan_id] = plan.microbatch
+        lane.active, lane.read_s = frozenset(rows.active), None
+        self._microbatch[actor, plan.step_id] = rows.microbatch
 
-    def _read(self, actor: str, done: DecodeDone) -> None:
-        microbatch = self._microbatch.pop((actor, done.plan_id), None)
+    def _read(self, actor: str, done: StepDone) -> None:
+        self._chunks_out.get(actor, set()).discard(done.step_id)
+        microbatch = self._microbatch.pop((actor, done.step_id), None)
         if microbatch is None:
-            return  # dispatched before `reset`
+            return  # of chunks alone, or dispatched before `reset`
         lane = self._lanes[actor, microbatch]
         lane.out -= 1
         lane.read_s = self.clock()
-        self.tokens += sum(token is not None for _, token in done.sampled)
+        self.tokens += sum(len(tokens) for _, tokens in done.decode if tokens is not None)
 
     def reset(self) -> None:
         """Forgets everything; for a moment when nothing runs."""
         self.turns = self.tokens = self.prefills = self.transfers = self.pages = self.unqueued = 0
         self.turnarounds_s, self.gaps_s = [], []
-        self._lanes, self._microbatch, self._prefills_out = {}, {}, {}
+        self._lanes, self._microbatch, self._chunks_out = {}, {}, {}
 
     def figures(self) -> dict[str, Any]:
         """Counts, bytes and milliseconds since the last reset."""

@@ -29,9 +29,9 @@ from benchmarks import machine as this_machine
 from benchmarks.transfer_plot import plot_exposed
 from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.kv.transport.link import Link

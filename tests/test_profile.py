@@ -8,8 +8,8 @@ import pytest
 from jdisagg import profile
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile, read_profile
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.measured import cluster_spec_of
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 from tests.fixtures import conformance
 

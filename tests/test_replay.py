@@ -42,8 +42,10 @@ def test_the_first_decision_that_differs_is_named(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     record(path, pair(), Faults())
     lines = path.read_text().splitlines()
-    number, changed = next((i, json.loads(line)) for i, line in enumerate(lines) if '"DecodeDone"' in line)
-    changed["event"]["sampled"][0][1]["token"] += 1
+    found = (i for i, line in enumerate(lines) if '"StepDone"' in line and '"decode":[[' in line)
+    number = next(found)
+    changed = json.loads(lines[number])
+    changed["event"]["decode"][0][1][0]["token"] += 1
     lines[number] = json.dumps(changed)
     path.write_text("\n".join(lines))
     assert main([str(path)]) == 1
@@ -91,7 +93,7 @@ DAMAGE = {
     "an actor nobody knows": (lambda x: changed(x, 2, actor="nobody"), "line 3: event 2 is for 'nobody'"),
     "an event that is none": (lambda x: changed(x, 2, event={"is": "Party"}), "line 3: .*names no noun"),
     "an effect for an event": (lambda x: changed(x, 2, event=EFFECT), "SetTimer is no event"),
-    "a plan nobody made": (lambda x: event_changed(x, "DecodeDone", plan_id=10**9), "cannot follow on"),
+    "a plan nobody made": (lambda x: event_changed(x, "StepDone", step_id=10**9), "cannot follow on"),
     "a prompt of text": (lambda x: event_changed(x, "Submit", request=TEXT), "Request.prompt: 'abc' is no list"),
     "a timer of no form": (lambda x: event_changed(x, "TimerFired", key=7), "TimerFired.key: 7 is no text"),
 }  # fmt: skip

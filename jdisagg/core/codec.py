@@ -17,7 +17,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from jdisagg.core import events, messages, plans
+from jdisagg.core import events, messages, steps
 from jdisagg.core.errors import DecodeError
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, Sampled, SamplingParams
@@ -41,7 +41,7 @@ def _dataclasses_of(module: types.ModuleType) -> list[type]:
 NOUNS: dict[str, type] = {
     each.__name__: each
     for each in (
-        *_dataclasses_of(plans),
+        *_dataclasses_of(steps),
         *_dataclasses_of(messages),
         *_dataclasses_of(events),
         *(Request, SamplingParams, Sampled, Ledger, WorkerConfig, RouterConfig),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import Message
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 
 # ------------------------------------------------------------------ events
@@ -68,24 +68,19 @@ class RouterLost:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDone:
-    """A prefill plan's results were read: the drawn token of every chunk marked `last`, and prompt logprobs if asked.
+class StepDone:
+    """A step's results were read.
 
-    `prompt` holds, for a request that asked, one entry a prompt token of this chunk that has a predecessor in it
-    or before it; the very first prompt token has none.
+    `decode`: (slot, tokens) of each decode row, more than one where a draft was accepted; None for a slot that had
+    masked itself before this step. `first`: the drawn token of every chunk marked `last`. `prompt` holds, for a request
+    that asked, one entry a prompt token of this chunk that has a predecessor in it or before it; the very first
+    prompt token has none.
     """
 
-    plan_id: int
-    sampled: tuple[tuple[RequestId, Sampled], ...]
+    step_id: int
+    decode: tuple[tuple[int, tuple[Sampled, ...] | None], ...] = ()
+    first: tuple[tuple[RequestId, Sampled], ...] = ()
     prompt: tuple[tuple[RequestId, tuple[Sampled, ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeDone:
-    """A decode plan's tokens were read: (slot, token), None for a slot that had masked itself before this step."""
-
-    plan_id: int
-    sampled: tuple[tuple[int, Sampled | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +110,9 @@ class WiresTimed:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """An engine raised; `plan_id` is None for a transfer, whose handoff is then named."""
+    """An engine raised; `step_id` is None for a transfer, whose handoff is then named."""
 
-    plan_id: int | None
+    step_id: int | None
     handoff: str | None
     reason: str
     epoch: int | None = None  # of the transfer that failed, and its part: it may be shipped again
@@ -133,8 +128,7 @@ Event = (
     | WorkerLeaving
     | WorkerJoined
     | RouterLost
-    | PrefillDone
-    | DecodeDone
+    | StepDone
     | KVArrived
     | WiresTimed
     | EngineFailed
@@ -150,19 +144,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPrefill:
-    """Run the plan; each of `ships` is a `ShipKV` that happens as soon as its layers are computed, while the next are.
+class RunStep:
+    """Run the step; each of `ships` is a `ShipKV` that happens as soon as its layers are computed, while the next are.
 
-    Where the plan fails, those that have not left stay.
+    Where the step fails, those that have not left stay.
     """
 
-    plan: PrefillPlan
+    plan: StepPlan
     ships: tuple[KVTransfer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RunDecode:
-    plan: DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +222,6 @@ class Reject:
     detail: str
 
 
-Effect = (
-    Send | RunPrefill | RunDecode | ShipKV | InsertKV | DropKV | OpenGates | SetTimer | EmitTokens | Finish | Reject
-)
+Effect = Send | RunStep | ShipKV | InsertKV | DropKV | OpenGates | SetTimer | EmitTokens | Finish | Reject
 
 ROUTER = WorkerId("router")

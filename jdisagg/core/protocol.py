@@ -30,7 +30,7 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
-from jdisagg.core.plans import KVTransfer
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 
 TO_ROUTER = (Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View)

@@ -40,6 +40,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are in here unless the client ignores them
     logprobs: int | None = None  # None: none; n: the chosen token's and the n likeliest
     prompt_logprobs: int | None = None
+    synchronous: bool = False  # every token is read by the host before the next is drawn (as a grammar's mask needs)
 
     @property
     def greedy(self) -> bool:

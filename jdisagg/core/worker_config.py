@@ -43,7 +43,7 @@ class Digests(StrEnum):
 
 
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
-MAY_BE_NONE = ("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "part_tries")
+MAY_BE_NONE = ("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "part_tries")
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
     *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight"),
@@ -80,7 +80,9 @@ class WorkerConfig:
     chunks_in_flight: int = 2
     reservations_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
     reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
-    decode_steps_per_chunk: int = 1  # colocated: steps of each busy microbatch between two prefill chunks
+    decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
+    mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
+    draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one
@@ -121,6 +123,11 @@ class WorkerConfig:
         if self.compress is Compress.NONE:
             return (RAW,)
         return RAW, Compress.INT8.value if self.compress is Compress.AUTO else self.compress.value
+
+    @property
+    def step_tokens(self) -> int:
+        """The most that one step holds: rows and chunk tokens together where they are mixed."""
+        return self.prefill_buckets[-1] + (self.slots_per_microbatch if self.mixed_steps else 0)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

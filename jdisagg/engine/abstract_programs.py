@@ -92,6 +92,8 @@ class AbstractPrograms:
         if self.config.role.decodes:
             found += [task for width in self.config.table_buckets for task in self._decodes(width)]
             found += self._draws()
+        if self.config.mixed_steps and self.config.role.prefills and self.config.role.decodes:
+            found += [task for tokens in self.config.prefill_buckets for task in self._mixed(tokens)]
         return found
 
     def weight_bytes(self, stage: int) -> int:
@@ -113,7 +115,7 @@ class AbstractPrograms:
         windows = tuple({self.model.window(layer) for layer in group.layers})
         pools = [self._pool(group.submesh)] * len(group.layers)
         sums = 2 * len(group.layers) if group.submesh.tp > 1 else 0
-        gathers = _gathers(group) if kind == "decode" and group.is_last else {}
+        gathers = _gathers(group) if kind in ("decode", "mixed") and group.is_last else {}
         return Task(
             kind,
             stage,
@@ -148,6 +150,16 @@ class AbstractPrograms:
             submesh = group.submesh
             batch = (whole(submesh, (slots, width)), whole(submesh, (4, slots)), self._activations(group, slots))
             yield self._group_task("decode", stage, width, slots, group.decode_program, batch)
+
+    def _mixed(self, tokens: int) -> Iterator[Task]:
+        """Slots with the widest table, and chunks; their logits are made with the layers."""
+        config = self.config
+        slots, sequences, width = config.slots_per_microbatch, config.max_chunk_seqs, config.table_buckets[-1]
+        for stage, group in enumerate(self.layer_groups):
+            submesh = group.submesh
+            ints = [(slots, width), (4, slots), (3, tokens), (2, sequences + 1), (sequences, width)]
+            batch = (*(whole(submesh, shape) for shape in ints), self._activations(group, slots + tokens))
+            yield self._group_task("mixed", stage, tokens, slots + tokens, group.mixed_program, batch)
 
     def _activation_bytes(self, rows: int, tp: int) -> int:
         """Four copies of the residual stream in f32, and two of the widest product of a layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -22,41 +23,53 @@ def fit_to_keep(k: Array, v: Array) -> tuple[Array, Array]:
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
 
 
-def decode_attend(
-    pools: list[Array], table: Array, positions: Array, alive: Array, window_of: Callable[[int], int | None]
-) -> Attend:
-    """Attention of one new token a slot; `pools` (a list of this program's own) is updated in place.
+class DecodeRows(NamedTuple):
+    """Where a step's decode rows read and write: one new token a slot."""
 
-    table i32[B, W]; positions i32[B]: tokens held before this one; alive bool[B]: the others write to the null page
-    and attend to nothing.
-    """
-    page_size = pools[0].shape[3]
+    table: Array  # i32[B, W]
+    lengths: Array  # i32[B]: tokens to attend to, the new one included; 0 where nothing is drawn
+    pages: Array  # i32[B]: where the new token goes; 0 where it is not to be kept
+    offsets: Array  # i32[B]
+
+
+class ChunkRows(NamedTuple):
+    """Where a step's chunks read and write: row t goes to `offsets[t]` of page `pages[t]` (0: padding)."""
+
+    table: Array  # i32[S, W]
+    kv_lens: Array  # i32[S]
+    cu_q_lens: Array  # i32[S + 1]
+    pages: Array  # i32[T]
+    offsets: Array  # i32[T]
+
+
+def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) -> DecodeRows:
+    """positions i32[B]: tokens held before the new one; alive bool[B]: the others attend to nothing."""
     index = positions // page_size
     alive = alive & (index < table.shape[1])
     pages = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1)[:, None], axis=1)[:, 0]
-    pages, offsets = jnp.where(alive, pages, 0), positions % page_size
     lengths = jnp.where(alive, positions + 1, 0)
-
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
-        return paged_attention(q, pools[layer], table, lengths, window=window_of(layer))
-
-    return attend
+    return DecodeRows(table, lengths, jnp.where(alive, pages, 0), positions % page_size)
 
 
-def prefill_attend(
-    pools: list[Array],
-    table: Array,
-    pages: Array,
-    offsets: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    window_of: Callable[[int], int | None],
+def paged_attend(
+    pools: list[Array], rows: DecodeRows | None, chunks: ChunkRows | None, window_of: Callable[[int], int | None]
 ) -> Attend:
-    """Attention of packed chunks; row t is written to `offsets[t]` of page `pages[t]` (0: padding)."""
+    """Attention of a step's rows, those of slots before those of chunks; `pools` (a list of this program's own) is
+    updated in place. No row reads what another of the same step writes, but for a chunk its own.
+    """
+    kinds = [kind for kind in (rows, chunks) if kind is not None]
+    pages = jnp.concatenate([kind.pages for kind in kinds])
+    offsets = jnp.concatenate([kind.offsets for kind in kinds])
+    slots = 0 if rows is None else rows.lengths.shape[0]
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
-        return prefill_attention(q, pools[layer], table, kv_lens, cu_q_lens, window=window_of(layer))
+        pool = pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
+        mixed, window = [], window_of(layer)
+        if rows is not None:
+            mixed.append(paged_attention(q[:slots], pool, rows.table, rows.lengths, window=window))
+        if chunks is not None:
+            spans = chunks.table, chunks.kv_lens, chunks.cu_q_lens
+            mixed.append(prefill_attention(q[slots:], pool, *spans, window=window))
+        return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed)
 
     return attend

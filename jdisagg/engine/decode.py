@@ -1,4 +1,4 @@
-"""Decode steps: one microbatch through all stages, its tokens drawn and fed back on the device.
+"""Decode rows: those of one microbatch, whose tokens are drawn and fed back on the device.
 
 The last stage owns each microbatch's *decode state*, i32[4, B]: the token fed next, its position, whether the slot has
 drawn a stop token, and whether the host has it enabled. Drawing makes the next state, so steps follow each other
@@ -18,12 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.events import DecodeDone
-from jdisagg.core.plans import Admission, DecodePlan
-from jdisagg.core.request import BROKEN, SamplingParams
+from jdisagg.core.request import BROKEN, Sampled, SamplingParams
+from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine import executor
-from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
     Counts,
@@ -38,6 +35,7 @@ from jdisagg.engine.sampling import (
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
+DrawnRows = tuple[tuple[int, tuple[Sampled, ...] | None], ...]
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a state
 MASKED = -1  # reported for a slot that draws nothing
 ADMITTED = 2  # row of a delta, which else is as a state: 1 where the slot takes a new sequence
@@ -85,7 +83,7 @@ class Microbatch:
         self.counts = Counts(*jax.device_put(empty, device))
         self.tables: dict[Submesh, Array] = {}  # page tables as last sent, all of one width
 
-    def take(self, plan: DecodePlan) -> np.ndarray | None:
+    def take(self, plan: DecodeRows) -> np.ndarray | None:
         """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
         delta = np.zeros((4, self.size), np.int32)
         for slot in plan.retire:
@@ -124,22 +122,23 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class PendingDecode:
-    """A turn on its way; see `executor.PendingDecode`."""
+class PendingRows:
+    """What a step's decode rows draw, on its way to the host."""
 
-    plan: DecodePlan
+    plan: DecodeRows
     first_slot: int
     tokens: Array  # i32[B], -1 for a masked slot
     wanted: list[int | None]  # SamplingParams.logprobs of the active slots
     logprobs: tuple[Array, Array, Array] | None
 
-    def read(self) -> DecodeDone:
+    def read(self) -> DrawnRows:
+        """Blocks until they are there; see `StepDone`."""
         rows = [slot - self.first_slot for slot in self.plan.active]
         tokens = np.asarray(self.tokens)[rows].tolist()
         logprobs = None if self.logprobs is None else [np.asarray(part)[rows] for part in self.logprobs]
         drawn = sampled_rows(tokens, self.wanted, logprobs)
-        told = [None if each.token == MASKED else each for each in drawn]
-        return DecodeDone(self.plan.plan_id, tuple(zip(self.plan.active, told, strict=True)))
+        told = [None if each.token == MASKED else (each,) for each in drawn]
+        return tuple(zip(self.plan.active, told, strict=True))
 
 
 class DrawPrograms:
@@ -159,7 +158,7 @@ class DrawPrograms:
 
 
 class Decoder(DrawPrograms):
-    """Runs decode plans over the stages."""
+    """Holds the slots of every microbatch, and draws what follows them."""
 
     def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
@@ -170,22 +169,19 @@ class Decoder(DrawPrograms):
             Microbatch(index * size, size, max_pages, vocab_size, self.device)
             for index in range(config.num_microbatches)
         ]
-        self.gates = Gates()
 
-    def run(self, plan: DecodePlan) -> executor.PendingDecode:
-        return self.gates.run(plan.gates, self.step(plan))
-
-    def step(self, plan: DecodePlan) -> Stages[PendingDecode]:
-        """The plan, stage by stage (see `gates.py`)."""
-        batch, x = self.microbatches[plan.microbatch], None
+    def begin(self, plan: DecodeRows) -> Microbatch:
+        """The microbatch as the step finds it: what changes is sent."""
+        assert not plan.widths or max(plan.widths) == 1, "no program verifies a draft"
+        batch = self.microbatches[plan.microbatch]
         self._send_changes(batch, plan)
-        for stage, group in enumerate(self.layer_groups):
-            yield stage
-            x = self._stage(group, batch, plan.table_pages, x)
-        assert x is not None
-        return self._drawn(batch, plan, x.addressable_data(0))
+        return batch
 
-    def _drawn(self, batch: Microbatch, plan: DecodePlan, logits: Array) -> PendingDecode:
+    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
+        """Page table i32[B, width] and state i32[4, B] where the group is."""
+        return batch.table_on(group.submesh, width), group.submesh.spread(batch.state)
+
+    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> PendingRows:
         """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""
         asked = batch.asked(plan.active)
         tokens = self._draw(batch, logits, asked)
@@ -195,22 +191,9 @@ class Decoder(DrawPrograms):
             logprobs = self.logprobs(logits, tokens)
         for array in (tokens, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingDecode(plan, batch.first_slot, tokens, wanted, logprobs)
+        return PendingRows(plan, batch.first_slot, tokens, wanted, logprobs)
 
-    def _stage(self, group: LayerGroup, batch: Microbatch, width: int, x: Array | None) -> Array:
-        """Activations of the stage before -> those after this one, [B, hidden], or logits."""
-        table, state = batch.table_on(group.submesh, width), group.submesh.spread(batch.state)
-        return group.decode(table, state, x if x is None else group.submesh.transfer(x))
-
-    def stages(self, batch: Microbatch, width: int) -> Array:
-        """Logits f32[B, V] of one step, on the device that draws."""
-        x = None
-        for group in self.layer_groups:
-            x = self._stage(group, batch, width, x)
-        assert x is not None
-        return x.addressable_data(0)
-
-    def _send_changes(self, batch: Microbatch, plan: DecodePlan) -> None:
+    def _send_changes(self, batch: Microbatch, plan: DecodeRows) -> None:
         delta = batch.take(plan)
         if delta is not None:
             batch.state = self.steer(batch.state, jax.device_put(delta, self.device))

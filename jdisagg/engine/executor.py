@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jdisagg.core.events import DecodeDone, PrefillDone
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.events import StepDone
+from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 
 
-class PendingPrefill(Protocol):
-    def read(self) -> PrefillDone:
-        """Blocks until the drawn tokens are on the host."""
-        ...
-
-
-class PendingDecode(Protocol):
-    def read(self) -> DecodeDone:
+class PendingStep(Protocol):
+    def read(self) -> StepDone:
         """Blocks until the drawn tokens are on the host."""
         ...
 
@@ -47,16 +41,14 @@ class Shipment(Protocol):
 class Executor(Protocol):
     config: WorkerConfig
 
-    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
-        """`group_done(n)` is called between layer groups: layers 0 to n - 1 are dispatched, the others are not.
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
+        """One step: its decode rows, its chunks, or both, stage by stage.
 
-        What it ships of these layers leaves while the next are computed. After the last group it is not called: the
-        rest may be shipped when this returns, behind the draw of the first token.
+        `group_done(n)` is called between layer groups: layers 0 to n - 1 are dispatched, the others are not. What it
+        ships of these layers leaves while the next are computed. After the last group it is not called: the rest may be
+        shipped when this returns, behind the draw of the first tokens. A step with gates, which has no chunks, runs as
+        far as its KV is in; `insert` and `open_gates` let the rest of it follow.
         """
-        ...
-
-    def run_decode(self, plan: DecodePlan) -> PendingDecode:
-        """A step with gates runs as far as its KV is in; `insert` and `open_gates` let the rest of it follow."""
         ...
 
     def open_gates(self, handoff: str, epoch: int) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from jdisagg.core.events import DecodeDone
-from jdisagg.core.plans import Gate, KVTransfer
-from jdisagg.engine.executor import PendingDecode
+from jdisagg.core.events import StepDone
+from jdisagg.core.steps import Gate, KVTransfer
+from jdisagg.engine.executor import PendingStep
 
 T = TypeVar("T")
 Stages = Generator[int, None, T]  # yields each stage's number before it dispatches it; returns what comes of the step
@@ -29,13 +29,13 @@ def dispatched(stages: Stages[T]) -> T:
 
 
 class HeldStep:
-    """A step with gates; see `executor.PendingDecode`."""
+    """A step with gates; see `executor.PendingStep`."""
 
-    def __init__(self, gates: Sequence[Gate], stages: Stages[PendingDecode]) -> None:
+    def __init__(self, gates: Sequence[Gate], stages: Stages[PendingStep]) -> None:
         self._gates = {gate.stage: (gate.handoff, gate.epoch, set(gate.parts)) for gate in gates}
         self._stages = stages
         self._stage = next(stages)  # that is not dispatched yet
-        self._result: Future[PendingDecode] = Future()
+        self._result: Future[PendingStep] = Future()
 
     def waits_for(self, handoff: str, epoch: int) -> bool:
         return any(gate[:2] == (handoff, epoch) for gate in self._gates.values())
@@ -64,7 +64,7 @@ class HeldStep:
     def done(self) -> bool:
         return self._result.done()
 
-    def read(self) -> DecodeDone:
+    def read(self) -> StepDone:
         return self._result.result().read()
 
 
@@ -74,7 +74,7 @@ class Gates:
     def __init__(self) -> None:
         self._held: list[HeldStep] = []
 
-    def run(self, gates: Sequence[Gate], stages: Stages[PendingDecode]) -> PendingDecode:
+    def run(self, gates: Sequence[Gate], stages: Stages[PendingStep]) -> PendingStep:
         """Dispatches what may run. What a stage raises is raised here, or by `read` where it ran later."""
         if not gates:
             return dispatched(stages)

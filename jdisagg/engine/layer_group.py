@@ -1,13 +1,16 @@
 """A layer group: consecutive layers on one submesh, their weights and KV pages, and the device programs over them.
 
 On a decode worker each group is a pipeline stage on a submesh of its own; on a prefill worker all groups share one
-submesh. Either way the same two programs run it: `decode` (one token a slot) and `prefill` (one packed chunk). Programs
-are pure and take flat lists of leaves; the module is merged while tracing.
+submesh. Either way the same programs run it: `decode` (one token a slot), `prefill` (one packed chunk) and `mixed`
+(both: rows are concatenated, so that each weight is read once, and attention is called for each kind). Programs are
+pure and take flat lists of leaves; the module is merged while tracing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.engine.attention import decode_attend, prefill_attend
+from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
@@ -37,22 +40,36 @@ class Chunks:
     table: Array  # i32[S, W]
 
 
+class MixedOut(NamedTuple):
+    """What the last group makes of slots and chunks together."""
+
+    decode_logits: Array  # f32[B, V]
+    chunk_logits: Array | None  # f32[S, V], after each chunk's last row; None where they are not made yet
+    chunks: Array  # [T, hidden]
+
+
 class LayerGroupPrograms:
     """The programs of layers `layers` of the model on `submesh`, whether or not weights and pages exist."""
 
     def __init__(self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams) -> None:
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, params
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
-        batch = (self.params.specs, POOL_SPEC, WHOLE, WHOLE, WHOLE)
-        out = {"out_specs": (POOL_SPEC, WHOLE), "donate": (1,), "out_formats": (pool_format(submesh), None)}
-        self.decode_program = submesh.program(self._decode, batch, **out)
-        self.prefill_program = submesh.program(self._prefill, (*batch, WHOLE), **out)
+        self.decode_program = self._program(self._decode, 3, 1)
+        self.prefill_program = self._program(self._prefill, 4, 1)
+        self.mixed_program = self._program(self._mixed, 6, 3 if self.is_last else 1)
         self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
         self.score_program = submesh.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
 
+    def _program(self, function: Callable[..., Any], arguments: int, results: int) -> Program:
+        """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
+        specs = (self.params.specs, POOL_SPEC, *[WHOLE] * arguments)
+        formats = (pool_format(self.submesh), *[None] * results)
+        return self.submesh.program(function, specs, (POOL_SPEC, *[WHOLE] * results), (1,), formats)
+
     @property
     def programs(self) -> list[Program]:
-        return [self.decode_program, self.prefill_program, self.head_program, self.score_program]
+        layers = [self.decode_program, self.prefill_program, self.mixed_program]
+        return [*layers, self.head_program, self.score_program]
 
     # ------------------------------------------------------------ what one shard runs
 
@@ -63,24 +80,50 @@ class LayerGroupPrograms:
         stage = self.params.merge(leaves)
         return stage, stage.embed_tokens(tokens) if x is None else x
 
+    def _slots(self, pools: list[Array], table: Array, state: Array) -> DecodeRows:
+        """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
+        return decode_rows(table, state[1], (state[3] == 1) & (state[2] == 0), pools[0].shape[3])
+
+    def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:
+        return ChunkRows(table, spans[0, :-1], spans[1], rows[2], rows[1] % pools[0].shape[3])
+
     def _decode(
         self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
     ) -> tuple[list[Array], Array]:
-        """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
         stage, x = self._run(leaves, x, state[0])
-        alive = (state[3] == 1) & (state[2] == 0)
-        attend = decode_attend(pools, table, state[1], alive, self._window_of)
+        attend = paged_attend(pools, self._slots(pools, table, state), None, self._window_of)
         x = stage.run_layers(x, state[1], attend)
         return pools, stage.logits(x) if self.is_last else x
 
     def _prefill(
         self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
     ) -> tuple[list[Array], Array]:
-        tokens, positions, pages = rows
-        stage, x = self._run(leaves, x, tokens)
-        offsets = positions % pools[0].shape[3]
-        attend = prefill_attend(pools, table, pages, offsets, spans[0, :-1], spans[1], self._window_of)
-        return pools, stage.run_layers(x, positions, attend)
+        stage, x = self._run(leaves, x, rows[0])
+        attend = paged_attend(pools, None, self._chunks(pools, rows, spans, table), self._window_of)
+        return pools, stage.run_layers(x, rows[1], attend)
+
+    def _mixed(
+        self,
+        leaves: list[Array],
+        pools: list[Array],
+        slot_table: Array,
+        state: Array,
+        rows: Array,
+        spans: Array,
+        table: Array,
+        x: Array | None,
+    ) -> tuple[list[Array] | Array, ...]:
+        """Activations [B + T, hidden] of slots and chunks; of the last group the logits of the slots [B, V] and after
+        each chunk [S, V], and the activations [T, hidden] of the chunks."""
+        stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
+        kinds = self._slots(pools, slot_table, state), self._chunks(pools, rows, spans, table)
+        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), paged_attend(pools, *kinds, self._window_of))
+        if not self.is_last:
+            return pools, x
+        slots, chunks = x[: state.shape[1]], x[state.shape[1] :]
+        ends = jnp.maximum(spans[1, 1:] - 1, 0)
+        logits = stage.logits(jnp.concatenate([slots, chunks[ends]]))
+        return pools, logits[: state.shape[1]], logits[state.shape[1] :], chunks
 
     def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
         return self.params.merge(leaves).logits(x[rows])
@@ -128,6 +171,12 @@ class LayerGroup(LayerGroupPrograms):
         batch = chunks.rows, chunks.spans, chunks.table
         self.kv.pools, result = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
         return result
+
+    def mixed(self, slot_table: Array, state: Array, chunks: Chunks, x: Array | None) -> MixedOut | Array:
+        """Both: activations [B + T, hidden] -> those after this one, or what comes of the last group."""
+        batch = slot_table, state, chunks.rows, chunks.spans, chunks.table
+        self.kv.pools, *results = self.mixed_program(self.params.leaves, self.kv.pools, *batch, x)
+        return MixedOut(*results) if self.is_last else results[0]
 
     def head(self, x: Array, rows: np.ndarray) -> Array:
         """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""

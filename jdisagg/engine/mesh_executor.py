@@ -19,14 +19,13 @@ from jax.typing import DTypeLike
 from jdisagg.core.events import WireCost
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
+from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.decode import Decoder
-from jdisagg.engine.executor import GroupDone, PendingDecode
+from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.prefill import PendingPrefill, Prefiller
-from jdisagg.engine.warmup import Job, Progress, decode_jobs, prefill_jobs, ship_jobs
+from jdisagg.engine.runner import Runner
+from jdisagg.engine.warmup import Job, Progress, ship_jobs, step_jobs
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import (
@@ -103,21 +102,14 @@ class MeshExecutor:
             submesh: TransferPrograms(submesh, config.digests, config.error_bound) for submesh in submeshes
         }
         self.error_monitor = ErrorMonitor(config.error_bound)
-        self.prefiller = Prefiller(self.layer_groups, config, model.vocab_size) if config.role.prefills else None
-        self.decoder = Decoder(self.layer_groups, config, model.vocab_size) if config.role.decodes else None
+        self.runner = Runner(self.layer_groups, config, model.vocab_size)
         self._compiled_when_warm: int | None = None
 
-    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
-        assert self.prefiller is not None, f"{self.config.worker} does not prefill"
-        return self.prefiller.run(plan, group_done)
-
-    def run_decode(self, plan: DecodePlan) -> PendingDecode:
-        assert self.decoder is not None, f"{self.config.worker} does not decode"
-        return self.decoder.run(plan)
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
+        return self.runner.run(plan, group_done)
 
     def open_gates(self, handoff: str, epoch: int) -> None:
-        assert self.decoder is not None, f"{self.config.worker} does not decode"
-        self.decoder.gates.open(handoff, epoch)
+        self.runner.gates.open(handoff, epoch)
 
     def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshShipment:
         packed = self.pack(transfer, shapes_of(destination.pages))
@@ -136,8 +128,7 @@ class MeshExecutor:
 
     def insert(self, shipment: MeshShipment) -> None:
         insert_landed(self.pages, self.transfer_programs, shipment.landed)
-        if self.decoder is not None:
-            self.decoder.gates.inserted(shipment.transfer)
+        self.runner.gates.inserted(shipment.transfer)
 
     @property
     def pages(self) -> list[StagePages]:
@@ -166,8 +157,7 @@ class MeshExecutor:
             executor._compiled_when_warm = executor.num_compiled
 
     def _warm_jobs(self, peers: Sequence[MeshExecutor]) -> list[Job]:
-        jobs = prefill_jobs(self.prefiller) if self.prefiller else []
-        jobs += decode_jobs(self.decoder) if self.decoder else []
+        jobs = step_jobs(self.runner)
         for peer, wire in product(peers, self.config.wires):
             sizes = self.group_to(peer.config).buckets()
             jobs += ship_jobs(partial(self._ship_null, peer, wire), f"{peer.config.worker} {wire}", sizes)
@@ -205,7 +195,7 @@ class MeshExecutor:
 
     @property
     def programs(self) -> list[Program]:
-        owners = [*self.layer_groups, *self.transfer_programs.values(), self.prefiller, self.decoder]
+        owners = [*self.layer_groups, *self.transfer_programs.values(), self.runner.prefiller, self.runner.decoder]
         return [program for owner in owners if owner is not None for program in owner.programs]
 
     @property

@@ -1,4 +1,4 @@
-"""Prefill: packed chunks of several prompts through all layer groups, and the first token of those that end.
+"""Prefill: a step's chunks of several prompts, packed, and the first token of those that end with it.
 
 Every chunk runs with the widest page table: attention visits only the pages a chunk holds, so a narrower table would
 save nothing and cost a program each.
@@ -14,16 +14,16 @@ import jax
 import numpy as np
 from jax import Array
 
-from jdisagg.core.events import PrefillDone
-from jdisagg.core.plans import PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, Sampled
+from jdisagg.core.steps import PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.executor import GroupDone
 from jdisagg.engine.layer_group import Chunks, LayerGroup
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
-from jdisagg.parallel.submesh import Program
+from jdisagg.parallel.submesh import Program, Submesh
 
+FirstTokens = tuple[tuple[RequestId, Sampled], ...]
+PromptScores = tuple[tuple[RequestId, tuple[Sampled, ...]], ...]
 MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
 
 
@@ -47,7 +47,7 @@ class Packed:
         return np.append(self.rows[0, 1:], np.int32(0))
 
 
-def pack(plan: PrefillPlan, config: WorkerConfig) -> Packed:
+def pack(plan: PrefillChunks, config: WorkerConfig) -> Packed:
     """Chunks one after another, padding rows last on the null page."""
     assert len(plan.chunks) <= config.max_chunk_seqs and plan.num_tokens <= plan.bucket_tokens, plan
     rows = np.zeros((3, plan.bucket_tokens), np.int32)
@@ -81,17 +81,18 @@ class BoundaryLogits:
 
 
 @dataclass(frozen=True)
-class PendingPrefill:
-    """A plan on its way; see `executor.PendingPrefill`."""
+class PendingChunks:
+    """What comes of a step's chunks, on its way to the host."""
 
-    plan: PrefillPlan
+    plan: PrefillChunks
     first_rows: np.ndarray
     tokens: Array | None  # i32[S], row i drawn for chunk i
     logprobs: tuple[Array, Array, Array] | None
     scores: tuple[Array, Array, Array] | None  # of every row
     boundaries: dict[RequestId, BoundaryLogits] = field(default_factory=dict)  # from the chunks before
 
-    def read(self) -> PrefillDone:
+    def read(self) -> tuple[FirstTokens, PromptScores]:
+        """Blocks until they are there; see `StepDone`."""
         drawn: list[tuple[RequestId, Sampled]] = []
         if self.tokens is not None:
             tokens = np.asarray(self.tokens)[: len(self.plan.chunks)].tolist()
@@ -99,9 +100,9 @@ class PendingPrefill:
             logprobs = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
             pairs = zip(self.plan.chunks, sampled_rows(tokens, wanted, logprobs), strict=True)
             drawn = [(chunk.request_id, sampled) for chunk, sampled in pairs if chunk.last]
-        return PrefillDone(self.plan.plan_id, tuple(drawn), self._prompts())
+        return tuple(drawn), self._prompts()
 
-    def _prompts(self) -> tuple[tuple[RequestId, tuple[Sampled, ...]], ...]:
+    def _prompts(self) -> PromptScores:
         if self.scores is None:
             return ()
         scores = [np.asarray(part) for part in self.scores]
@@ -134,7 +135,7 @@ class FirstDrawPrograms:
 
 
 class Prefiller(FirstDrawPrograms):
-    """Runs prefill plans over the layer groups."""
+    """Packs the chunks of steps, and draws what follows them."""
 
     def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
@@ -143,14 +144,18 @@ class Prefiller(FirstDrawPrograms):
         self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
         self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
 
-    def run(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> PendingPrefill:
-        """See `executor.Executor.run_prefill`."""
-        packed = pack(plan, self.config)
-        x = self.groups(packed, group_done)
+    def spread(self, packed: Packed) -> dict[Submesh, Chunks]:
+        """The chunks on every submesh of the layer groups."""
+        submeshes = dict.fromkeys(group.submesh for group in self.layer_groups)
+        return {submesh: Chunks(*submesh.put((packed.rows, packed.spans, packed.table))) for submesh in submeshes}
+
+    def finish(self, plan: PrefillChunks, packed: Packed, x: Array, logits: Array | None = None) -> PendingChunks:
+        """Activations [T, hidden] after all layers -> what is drawn; `logits` f32[S, V] where they are there already,
+        on the device that draws."""
         scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
-        logits = tokens = logprobs = scores = None
+        tokens = logprobs = scores = None
         if scored or any(chunk.last for chunk in plan.chunks):
-            logits = self.head(x, packed)
+            logits = self.head(x, packed) if logits is None else logits
             tokens = self.draw(plan, logits)
         if tokens is not None and any(chunk.last and chunk.sampling.logprobs is not None for chunk in plan.chunks):
             logprobs = self.logprobs(logits, tokens)
@@ -163,25 +168,13 @@ class Prefiller(FirstDrawPrograms):
         for array in (tokens, *(logprobs or ()), *(scores or ())):
             if array is not None:
                 array.copy_to_host_async()
-        return PendingPrefill(plan, packed.first_rows, tokens, logprobs, scores, boundaries)
-
-    def groups(self, packed: Packed, group_done: GroupDone | None = None) -> Array:
-        """Activations [T, hidden] after all layers; `group_done` is called between the groups' programs."""
-        submeshes = dict.fromkeys(group.submesh for group in self.layer_groups)
-        chunks_at = {submesh: Chunks(*submesh.put((packed.rows, packed.spans, packed.table))) for submesh in submeshes}
-        x = None
-        for group in self.layer_groups:
-            if x is not None and group_done is not None:
-                group_done(group.layers.start)
-            x = group.prefill(chunks_at[group.submesh], x if x is None else group.submesh.transfer(x))
-        assert x is not None
-        return x
+        return PendingChunks(plan, packed.first_rows, tokens, logprobs, scores, boundaries)
 
     def head(self, x: Array, packed: Packed) -> Array:
         """Logits f32[S, V] after each chunk's last row, on the device that draws."""
         return self.layer_groups[-1].head(x, packed.last_rows).addressable_data(0)
 
-    def draw(self, plan: PrefillPlan, logits: Array) -> Array:
+    def draw(self, plan: PrefillChunks, logits: Array) -> Array:
         """i32[S] tokens; only the rows of last chunks mean anything."""
         last = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.last]
         if all(is_plain(chunk.sampling) for _, chunk in last):
@@ -205,7 +198,7 @@ class Prefiller(FirstDrawPrograms):
             prompt[row], output[row] = history_rows(chunk.history, self.vocab_size)
         return Counts(*jax.device_put((prompt, output), self.device))
 
-    def _keep_boundaries(self, plan: PrefillPlan, logits: Array | None) -> None:
+    def _keep_boundaries(self, plan: PrefillChunks, logits: Array | None) -> None:
         for row, chunk in enumerate(plan.chunks):
             self._borders.pop(chunk.request_id, None)
             if not chunk.last and chunk.sampling.prompt_logprobs is not None:

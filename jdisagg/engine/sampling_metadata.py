@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jdisagg.core.events import Sampled
-from jdisagg.core.plans import History
 from jdisagg.core.request import SamplingParams
+from jdisagg.core.steps import History
 from jdisagg.engine.sampling import (
     BIASED,
     BIASES,

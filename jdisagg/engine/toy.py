@@ -11,13 +11,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from jdisagg.core.events import DecodeDone, PrefillDone
+from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Sampled, SamplingParams
+from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.executor import GroupDone, PendingDecode
+from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.gates import Gates, Stages
 
 VOCAB = 97
@@ -62,18 +63,10 @@ class ToySlot:
 
 
 @dataclass(frozen=True, slots=True)
-class ToyPrefill:
-    result: PrefillDone
+class ToyStep:
+    result: StepDone
 
-    def read(self) -> PrefillDone:
-        return self.result
-
-
-@dataclass(frozen=True, slots=True)
-class ToyDecode:
-    result: DecodeDone
-
-    def read(self) -> DecodeDone:
+    def read(self) -> StepDone:
         return self.result
 
 
@@ -123,22 +116,40 @@ class ToyExecutor:
         """Of the first layer group: token slots by page id."""
         return self.groups[0]
 
-    # ------------------------------------------------------------ prefill
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
+        if plan.step_id in self.fail_plans:
+            raise ToyFault(f"told to fail at plan {plan.step_id}")
+        return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
-    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> ToyPrefill:
-        self._check_sizes(plan)
-        for group, (_, stop) in zip(self.groups, self.layer_groups, strict=True):
-            for chunk in plan.chunks:
+    def open_gates(self, handoff: str, epoch: int) -> None:
+        self.gates.open(handoff, epoch)
+
+    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[ToyStep]:
+        """A stage writes and reads the pages of its layer group."""
+        chunks = plan.prefill.chunks if plan.prefill else ()
+        if plan.prefill is not None:
+            self._check_sizes(plan.prefill)
+        rows = self._take(plan.decode) if plan.decode else {}
+        seen: dict[int, list[list[int]]] = {slot: [] for slot in rows}
+        for stage, (group, (_, stop)) in enumerate(zip(self.groups, self.layer_groups, strict=True)):
+            yield stage
+            for slot, row in rows.items():
+                self._write(group, row.table, row.position, row.token)
+                seen[slot].append(self._row(group, row.table, row.position + 1))
+            for chunk in chunks:
                 for position, token in enumerate(chunk.tokens, chunk.start):
                     self._write(group, chunk.pages, position, token)
             if group_done is not None and group is not self.groups[-1]:
                 group_done(stop)
-        sampled = tuple((chunk.request_id, self._first(chunk)) for chunk in plan.chunks if chunk.last)
-        scored = tuple((chunk.request_id, _scores(chunk)) for chunk in plan.chunks if _asked(chunk))
-        return ToyPrefill(PrefillDone(plan.plan_id, sampled, scored))
+        return ToyStep(StepDone(plan.step_id, self._drawn(plan.decode, seen), *self._chunk_results(chunks)))
 
-    def _check_sizes(self, plan: PrefillPlan) -> None:
-        self._maybe_fail(plan.plan_id)
+    # ------------------------------------------------------------ prefill
+
+    def _chunk_results(self, chunks: Sequence[PrefillChunk]) -> tuple[Any, Any]:
+        first = tuple((chunk.request_id, self._first(chunk)) for chunk in chunks if chunk.last)
+        return first, tuple((chunk.request_id, _scores(chunk)) for chunk in chunks if _asked(chunk))
+
+    def _check_sizes(self, plan: PrefillChunks) -> None:
         config = self.config
         assert plan.bucket_tokens in config.prefill_buckets and plan.num_tokens <= plan.bucket_tokens
         assert plan.table_pages in config.table_buckets and len(plan.chunks) <= config.max_chunk_seqs
@@ -151,27 +162,30 @@ class ToyExecutor:
 
     # ------------------------------------------------------------ decode
 
-    def run_decode(self, plan: DecodePlan) -> PendingDecode:
-        self._maybe_fail(plan.plan_id)
-        return self.gates.run(plan.gates, self._step(plan))
+    def _drawn(
+        self, rows: DecodeRows | None, seen: dict[int, list[list[int]]]
+    ) -> tuple[tuple[int, tuple[Sampled, ...] | None], ...]:
+        """A row that may draw more than one token draws as many of a draft as its position says."""
+        if rows is None:
+            return ()
+        widths = rows.widths or (1,) * len(rows.active)
+        return tuple(
+            (slot, self._draw(self.slots[slot], _agreed(seen[slot]), width) if slot in seen else None)
+            for slot, width in zip(rows.active, widths, strict=True)
+        )
 
-    def open_gates(self, handoff: str, epoch: int) -> None:
-        self.gates.open(handoff, epoch)
-
-    def _step(self, plan: DecodePlan) -> Stages[ToyDecode]:
-        """A stage writes and reads the pages of its layer group."""
-        self._take(plan)
-        rows = {slot: row for slot in plan.active if not (row := self.slots[slot]).stopped}
-        seen: dict[int, list[list[int]]] = {slot: [] for slot in rows}
-        for stage, group in enumerate(self.groups):
-            yield stage
-            for slot, row in rows.items():
+    def _draw(self, row: ToySlot, tokens: list[int], width: int) -> tuple[Sampled, ...]:
+        drawn = [_advance(row, tokens)]
+        for _ in range(row.position % width):
+            if row.stopped:
+                break
+            for group in self.groups:
                 self._write(group, row.table, row.position, row.token)
-                seen[slot].append(self._row(group, row.table, row.position + 1))
-        drawn = {slot: _advance(row, _agreed(seen[slot])) for slot, row in rows.items()}
-        return ToyDecode(DecodeDone(plan.plan_id, tuple((slot, drawn.get(slot)) for slot in plan.active)))
+            drawn.append(_advance(row, self._read(row.table, row.position + 1)))
+        return tuple(drawn)
 
-    def _take(self, plan: DecodePlan) -> None:
+    def _take(self, plan: DecodeRows) -> dict[int, ToySlot]:
+        """Writes the rows' changes into the slots; returns those that draw, by slot."""
         slots_each = self.config.slots_per_microbatch
         for slot in plan.retire:
             self.slots.pop(slot, None)  # a slot whose admission failed is retired all the same
@@ -184,6 +198,7 @@ class ToyExecutor:
         assert plan.table_pages in self.config.table_buckets
         for row in (self.slots[slot] for slot in plan.active):
             assert row.stopped or self.config.pages_for(row.position + 1) <= plan.table_pages, "the table is too narrow"
+        return {slot: row for slot in plan.active if not (row := self.slots[slot]).stopped}
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} was not retired"
@@ -225,10 +240,6 @@ class ToyExecutor:
 
     def _row(self, group: list[list[int]], table: Sequence[int], num_tokens: int) -> list[int]:
         return [token for page in table[: self.config.pages_for(num_tokens)] for token in group[page]][:num_tokens]
-
-    def _maybe_fail(self, plan_id: int) -> None:
-        if plan_id in self.fail_plans:
-            raise ToyFault(f"told to fail at plan {plan_id}")
 
 
 def _agreed(rows: list[list[int]]) -> list[int]:

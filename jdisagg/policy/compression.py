@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jdisagg.core.events import WireCost
-from jdisagg.core.plans import KVTransfer
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import RAW, Compress, WorkerConfig
 from jdisagg.policy.streaming import Fit
 

@@ -1,4 +1,4 @@
-"""One sequence's place on a decode worker, and what a turn in flight remembers of it."""
+"""One sequence's place on a decode worker, and what a step in flight remembers of it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,50 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.plans import Admission, KVTransfer
 from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
+from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.policy.handoff import Handoff, Signal, State
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order, history_of
 from jdisagg.policy.prefix_cache import Handle
 from jdisagg.policy.shared_pages import NOTHING
+
+
+@dataclass(slots=True, eq=False)
+class PartArrivals:
+    """Which parts of its KV a sequence has, and which it waits for."""
+
+    parts: set[int] = field(default_factory=set[int])  # that are inserted
+    num_parts: int | None = None  # that COMMIT counts
+    layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all
+    asked: Counter[int] = field(default_factory=Counter[int])  # times each part was asked for again
+    moved_s: float = 0.0  # when a part last came or was asked for again
+    wire: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # when each part was on its way
+
+    @property
+    def missing(self) -> list[int]:
+        """Parts that COMMIT counts and that have not come."""
+        return [part for part in range(self.num_parts or 0) if part not in self.parts]
+
+    @property
+    def wire_s(self) -> float:
+        """For how long at least one of them was on its way."""
+        total_s, until_s = 0.0, -math.inf
+        for began_s, landed_s in sorted(self.wire):
+            total_s += max(0.0, landed_s - max(began_s, until_s))
+            until_s = max(until_s, landed_s)
+        return total_s
+
+    def part_holds(self, part: int, layers: tuple[int, int]) -> bool:
+        """Whether the part holds any of these layers."""
+        if not self.layers:
+            return True
+        first, stop = self.layers[part % len(self.layers)]
+        return first < layers[1] and layers[0] < stop
+
+    def expects(self, part: int) -> bool:
+        """Whether this part is still to come; one that COMMIT does not count is none of this sequence's."""
+        return (self.num_parts is None or part < self.num_parts) and part not in self.parts
 
 
 @dataclass(slots=True, eq=False)
@@ -29,16 +66,12 @@ class DecodeSequence:
     pages: list[int]  # the leading `cached_pages` are not its own
     cached_pages: int = 0
     held: Handle = NOTHING  # those, locked
-    parts: set[int] = field(default_factory=set[int])  # that are inserted
-    num_parts: int | None = None  # that COMMIT counts
-    layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all
-    asked: Counter[int] = field(default_factory=Counter[int])  # times each part was asked for again
-    moved_s: float = 0.0  # when a part last came or was asked for again
-    wire: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # when each part was on its way
+    arrivals: PartArrivals = field(default_factory=PartArrivals)
     num_tokens: int = 0  # tokens in the KV when it was committed
     output: list[int] = field(default_factory=list[int])  # tokens of this attempt, as read
     first: Sampled | None = None  # known from COMMIT on
-    dispatched: int = 0  # output tokens drawn or on their way
+    dispatched: int = 0  # output tokens drawn, and those that steps in flight may draw
+    in_flight: int = 0  # steps; each draws a token at least
     slot: int | None = None
     on_device: bool = False  # its admission has been dispatched
     stepped: bool = False  # a decoded token has been read
@@ -49,40 +82,35 @@ class DecodeSequence:
 
     @property
     def drained(self) -> bool:
-        """All its turns are dispatched, and no stage of them waits for KV: it only waits for tokens."""
-        return self.dispatched == self.request.sampling.max_tokens and admitted(self)
+        """All its steps are dispatched, and no stage of them waits for KV: it only waits for tokens."""
+        return len(self.output) + self.in_flight >= self.request.sampling.max_tokens and admitted(self)
 
     @property
     def own_pages(self) -> list[int]:
         return self.pages[self.cached_pages :]
 
-    @property
-    def missing(self) -> list[int]:
-        """Parts that COMMIT counts and that have not come."""
-        return [part for part in range(self.num_parts or 0) if part not in self.parts]
-
-    @property
-    def wire_s(self) -> float:
-        """For how long at least one of its parts was on its way."""
-        total_s, until_s = 0.0, -math.inf
-        for began_s, landed_s in sorted(self.wire):
-            total_s += max(0.0, landed_s - max(began_s, until_s))
-            until_s = max(until_s, landed_s)
-        return total_s
-
-    def part_holds(self, part: int, layers: tuple[int, int]) -> bool:
-        """Whether the part holds any of these layers."""
-        if not self.layers:
-            return True
-        first, stop = self.layers[part % len(self.layers)]
-        return first < layers[1] and layers[0] < stop
-
     def commit(self, first: Sampled, num_tokens: int, num_parts: int, layers: tuple[tuple[int, int], ...] = ()) -> None:
         """What COMMIT says; the first token is out, and the sequence's steps follow it."""
         self.handoff.take(Signal.COMMIT)
-        self.first, self.num_tokens, self.num_parts, self.layers = first, num_tokens, num_parts, layers
+        self.first, self.num_tokens = first, num_tokens
+        self.arrivals.num_parts, self.arrivals.layers = num_parts, layers
         self.output.append(first.token)
         self.dispatched = 1
+
+    def dispatch(self, width: int) -> None:
+        """A step that draws up to `width` tokens of it is under way."""
+        self.on_device = True
+        self.in_flight += 1
+        self.dispatched += width
+
+    def step_back(self) -> None:
+        """What its steps in flight draw is nobody's: it decodes from where it was when it came."""
+        self.slot, self.on_device, self.dispatched, self.in_flight = None, False, 1, 0
+
+    def read(self, width: int, drawn: int) -> None:
+        """One of its steps ended, which could have drawn `width` tokens."""
+        self.in_flight -= 1
+        self.dispatched -= width - drawn
 
     def renew(self, now_s: float) -> None:
         self.handoff.deadline_s = now_s + self.lease_s
@@ -93,18 +121,18 @@ class DecodeSequence:
         return transfer.source == self.source and ours.issuperset(transfer.destination_pages)
 
     def wants(self, part: int) -> bool:
-        """Whether this part is still to come; one that COMMIT does not count is none of this sequence's."""
-        known = self.num_parts is None or part < self.num_parts
-        return known and part not in self.parts and self.handoff.can_take(Signal.ARRIVE)
+        """Whether this part may come now."""
+        return self.arrivals.expects(part) and self.handoff.can_take(Signal.ARRIVE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A decode plan in flight, and whose its slots were when it was dispatched."""
+    """Decode rows in flight, and whose the slots were when they were dispatched."""
 
     microbatch: int
     sequences: dict[int, DecodeSequence]
     retired: tuple[int, ...]
+    widths: dict[int, int]  # tokens that each slot may draw
 
 
 def admitted(sequence: DecodeSequence) -> bool:

@@ -1,27 +1,25 @@
 """The decode side of a worker: sequences held for requests, sequences in slots, steps dispatched ahead of their tokens.
 
-A sequence is assumed to advance one token a step. Its pages are granted before the step that needs them, its slot and
-pages are free once its last step is dispatched (later plans run later on the device), and a stop is learnt late: steps
-dispatched meanwhile find the slot masked.
+A step draws a token of a sequence, or up to as many as its row is wide. Its pages are granted before the step that may
+need them, its slot and pages are free once its last step is dispatched (later steps run later on the device), and a
+stop is learnt late: steps dispatched meanwhile find the slot masked. Which rows a step holds says `scheduler.py`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 
-from jdisagg.core.events import DecodeDone, DropKV, InsertKV, KVArrived, RunDecode
+from jdisagg.core.events import DropKV, InsertKV, KVArrived, StepDone
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Renew, Resend, Reserve, Reserved
-from jdisagg.core.plans import DecodePlan, PageGrant
 from jdisagg.core.request import FinishReason, Sampled, WorkerId
-from jdisagg.core.worker_config import WorkerConfig, bucket
-from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted, end_of
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, end_of
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PageState
-from jdisagg.policy.planning import choose_victim, full_tokens, order_of, predicted_pages
+from jdisagg.policy.planning import full_tokens, order_of, predicted_pages
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
 
@@ -29,8 +27,8 @@ from jdisagg.policy.slots import Slots
 class DecodeSide:
     """All sequences of one worker."""
 
-    def __init__(self, config: WorkerConfig, shared: SharedPages, out: Outbox, new_plan_id: Callable[[], int]) -> None:
-        self.config, self.shared, self.out, self.new_plan_id = config, shared, out, new_plan_id
+    def __init__(self, config: WorkerConfig, shared: SharedPages, out: Outbox) -> None:
+        self.config, self.shared, self.out = config, shared, out
         self.pool = shared.pool
         self.slots: Slots[DecodeSequence] = Slots(config)
         self.sequences: dict[Owner, DecodeSequence] = {}
@@ -104,7 +102,7 @@ class DecodeSide:
         if sequence is None:
             self.out.send(source, Abort(message.handoff, message.epoch, "no such reservation"))
         elif admitted(sequence):
-            self.out.send(source, Ack(*sequence.owner, sequence.wire_s))
+            self.out.send(source, Ack(*sequence.owner, sequence.arrivals.wire_s))
         else:
             sequence.renew(now_s)
 
@@ -114,7 +112,7 @@ class DecodeSide:
         if sequence is None or sequence.source != source:
             self.out.send(source, Abort(*owner, "no such reservation"))
         elif admitted(sequence):
-            self.out.send(source, Ack(*owner, sequence.wire_s))  # it was said twice: the Ack may have been lost
+            self.out.send(source, Ack(*owner, sequence.arrivals.wire_s))  # said twice: the Ack may have been lost
         elif sequence.handoff.can_take(Signal.COMMIT):
             self._commit(sequence, message, now_s)
 
@@ -142,14 +140,14 @@ class DecodeSide:
             self.out.put(DropKV(transfer))
             return
         sequence.renew(now_s)
-        sequence.moved_s = now_s
-        sequence.wire.append((now_s - event.wire_s, now_s))
+        sequence.arrivals.moved_s = now_s
+        sequence.arrivals.wire.append((now_s - event.wire_s, now_s))
         if not event.intact:
             self.out.put(DropKV(transfer))
             self._ask_again(sequence, [transfer.part], "came broken", FinishReason.ERROR)
             return
         sequence.handoff.take(Signal.ARRIVE)
-        sequence.parts.add(transfer.part)
+        sequence.arrivals.parts.add(transfer.part)
         self.out.put(InsertKV(transfer))
         self._admit_if_complete(sequence, now_s)
 
@@ -157,12 +155,12 @@ class DecodeSide:
 
     def _ask_again(self, sequence: DecodeSequence, parts: list[int], what: str, reason: FinishReason) -> None:
         """The source still holds these pages; a part that was asked for often enough ends the handoff."""
-        tried = max(sequence.asked[part] for part in parts)
+        tried = max(sequence.arrivals.asked[part] for part in parts)
         if tried >= self.config.part_tries:
             self._give_up(sequence, f"part {parts[0]} {what} {tried + 1} times", reason)
             return
         for part in parts:
-            sequence.asked[part] += 1
+            sequence.arrivals.asked[part] += 1
             self.out.send(sequence.source, Resend(*sequence.owner, part))
 
     def _give_up(self, sequence: DecodeSequence, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
@@ -170,7 +168,7 @@ class DecodeSide:
         self.out.abort(sequence.owner, detail, reason)
 
     def _watch_parts(self, sequence: DecodeSequence, now_s: float) -> None:
-        sequence.moved_s = now_s
+        sequence.arrivals.moved_s = now_s
         self.out.set_timer(now_s + self.config.part_timeout_s, timer_of(Timer.PARTS, sequence.owner))
 
     def parts_late(self, owner: Owner, now_s: float) -> None:
@@ -178,11 +176,11 @@ class DecodeSide:
         sequence = self.sequences.get(owner)
         if sequence is None or sequence.handoff.state is not State.COMMITTED:
             return
-        due_s = sequence.moved_s + self.config.part_timeout_s
+        due_s = sequence.arrivals.moved_s + self.config.part_timeout_s
         if now_s < due_s:
             self.out.set_timer(due_s, timer_of(Timer.PARTS, owner))
             return
-        self._ask_again(sequence, sequence.missing, "did not come", FinishReason.TIMEOUT)
+        self._ask_again(sequence, sequence.arrivals.missing, "did not come", FinishReason.TIMEOUT)
         if not sequence.handoff.over:
             self._watch_parts(sequence, now_s)
 
@@ -195,17 +193,17 @@ class DecodeSide:
         self._admit_if_complete(sequence, now_s)
 
     def _admit_if_complete(self, sequence: DecodeSequence, now_s: float) -> bool:
-        if sequence.handoff.state is not State.COMMITTED or sequence.missing:
+        if sequence.handoff.state is not State.COMMITTED or sequence.arrivals.missing:
             return False
         sequence.handoff.take(Signal.COMPLETE)
         if sequence.source != self.config.worker:
-            self.out.send(sequence.source, Ack(*sequence.owner, sequence.wire_s))
+            self.out.send(sequence.source, Ack(*sequence.owner, sequence.arrivals.wire_s))
         self.pool.move(sequence.own_pages, sequence.owner, PageState.HELD)
         if not self.ahead.whole(sequence):
             insort(self._ready, sequence, key=lambda each: each.order)
         elif sequence.drained:
-            self._drain(sequence)
-        self.out.reach(sequence.request.request_id, sequence.owner, Mark.COMMITTED, now_s, sequence.wire_s)
+            self.drain(sequence)
+        self.out.reach(sequence.request.request_id, sequence.owner, Mark.COMMITTED, now_s, sequence.arrivals.wire_s)
         return True
 
     def reservation_waits(self, owner: Owner) -> bool:
@@ -246,7 +244,7 @@ class DecodeSide:
             return False
         return self.end(owner, Signal.EXPIRE)
 
-    def _drain(self, sequence: DecodeSequence) -> None:
+    def drain(self, sequence: DecodeSequence) -> None:
         """Its last step is dispatched: its slot and pages are free for steps behind that one.
 
         Pages that may be kept for their content wait for its last tokens, which name them, or for somebody in need.
@@ -272,7 +270,7 @@ class DecodeSide:
         sequence.held = NOTHING
         sequence.pages.clear()
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ room
 
     def seat_ready(self) -> None:
         """Sequences that wait take the slots that are free, best first; where none does, those whose KV follows."""
@@ -283,77 +281,15 @@ class DecodeSide:
         while not self._ready and self.ahead.seat_next():
             continue
 
-    def plan_step(self) -> bool:
-        """Dispatches the next step of the next microbatch that has one; False where none has."""
-        return any(self._plan_step(microbatch) for microbatch in self.slots.due(self.ahead.under_way))
-
-    def _plan_step(self, microbatch: int) -> bool:
-        seated = self.slots.seated(microbatch)
-        if self.shared.available < len(seated):
-            seated.sort(key=lambda each: each[1].order)  # the best takes pages first: it is never its inferiors' victim
-        grants: list[PageGrant] = []
-        active = [(slot, sequence) for slot, sequence in seated if self._has_room(slot, sequence, grants)]
-        if not active:
-            return False
-        active.sort(key=lambda each: each[0])
-        self._dispatch(microbatch, active, grants)
-        return True
-
-    def _dispatch(self, microbatch: int, active: list[tuple[int, DecodeSequence]], grants: list[PageGrant]) -> None:
-        longest = max(sequence.num_tokens + sequence.dispatched for _, sequence in active)
-        plan = DecodePlan(
-            plan_id=self.new_plan_id(),
-            microbatch=microbatch,
-            active=tuple(slot for slot, _ in active),
-            table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
-            admit=tuple(admission(slot, sequence) for slot, sequence in active if not sequence.on_device),
-            grants=tuple(grants),
-            retire=self.slots.begin_turn(microbatch),
-            gates=self.ahead.gates(microbatch),
-        )
-        self.steps[plan.plan_id] = Step(microbatch, dict(active), plan.retire)
-        self.out.put(RunDecode(plan))
-        for _, sequence in active:
-            sequence.on_device = True
-            sequence.dispatched += 1
-            if sequence.drained:
-                self._drain(sequence)
-
-    def _has_room(self, slot: int, sequence: DecodeSequence, grants: list[PageGrant]) -> bool:
-        """Whether the sequence may take this step: it has, or gets, a page for the token that the step feeds."""
-        if sequence.slot != slot:
-            return False  # it was a victim a moment ago
-        if self.config.pages_for(sequence.num_tokens + sequence.dispatched) <= len(sequence.pages):
-            return True
-        while (page := self.shared.take(1, sequence.owner, PageState.HELD)) is None:
-            if self._take_from_drained():
-                continue
-            if not admitted(sequence):
-                return False  # nobody gives way to who waits for KV
-            victim = choose_victim(each for each in self.sequences.values() if each.pages and admitted(each))
-            assert victim is not None, "whoever grows is admitted"
-            if victim is sequence and self._alone(sequence):
-                return False  # alone among sequences that are still to be filled: those will end, or run out
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        if sequence.on_device:
-            grants.append(PageGrant(slot, len(sequence.pages), page[0]))
-        sequence.pages.append(page[0])
-        return True
-
-    def _take_from_drained(self) -> bool:
+    def take_from_drained(self) -> bool:
         """Gives back the pages of one that only waits for its last tokens; False where nobody does."""
         found = next((each for each in self.sequences.values() if each.pages and each.drained), None)
         if found is not None:
             self._give_back(found, good=False)
         return found is not None
 
-    def _alone(self, sequence: DecodeSequence) -> bool:
-        """Whether `sequence` is the only admitted sequence with pages."""
-        return not any(each.pages and admitted(each) for each in self.sequences.values() if each is not sequence)
-
-    def _preempt(self, sequence: DecodeSequence) -> None:
+    def preempt(self, sequence: DecodeSequence) -> None:
+        """It gives back all it holds; the router begins it again with the tokens that are out."""
         detail = f"no free page of {self.pool.num_pages} for a request of higher rank"
         self.out.tell_router(
             Preempted(sequence.request.request_id, sequence.owner.epoch, tuple(sequence.output), detail)
@@ -362,37 +298,50 @@ class DecodeSide:
 
     # ------------------------------------------------------------ results
 
-    def decode_done(self, event: DecodeDone, now_s: float) -> None:
-        step = self.steps.pop(event.plan_id)
+    def step_done(self, event: StepDone, now_s: float) -> None:
+        step = self.steps.pop(event.step_id)
         self.slots.end_step(step.microbatch)
         draws: list[Draw] = []
         over: list[tuple[DecodeSequence, FinishReason]] = []
-        for slot, sampled in event.sampled:
+        for slot, drawn in event.decode:
             sequence = step.sequences.get(slot)
             if sequence is None or sequence.handoff.over:
                 continue  # it stopped, was preempted or aborted, or stepped back, while this step was in flight
-            assert sampled is not None, f"slot {slot} masked itself though its sequence goes on"
+            assert drawn, f"slot {slot} masked itself though its sequence goes on"
             self._first_step(sequence, now_s)
-            if not sampled.broken:
+            kept, reason = self._until_end(sequence, drawn)
+            sequence.read(step.widths[slot], len(drawn))
+            if kept:
                 index = sequence.num_output + len(sequence.output)
-                sequence.output.append(sampled.token)
-                draws.append(Draw(sequence.request.request_id, sequence.owner.epoch, index, (sampled,)))
-            reason = end_of(sequence.request, sampled, len(sequence.output))
+                sequence.output.extend(sampled.token for sampled in kept)
+                draws.append(Draw(sequence.request.request_id, sequence.owner.epoch, index, kept))
             if reason is not None:
                 over.append((sequence, reason))
+            elif sequence.drained and sequence.slot is not None:
+                self.drain(sequence)  # more of a draft was accepted than was certain
         self.out.draw(draws)
         for sequence, reason in over:
             num_output = sequence.num_output + len(sequence.output)
             self.out.end(sequence.request.request_id, sequence.owner, reason, num_output, now_s)
             self.end(sequence.owner, Signal.RELEASE, good=reason is not FinishReason.ERROR)
 
+    def _until_end(
+        self, sequence: DecodeSequence, drawn: tuple[Sampled, ...]
+    ) -> tuple[tuple[Sampled, ...], FinishReason | None]:
+        """The tokens that are the client's, and why it is over with them; None where it goes on."""
+        for count, sampled in enumerate(drawn, 1):
+            reason = end_of(sequence.request, sampled, len(sequence.output) + count)
+            if reason is not None:
+                return drawn[: count - sampled.broken], reason
+        return drawn, None
+
     def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
         if not sequence.stepped:
             sequence.stepped = True
             self.out.reach(sequence.request.request_id, sequence.owner, Mark.FIRST_STEP, now_s)
 
-    def step_failed(self, plan_id: int, reason: str) -> None:
-        step = self.steps.pop(plan_id)
+    def step_failed(self, step_id: int, reason: str) -> None:
+        step = self.steps.pop(step_id)
         self.slots.end_step(step.microbatch)
         self.slots.retire_again(step.microbatch, step.retired)
         for sequence in step.sequences.values():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 
 from jdisagg.core.events import OpenGates
-from jdisagg.core.plans import Gate
+from jdisagg.core.steps import Gate
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step
 from jdisagg.policy.outbox import Outbox
@@ -20,8 +20,8 @@ from jdisagg.policy.slots import Slots
 
 def gates_of(sequence: DecodeSequence, stages: tuple[tuple[int, int], ...]) -> tuple[Gate, ...]:
     """For each stage whose layers are not all in, the parts that it has to wait for."""
-    missing = sequence.missing
-    waits = [tuple(part for part in missing if sequence.part_holds(part, layers)) for layers in stages]
+    arrivals = sequence.arrivals
+    waits = [tuple(part for part in arrivals.missing if arrivals.part_holds(part, layers)) for layers in stages]
     return tuple(Gate(stage, *sequence.owner, parts) for stage, parts in enumerate(waits) if parts)
 
 
@@ -85,7 +85,7 @@ class EarlyAdmission:
         assert sequence.slot is not None, "who is seated ahead has a slot"
         self.drop(sequence)
         self.slots.clear(sequence.slot, on_device=sequence.on_device)
-        sequence.slot, sequence.on_device, sequence.dispatched = None, False, 1
+        sequence.step_back()
         self.wait(sequence)
 
     def drop(self, sequence: DecodeSequence) -> None:

@@ -2,18 +2,19 @@
 once.
 
 A step's end is quiet where it gives each of its sequences a token and the same step follows it: nobody comes, goes,
-ends, grows a page or may draw a stop token. What `repeat` leaves behind is what as many `DecodeDone`s would, one by
+ends, grows a page or may draw a stop token. What `repeat` leaves behind is what as many `StepDone`s would, one by
 one, and so is what it says, but in one word. A driver that knows when steps end may ask for it; no other ever does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
-from jdisagg.core.events import RunDecode
+from jdisagg.core.events import RunStep
 from jdisagg.core.messages import Draw
-from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import Sampled
+from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import bucket
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
 from jdisagg.policy.decode_side import DecodeSide
@@ -27,7 +28,8 @@ def repeatable_steps(decode_side: DecodeSide) -> int:
     """
     slots, flight = decode_side.slots, tuple(decode_side.steps.values())
     busy = slots.busy_microbatches
-    if not busy or len(flight) != busy * slots.steps_in_flight or _seats_next(decode_side):
+    full = len(flight) == busy * slots.steps_in_flight
+    if not busy or not full or decode_side.config.draft_tokens or _seats_next(decode_side):
         return 0
     cycle = flight[:busy]
     if len({step.microbatch for step in cycle}) < busy or not all(_goes_on(decode_side, step) for step in cycle):
@@ -60,10 +62,11 @@ def _alike(decode_side: DecodeSide, step: Step) -> int:
     table_tokens = bucket(config.pages_for(longest), config.table_buckets) * config.page_size
     steps = table_tokens - longest + 1
     for sequence in step.sequences.values():
-        if not sequence.stepped or not admitted(sequence) or sequence.request.sampling.stop_token_ids:
+        sampling = sequence.request.sampling
+        if not sequence.stepped or not admitted(sequence) or sampling.stop_token_ids or sampling.synchronous:
             return 0
         room = len(sequence.pages) * config.page_size - sequence.num_tokens - sequence.dispatched + 1
-        steps = min(steps, room, sequence.request.sampling.max_tokens - sequence.dispatched - 1)
+        steps = min(steps, room, sampling.max_tokens - sequence.dispatched - 1)
     return max(0, steps)
 
 
@@ -71,35 +74,35 @@ def _longest(step: Step) -> int:
     return max(sequence.num_tokens + sequence.dispatched for sequence in step.sequences.values())
 
 
-def next_plans(decode_side: DecodeSide) -> tuple[DecodePlan, ...]:
-    """The next round of quiet steps, in their order, without plan ids: so that they can be priced."""
+def next_rows(decode_side: DecodeSide) -> tuple[DecodeRows, ...]:
+    """The next round of quiet steps, in their order: so that they can be priced."""
     return tuple(
-        _plan(decode_side, step, 0) for step in islice(decode_side.steps.values(), decode_side.slots.busy_microbatches)
+        _rows(decode_side, step) for step in islice(decode_side.steps.values(), decode_side.slots.busy_microbatches)
     )
 
 
-def _plan(decode_side: DecodeSide, step: Step, plan_id: int) -> DecodePlan:
+def _rows(decode_side: DecodeSide, step: Step) -> DecodeRows:
     table_pages = bucket(decode_side.config.pages_for(_longest(step)), decode_side.config.table_buckets)
-    return DecodePlan(plan_id, step.microbatch, tuple(step.sequences), table_pages)
+    return DecodeRows(step.microbatch, tuple(step.sequences), table_pages)
 
 
-def repeat(decode_side: DecodeSide, steps: int, sampled: Sampled) -> None:
+def repeat(decode_side: DecodeSide, steps: int, sampled: Sampled, new_step_id: Callable[[], int]) -> None:
     """Ends `steps` quiet steps in which everybody drew `sampled`; puts one `Drawn`, and the steps dispatched last."""
     flight, busy = list(decode_side.steps.items()), decode_side.slots.busy_microbatches
-    plans = [_plan(decode_side, step, 0) for _, step in flight[:busy]]
+    rows = [_rows(decode_side, step) for _, step in flight[:busy]]
     draws: list[Draw] = []
     for place, (_, step) in enumerate(flight[:busy]):
         count = len(range(place, steps, busy))
         draws += [_take(sequence, count, sampled) for sequence in step.sequences.values() if count]
     decode_side.out.draw(draws)
-    decode_side.slots.go_round([plan.microbatch for plan in plans], steps)
-    for plan_id, _ in flight[:steps]:
-        del decode_side.steps[plan_id]
+    decode_side.slots.go_round([each.microbatch for each in rows], steps)
+    for step_id, _ in flight[:steps]:
+        del decode_side.steps[step_id]
     for index in range(max(0, steps - len(flight)), steps):
         _, step = flight[index % busy]
-        plan_id, like = decode_side.new_plan_id(), plans[index % busy]
-        decode_side.steps[plan_id] = Step(step.microbatch, dict(step.sequences), ())
-        decode_side.out.put(RunDecode(DecodePlan(plan_id, like.microbatch, like.active, like.table_pages)))
+        step_id = new_step_id()
+        decode_side.steps[step_id] = Step(step.microbatch, dict(step.sequences), (), step.widths)
+        decode_side.out.put(RunStep(StepPlan(step_id, rows[index % busy])))
 
 
 def _take(sequence: DecodeSequence, count: int, sampled: Sampled) -> Draw:

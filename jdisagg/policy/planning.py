@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from jdisagg.core.plans import History
 from jdisagg.core.request import Request
+from jdisagg.core.steps import History
 from jdisagg.core.worker_config import WorkerConfig
 
 HEAD_START_S = 2.0  # that a step of priority is worth

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, Sampled, WorkerId
 from jdisagg.core.reshard import PageGroup, pages_elsewhere
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.policy.handoff import Handoff
 from jdisagg.policy.page_pool import Owner

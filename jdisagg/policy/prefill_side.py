@@ -8,15 +8,14 @@ are the reservation's own, and shipping is a change of books.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import replace
 
-from jdisagg.core.events import PrefillDone, RunPrefill, ShipKV
+from jdisagg.core.events import ShipKV, StepDone
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Commit, Draw, Progress, Renew, Resend, StartPrefill
-from jdisagg.core.plans import History, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import Sampled, WorkerId
 from jdisagg.core.reshard import group_pages
+from jdisagg.core.steps import History, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig, bucket
 from jdisagg.policy.compression import Wires
 from jdisagg.policy.decode_sequence import end_of
@@ -31,6 +30,7 @@ from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.streaming import Streaming
 
+Taken = list[tuple[PrefillSequence, PrefillChunk]]  # chunks of one step, and whose they are
 BEATS = 3  # a lease is renewed: two words of it may be lost
 
 
@@ -43,12 +43,11 @@ class PrefillSide:
         shared: SharedPages,
         out: Outbox,
         decode_side: DecodeSide,
-        new_plan_id: Callable[[], int],
     ) -> None:
         self.config, self.shared, self.out = config, shared, out
-        self.decode_side, self.new_plan_id = decode_side, new_plan_id
+        self.decode_side = decode_side
         self.sequences: dict[Owner, PrefillSequence] = {}
-        self.plans: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the plan's order
+        self.steps: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the step's order
         auto = config.role is Role.PREFILL and config.transfer is TransferMode.AUTO
         self.streaming = Streaming(config) if auto else None
         self.wires = Wires(config)
@@ -89,20 +88,19 @@ class PrefillSide:
 
     # ------------------------------------------------------------ plans
 
-    def plan(self, now_s: float) -> bool:
-        """Dispatches the next plan; False where nothing waits, or nothing can start, or enough is in flight."""
-        if not self._waiting or len(self.plans) >= self.config.chunks_in_flight:
-            return False
+    def next_chunks(self, now_s: float) -> Taken | None:
+        """Takes the chunks of the next step; None where nothing waits, or nothing can start, or enough is in flight."""
+        if not self._waiting or len(self.steps) >= self.config.chunks_in_flight:
+            return None
         ready = [each for each in self._waiting if not self._another_computes(each)]
         picked = pick_chunks([self._view(each) for each in ready], self.shared.available, self.config)
         if not picked:
-            return False
+            return None
         prompts = [(ready[index], tokens) for index, tokens in picked]
         self._lock([prompt for prompt, _ in prompts])
-        chunks = tuple(self._take_chunk(prompt, tokens, now_s) for prompt, tokens in prompts)
-        self._dispatch(chunks, tuple(prompt for prompt, _ in prompts), now_s)
+        taken = [(prompt, self._take_chunk(prompt, tokens, now_s)) for prompt, tokens in prompts]
         self._waiting = [each for each in self._waiting if each.tokens_left]
-        return True
+        return taken
 
     def _view(self, prompt: PrefillSequence) -> PromptView:
         if self._started(prompt):
@@ -177,18 +175,19 @@ class PrefillSide:
             self._computing.setdefault(name, prompt)
         return held * self.config.page_size
 
-    def _dispatch(self, chunks: tuple[PrefillChunk, ...], prompts: tuple[PrefillSequence, ...], now_s: float) -> None:
-        plan = PrefillPlan(
-            plan_id=self.new_plan_id(),
+    def dispatch(self, step_id: int, taken: Taken, now_s: float) -> tuple[PrefillChunks, tuple[KVTransfer, ...]]:
+        """Books the step; returns its chunks packed, and the parts that leave with it."""
+        prompts, chunks = tuple(prompt for prompt, _ in taken), tuple(chunk for _, chunk in taken)
+        packed = PrefillChunks(
             chunks=chunks,
             bucket_tokens=bucket(sum(len(chunk.tokens) for chunk in chunks), self.config.prefill_buckets),
             table_pages=bucket(max(len(chunk.pages) for chunk in chunks), self.config.table_buckets),
         )
-        self.plans[plan.plan_id] = prompts
+        self.steps[step_id] = prompts
         if self.streaming is not None:
-            self.streaming.dispatched(plan.plan_id, plan.num_tokens, now_s)
+            self.streaming.dispatched(step_id, packed.num_tokens, now_s)
         ships = [part for prompt in prompts if prompt.mode is not TransferMode.WHOLE for part in self._cut(prompt)]
-        self.out.put(RunPrefill(plan, tuple(ships)))
+        return packed, tuple(ships)
 
     # ------------------------------------------------------------ parts
 
@@ -231,14 +230,14 @@ class PrefillSide:
 
     # ------------------------------------------------------------ results
 
-    def prefill_done(self, event: PrefillDone, now_s: float) -> None:
+    def step_done(self, event: StepDone, now_s: float) -> None:
         if self.streaming is not None:
-            self.streaming.done(event.plan_id, now_s)
-        prompts = {each.request.request_id: each for each in self.plans.pop(event.plan_id) if not each.handoff.over}
+            self.streaming.done(event.step_id, now_s)
+        prompts = {each.request.request_id: each for each in self.steps.pop(event.step_id) if not each.handoff.over}
         for request_id, scored in event.prompt:
             if request_id in prompts:
                 prompts[request_id].scored.extend(scored)
-        done = [(prompts[request_id], first) for request_id, first in event.sampled if request_id in prompts]
+        done = [(prompts[request_id], first) for request_id, first in event.first if request_id in prompts]
         done = [(prompt, _worst([*prompt.scored, first])) for prompt, first in done]
         self.out.draw([_first_draw(prompt, first) for prompt, first in done if not first.broken])
         for prompt, first in done:
@@ -340,10 +339,10 @@ class PrefillSide:
         if prompt.handoff.state is State.SHIPPED:
             prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
 
-    def plan_failed(self, plan_id: int, reason: str) -> None:
+    def step_failed(self, step_id: int, reason: str) -> None:
         if self.streaming is not None:
-            self.streaming.failed(plan_id)
-        for prompt in self.plans.pop(plan_id):
+            self.streaming.failed(step_id)
+        for prompt in self.steps.pop(step_id):
             if not prompt.handoff.over:
                 self.end(prompt.owner, Signal.ABORT)
                 self.decode_side.end(prompt.owner, Signal.ABORT)

@@ -66,17 +66,17 @@ class Streaming:
 
     # ------------------------------------------------------------ what is measured
 
-    def dispatched(self, plan_id: int, tokens: int, now_s: float) -> None:
-        self._running[plan_id] = (tokens, now_s)
+    def dispatched(self, step_id: int, tokens: int, now_s: float) -> None:
+        self._running[step_id] = (tokens, now_s)
 
-    def done(self, plan_id: int, now_s: float) -> None:
+    def done(self, step_id: int, now_s: float) -> None:
         """Plans run one after the other: one took the time since it was dispatched, or since the one before it."""
-        tokens, began_s = self._running.pop(plan_id)
+        tokens, began_s = self._running.pop(step_id)
         self.computed(tokens, now_s - max(began_s, self._last_done_s))
         self._last_done_s = now_s
 
-    def failed(self, plan_id: int) -> None:
-        del self._running[plan_id]
+    def failed(self, step_id: int) -> None:
+        del self._running[step_id]
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A plan of `tokens` took its machine `seconds`."""

@@ -1,7 +1,7 @@
 """One mesh's worker: an actor that takes events and returns what is to happen. It reads no clock and touches no array.
 
-Its prefill side is `prefill_side.py`, its decode side `decode_side.py`; both share one page pool. A colocated worker is
-the same actor with both sides in use.
+Its prefill side is `prefill_side.py`, its decode side `decode_side.py`; both share one page pool, and one
+`scheduler.py` forms the steps. A colocated worker is the same actor with both sides in use.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from itertools import count
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     ROUTER,
-    DecodeDone,
     Effect,
     EngineFailed,
     Event,
     KVArrived,
-    PrefillDone,
     Received,
     RouterLost,
     Send,
+    StepDone,
     TimerFired,
     WiresTimed,
 )
@@ -35,15 +34,16 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
-from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason, Sampled, WorkerId
+from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_side import DecodeSide
-from jdisagg.policy.fast_forward import next_plans, repeat, repeatable_steps
+from jdisagg.policy.fast_forward import next_rows, repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import Owner, PagePool, PageState
 from jdisagg.policy.prefill_side import PrefillSide
+from jdisagg.policy.scheduler import Scheduler
 from jdisagg.policy.shared_pages import SharedPages
 
 
@@ -51,30 +51,28 @@ class Worker:
     """Owns its pool, its prompts, its reservations, and its side of every handoff."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        plan_ids = count(1)
+        step_ids = count(1)
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.shared = SharedPages(config, self.pool)
         self.out = Outbox()
-        self.decode_side = DecodeSide(config, self.shared, self.out, plan_ids.__next__)
-        self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side, plan_ids.__next__)
-        self._steps_since_chunk = 0
+        self.decode_side = DecodeSide(config, self.shared, self.out)
+        self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side)
+        self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, step_ids.__next__)
         self._told_view: View | None = None
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
         refused = self._take(event, now_s)
-        self._plan(now_s)
+        self.scheduler.dispatch_all(now_s)
         self._tell_view(again=refused)
         return self.out.drain()
 
     def _take(self, event: Event, now_s: float) -> bool:
         """Books the event; whether the router must hear the view again."""
         match event:
-            case DecodeDone():
-                self.decode_side.decode_done(event, now_s)
-            case PrefillDone():
-                self.prefill_side.prefill_done(event, now_s)
+            case StepDone():
+                self._step_done(event, now_s)
             case KVArrived():
                 self.decode_side.arrive(event, now_s)
             case Received(sender, message):
@@ -92,6 +90,15 @@ class Worker:
             case _:
                 raise AssertionError(f"no worker takes {event!r}")
         return False
+
+    def _step_done(self, event: StepDone, now_s: float) -> None:
+        """A mixed step's rows first: a prompt that ends with it takes part in the next step."""
+        of_rows, of_chunks = self.decode_side.steps, self.prefill_side.steps
+        assert event.step_id in of_rows or event.step_id in of_chunks, f"step {event.step_id} is not under way"
+        if event.step_id in of_rows:
+            self.decode_side.step_done(event, now_s)
+        if event.step_id in of_chunks:
+            self.prefill_side.step_done(event, now_s)
 
     def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
         match message:
@@ -146,12 +153,16 @@ class Worker:
 
     def _engine_failed(self, event: EngineFailed, now_s: float) -> None:
         reason = f"{self.config.worker} failed: {event.reason}"
-        if event.plan_id in self.prefill_side.plans:
-            self.prefill_side.plan_failed(event.plan_id, reason)
-        elif event.plan_id in self.decode_side.steps:
-            self.decode_side.step_failed(event.plan_id, reason)
+        if event.step_id is not None:
+            self._step_failed(event.step_id, reason)
         elif event.handoff is not None and event.epoch is not None and event.part is not None:
             self._transfer_failed(Owner(event.handoff, event.epoch), event.part, reason, now_s)
+
+    def _step_failed(self, step_id: int, reason: str) -> None:
+        if step_id in self.decode_side.steps:
+            self.decode_side.step_failed(step_id, reason)
+        if step_id in self.prefill_side.steps:
+            self.prefill_side.step_failed(step_id, reason)
 
     def _transfer_failed(self, owner: Owner, part: int, reason: str, now_s: float) -> None:
         """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
@@ -171,41 +182,21 @@ class Worker:
     @property
     def repeatable_steps(self) -> int:
         """Steps whose ends are foreseen: each only gives its sequences a token, until another event comes."""
-        busy_with_prompts = self.prefill_side.waiting_tokens or self.prefill_side.plans
+        busy_with_prompts = self.prefill_side.waiting_tokens or self.prefill_side.steps
         return 0 if busy_with_prompts else repeatable_steps(self.decode_side)
 
-    def next_repeated_plans(self) -> tuple[DecodePlan, ...]:
-        """One round of them, without plan ids."""
-        return next_plans(self.decode_side)
+    def next_repeated_rows(self) -> tuple[DecodeRows, ...]:
+        """One round of them."""
+        return next_rows(self.decode_side)
 
     def end_repeated_steps(self, steps: int, sampled: Sampled) -> list[Effect]:
         """What follows when as many of the `repeatable_steps` have ended, each token `sampled`: as from their
-        `DecodeDone`s, but the tokens in one word, and of the steps dispatched meanwhile only those still in flight."""
-        repeat(self.decode_side, steps, sampled)
-        self._steps_since_chunk += steps
+        `StepDone`s, but the tokens in one word, and of the steps dispatched meanwhile only those still in flight."""
+        repeat(self.decode_side, steps, sampled, self.scheduler.new_step_id)
+        self.scheduler.steps_since_chunk += steps
         return self.out.drain()
 
-    # ------------------------------------------------------------ plans
-
-    def _plan(self, now_s: float) -> None:
-        """Dispatches all that may be dispatched: steps and chunks take turns, so that neither starves the other."""
-        self.decode_side.seat_ready()
-        while self._plan_one(now_s):
-            self.decode_side.seat_ready()
-
-    def _plan_one(self, now_s: float) -> bool:
-        if self._prefill_is_due() and self.prefill_side.plan(now_s):
-            self._steps_since_chunk = 0
-            return True
-        if self.decode_side.plan_step():
-            self._steps_since_chunk += 1
-            return True
-        nothing_else = not self.decode_side.steps  # every sequence waits for pages that only prompts can free
-        return nothing_else and self.prefill_side.plan(now_s)
-
-    def _prefill_is_due(self) -> bool:
-        steps = self.config.decode_steps_per_chunk * self.decode_side.slots.busy_microbatches
-        return self._steps_since_chunk >= steps
+    # ------------------------------------------------------------ what the router sees
 
     def _snapshot(self) -> View:
         free_pages = self.decode_side.reservable_pages if self.config.role.decodes else self.shared.available
@@ -243,7 +234,7 @@ class Worker:
         """Nothing waits, runs or is held."""
         return not (
             self.prefill_side.sequences
-            or self.prefill_side.plans
+            or self.prefill_side.steps
             or self.decode_side.sequences
             or self.decode_side.steps
         )

@@ -50,7 +50,7 @@ class Profiler:
         self.cases[key] = lambda: (work(),)
 
     def _add_prefill(self, machine: MeshExecutor) -> None:
-        if machine.prefiller is None:
+        if not machine.config.role.prefills:
             return
         role = machine.config.role
         for size in timing.chunk_sizes(machine.config):
@@ -58,7 +58,7 @@ class Profiler:
         self._add((role, "first draw"), lambda: timing.time_first_draw(machine))
 
     def _add_decode(self, machine: MeshExecutor) -> None:
-        if machine.decoder is None:
+        if not machine.config.role.decodes:
             return
         role, stages = machine.config.role, machine.config.num_microbatches
         sizes = timing.step_sizes(machine.config)
@@ -96,8 +96,8 @@ class Profiler:
             )
 
     def _add_host(self) -> None:
-        prefiller = next(machine for machine in self.machines.values() if machine.prefiller is not None)
-        decoder = next(machine for machine in self.machines.values() if machine.decoder is not None)
+        prefiller = next(machine for machine in self.machines.values() if machine.config.role.prefills)
+        decoder = next(machine for machine in self.machines.values() if machine.config.role.decodes)
         tokens = min(prefiller.config.prefill_buckets[0], self.deployment.max_model_len - 2 * LONE_TOKENS)
         self._add(("host", "chunk"), lambda: timing.time_chunk(prefiller, tokens, 0))
         self._add(("host", "step"), lambda: timing.time_steps(decoder, 1, tokens))
@@ -163,13 +163,13 @@ class Profiler:
     def _pool(self, machine: MeshExecutor) -> Pool:
         config, place = machine.config, self.deployment.place(machine.config.worker)
         pool = Pool(config, place.tp, place.pp)
-        if machine.prefiller is not None:
+        if machine.config.role.prefills:
             chunks = tuple(
                 PrefillTime(bucket(size[0], config.prefill_buckets), *size, self.seconds(config.role, PREFILL, *size))
                 for size in timing.chunk_sizes(config)
             )
             pool = replace(pool, prefill=chunks, first_draw_s=self.seconds(config.role, "first draw"))
-        if machine.decoder is not None:
+        if machine.config.role.decodes:
             times = tuple(self._step(machine, *size) for size in timing.step_sizes(config))
             draw_s = statistics.median(max(0.0, each.seconds - sum(each.stages)) for each in times)
             admit_s = max(0.0, self.seconds(config.role, "admission"))

@@ -15,17 +15,18 @@ from itertools import count
 
 import jax
 
-from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
+from jdisagg.engine.warmup import layers_of
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
 TURNS = 8  # of one sample
 TOKEN = 5
 NOBODY = RequestId("timing")
-plan_ids = count(1)
+step_ids = count(1)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -55,25 +56,25 @@ def chunk_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
     return sizes
 
 
-def prefill_plan(config: WorkerConfig, tokens: int, context: int) -> PrefillPlan:
+def one_chunk(config: WorkerConfig, tokens: int, context: int) -> PrefillChunks:
     pages = pages_for(config, context + tokens)
     chunk = PrefillChunk(NOBODY, (TOKEN,) * tokens, context, pages, True, GREEDY)
-    return PrefillPlan(next(plan_ids), (chunk,), bucket(tokens, config.prefill_buckets), config.table_buckets[-1])
+    return PrefillChunks((chunk,), bucket(tokens, config.prefill_buckets), config.table_buckets[-1])
 
 
 def time_chunk(machine: MeshExecutor, tokens: int, context: int) -> float:
-    plan = prefill_plan(machine.config, tokens, context)
-    return seconds(lambda: machine.run_prefill(plan).read())
+    plan = StepPlan(next(step_ids), prefill=one_chunk(machine.config, tokens, context))
+    return seconds(lambda: machine.run(plan).read())
 
 
 def time_first_draw(machine: MeshExecutor) -> float:
     """Of logits that are there."""
-    prefiller = machine.prefiller
+    prefiller = machine.runner.prefiller
     assert prefiller is not None, f"{machine.config.worker} does not prefill"
-    plan = prefill_plan(machine.config, 1, 0)
-    packed = pack(plan, machine.config)
-    logits = jax.block_until_ready(prefiller.head(prefiller.groups(packed), packed))
-    return seconds(lambda: jax.block_until_ready(prefiller.draw(plan, logits)))
+    chunks = one_chunk(machine.config, 1, 0)
+    activations = layers_of(machine.runner, None, chunks)
+    logits = jax.block_until_ready(prefiller.head(activations, pack(chunks, machine.config)))
+    return seconds(lambda: jax.block_until_ready(prefiller.draw(chunks, logits)))
 
 
 # ---------------------------------------------------------------------- decode
@@ -112,19 +113,19 @@ class DecodeFixture:
                 Admission(slot, NOBODY, TOKEN, self.context, pages_for(self.config, longest, slot), GREEDY, 1)
                 for slot in self.slots(microbatch)
             )
-            plan = DecodePlan(next(plan_ids), microbatch, self.slots(microbatch), self.width, admit)
-            found.append(seconds(lambda plan=plan: self.machine.run_decode(plan).read()))
+            plan = StepPlan(next(step_ids), DecodeRows(microbatch, self.slots(microbatch), self.width, admit))
+            found.append(seconds(lambda plan=plan: self.machine.run(plan).read()))
         return max(found)
 
     def leave(self) -> None:
         for microbatch in self.microbatches:
-            plan = DecodePlan(next(plan_ids), microbatch, (), self.width, retire=self.slots(microbatch))
-            self.machine.run_decode(plan).read()
+            plan = StepPlan(next(step_ids), DecodeRows(microbatch, (), self.width, retire=self.slots(microbatch)))
+            self.machine.run(plan).read()
 
     def step(self, microbatch: int = 0) -> Callable[[], object]:
         """Dispatches one; the result waits for its tokens."""
-        plan = DecodePlan(next(plan_ids), microbatch, self.slots(microbatch), self.width)
-        return self.machine.run_decode(plan).read
+        plan = StepPlan(next(step_ids), DecodeRows(microbatch, self.slots(microbatch), self.width))
+        return self.machine.run(plan).read
 
     def lone_step(self) -> float:
         """From its dispatch to its tokens, with nothing else under way."""
@@ -177,7 +178,7 @@ def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:
 
 def time_stages(machine: MeshExecutor, batch: int, context: int) -> tuple[float, ...]:
     """Of each stage with nothing before it under way; the step is not drawn, so that its slots stay where they are."""
-    decoder = machine.decoder
+    decoder = machine.runner.decoder
     assert decoder is not None, f"{machine.config.worker} does not decode"
     with decode_fixture(machine, batch, context) as fixture:
         microbatch, x, found = decoder.microbatches[0], None, []

@@ -32,8 +32,7 @@ from jdisagg.core.events import (
     OpenGates,
     Received,
     Reject,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     SetTimer,
     ShipKV,
@@ -41,9 +40,9 @@ from jdisagg.core.events import (
     WorkerLost,
 )
 from jdisagg.core.messages import Message
-from jdisagg.core.plans import KVTransfer, last_layer
 from jdisagg.core.request import RequestId, WorkerId
-from jdisagg.engine.executor import Executor, PendingPrefill, Shipment
+from jdisagg.core.steps import KVTransfer, last_layer
+from jdisagg.engine.executor import Executor, PendingStep, Shipment
 from jdisagg.serve.health_monitor import HealthMonitor
 
 log = logging.getLogger("jdisagg.driver")
@@ -145,7 +144,7 @@ class LiveDriver:
         self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
         self._told: list[tuple[RequestId, Outcome]] = []
         self._landed: dict[KVTransfer, Shipment] = {}  # the worker decides in this very round
-        self._unheard: dict[WorkerId, set[int]] = {}  # plans that failed at once, of which their actor has not heard
+        self._unheard: dict[WorkerId, set[int]] = {}  # steps that failed at once, of which their actor has not heard
         self._health = HealthMonitor()
         self._lost: set[WorkerId] = set()
         self._timers: list[tuple[float, WorkerId, str]] = []
@@ -239,8 +238,8 @@ class LiveDriver:
             actor, event = waiting.popleft()
             now_s = self.now_s()
             self._observe(actor, event, now_s)
-            if isinstance(event, EngineFailed) and event.plan_id is not None:
-                self._unheard.get(actor, set()).discard(event.plan_id)
+            if isinstance(event, EngineFailed) and event.step_id is not None:
+                self._unheard.get(actor, set()).discard(event.step_id)
             for effect in self._decide(actor, event, now_s):
                 self._observe(actor, effect, now_s)
                 self._act(actor, effect)
@@ -281,8 +280,8 @@ class LiveDriver:
         match effect:
             case EmitTokens() | Finish() | Reject():
                 self._told.append((effect.request_id, effect))
-            case RunDecode(plan) | RunPrefill(plan):
-                self._run_plan(actor, effect, plan.plan_id)
+            case RunStep():
+                self._run_step(actor, effect)
             case Send(to, message) if to in self.actors:
                 self._round.append((to, Received(actor, message)))
             case Send(to, message):
@@ -302,42 +301,37 @@ class LiveDriver:
             case _:
                 raise AssertionError(f"no driver knows the effect {effect!r}")
 
-    def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode, plan_id: int) -> None:
-        """A plan made before its actor heard of a failed one may build on that one: it fails as well, unrun."""
-        machine, lane = self._machines[actor], type(effect).__name__
-        self._health.dispatched(actor, lane, plan_id)
+    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
+        """A step made before its actor heard of a failed one may build on that one: it fails as well, unrun."""
+        plan = effect.plan
+        self._health.dispatched(actor, plan)
         try:
             if self._unheard.get(actor):
-                raise RuntimeError(f"plan {plan_id} follows plan {min(self._unheard[actor])}, which failed")
-            if isinstance(effect, RunDecode):
-                pending = machine.run_decode(effect.plan)
-            else:
-                pending = self._run_prefill(actor, machine, effect)
+                raise RuntimeError(f"step {plan.step_id} follows step {min(self._unheard[actor])}, which failed")
+            pending = self._dispatch(actor, effect)
         except Exception as error:
-            self._unheard.setdefault(actor, set()).add(plan_id)
-            self._broken.append((actor, _failure(actor, error, plan_id=plan_id)))
+            self._unheard.setdefault(actor, set()).add(plan.step_id)
+            self._broken.append((actor, _failure(actor, error, step_id=plan.step_id)))
             return
-        if isinstance(effect, RunDecode):
-            lane = f"{lane}-{effect.plan.microbatch}"  # one that waits at a gate keeps no other's tokens waiting
-        self._readers.read(f"{actor}-{lane}", lambda: self._read_plan(actor, pending.read, plan_id))
+        self._readers.read(f"{actor}-{plan.lane}", lambda: self._read_step(actor, pending.read, plan.step_id))
 
-    def _read_plan(self, actor: WorkerId, read: Callable[[], Event], plan_id: int) -> None:
-        try:
-            self.post(actor, read())
-        except Exception as error:
-            self.post(actor, _failure(actor, error, plan_id=plan_id))
-
-    def _run_prefill(self, actor: WorkerId, machine: Executor, effect: RunPrefill) -> PendingPrefill:
+    def _dispatch(self, actor: WorkerId, effect: RunStep) -> PendingStep:
         """Parts leave between the layer groups' programs, those of the last group behind the first token's draw."""
-        waiting = deque(sorted(effect.ships, key=last_layer))
+        machine, waiting = self._machines[actor], deque(sorted(effect.ships, key=last_layer))
 
         def group_done(layers: float) -> None:
             while waiting and last_layer(waiting[0]) <= layers:
                 self._ship(actor, waiting.popleft())
 
-        pending = machine.run_prefill(effect.plan, group_done if waiting else None)
+        pending = machine.run(effect.plan, group_done if waiting else None)
         group_done(math.inf)
         return pending
+
+    def _read_step(self, actor: WorkerId, read: Callable[[], Event], step_id: int) -> None:
+        try:
+            self.post(actor, read())
+        except Exception as error:
+            self.post(actor, _failure(actor, error, step_id=step_id))
 
     def _ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
         near = self._machines.get(transfer.destination)
@@ -389,10 +383,10 @@ class LiveDriver:
 
 
 def _failure(
-    worker: WorkerId, error: Exception, plan_id: int | None = None, transfer: KVTransfer | None = None
+    worker: WorkerId, error: Exception, step_id: int | None = None, transfer: KVTransfer | None = None
 ) -> EngineFailed:
     log.error("%s failed: %s: %s", worker, type(error).__name__, error)
     reason = f"{type(error).__name__}: {error}"
     if transfer is None:
-        return EngineFailed(plan_id, None, reason)
+        return EngineFailed(step_id, None, reason)
     return EngineFailed(None, transfer.handoff, reason, transfer.epoch, transfer.part)

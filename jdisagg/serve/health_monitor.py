@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jdisagg.core.events import DecodeDone, EngineFailed, Event, PrefillDone
+from jdisagg.core.events import EngineFailed, Event, StepDone
 from jdisagg.core.request import WorkerId
+from jdisagg.core.steps import StepPlan
 
 LOST_AFTER = 8  # tries that failed in a row; over max_retries, so that one request alone cannot end a worker
 
@@ -23,8 +24,8 @@ class PlanHistory:
     excused: int = 0  # plans up to this one were under way when the last failure was heard of: they are part of it
     failed: int = 0  # tries in a row
 
-    def fail(self, plan_id: int) -> None:
-        if plan_id > self.excused:
+    def fail(self, step_id: int) -> None:
+        if step_id > self.excused:
             self.failed += 1
             self.excused = self.newest
 
@@ -36,28 +37,29 @@ class HealthMonitor:
         self._limit = limit
         self._lanes: dict[tuple[WorkerId, str], PlanHistory] = {}
 
-    def dispatched(self, worker: WorkerId, phase: str, plan_id: int) -> None:
-        lane = self._lanes.setdefault((worker, phase), PlanHistory())
-        lane.in_flight.add(plan_id)
-        lane.newest = plan_id
+    def dispatched(self, worker: WorkerId, plan: StepPlan) -> None:
+        """A mixed step counts for decode."""
+        lane = self._lanes.setdefault((worker, "prefill" if plan.decode is None else "decode"), PlanHistory())
+        lane.in_flight.add(plan.step_id)
+        lane.newest = plan.step_id
 
     def ended(self, worker: WorkerId, event: Event) -> bool:
-        """Records a plan's end; True once, when the worker is lost by it."""
-        if not isinstance(event, PrefillDone | DecodeDone | EngineFailed):
+        """Records a step's end; True once, when the worker is lost by it."""
+        if not isinstance(event, StepDone | EngineFailed):
             return False
-        lane = self._lane_of(worker, event.plan_id)
+        lane = self._lane_of(worker, event.step_id)
         if lane is None:
             return False
         before = lane.failed
         if isinstance(event, EngineFailed):
-            lane.fail(event.plan_id or 0)
+            lane.fail(event.step_id or 0)
         else:
             lane.failed = 0
         return before < self._limit == lane.failed
 
-    def _lane_of(self, worker: WorkerId, plan_id: int | None) -> PlanHistory | None:
+    def _lane_of(self, worker: WorkerId, step_id: int | None) -> PlanHistory | None:
         for (owner, _), lane in self._lanes.items():
-            if owner == worker and plan_id in lane.in_flight:
-                lane.in_flight.discard(plan_id)
+            if owner == worker and step_id in lane.in_flight:
+                lane.in_flight.discard(step_id)
                 return lane
         return None

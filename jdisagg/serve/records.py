@@ -20,15 +20,15 @@ from jdisagg.core.events import (
     KVArrived,
     Received,
     Reject,
-    RunPrefill,
+    RunStep,
     Send,
     ShipKV,
     Submit,
 )
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import Drawn, Preempted, Progress, Renew, Reserve, StartPrefill, View
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Phase, Request, RequestId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.policy.decisions import Decision
 from jdisagg.policy.request_state import END_PHASE, PHASE_OF_MARK
 from jdisagg.serve.transfer_stats import TransferStats
@@ -119,7 +119,7 @@ class Records:
             Submit: self._submit,
             Send: self._send,
             Received: self._received,
-            RunPrefill: self._prefill,
+            RunStep: self._step,
             ShipKV: lambda actor, item, now_s: self._part("left", item.transfer, now_s),
             KVArrived: lambda actor, item, now_s: self._part(
                 "arrived" if item.intact else "arrived broken", item.transfer, now_s, wire_s=item.wire_s
@@ -177,8 +177,8 @@ class Records:
         row = {"at_s": now_s, "from": speaker, "to": to, "message": type(message).__name__, "attempt": message.epoch}
         trace.add(trace.messages, row | details)
 
-    def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
-        for chunk in item.plan.chunks:
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        for chunk in item.plan.prefill.chunks if item.plan.prefill else ():
             trace = self._traces.get(chunk.request_id)
             if trace is not None:
                 row = {"at_s": now_s, "worker": actor, "start": chunk.start, "tokens": len(chunk.tokens)}

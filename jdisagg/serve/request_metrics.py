@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jdisagg.core.events import EmitTokens, Finish, Reject, RunPrefill, Submit
+from jdisagg.core.events import EmitTokens, Finish, Reject, RunStep, Submit
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, RequestId
 from jdisagg.serve.metric_families import SECONDS, TOKENS, Families, Fold, Kind
@@ -82,7 +82,7 @@ class RequestMetrics:
     def folds(self) -> Mapping[Kind, Fold]:
         return {
             Submit: self._submit,
-            RunPrefill: self._prefill,
+            RunStep: self._step,
             EmitTokens: self._emit,
             Finish: self._finish,
             Reject: self._reject,
@@ -92,8 +92,8 @@ class RequestMetrics:
         self._running[item.request.request_id] = RequestTimes(item.request)
         self._waiting += 1
 
-    def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
-        for chunk in item.plan.chunks:
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        for chunk in item.plan.prefill.chunks if item.plan.prefill else ():
             self._start(self._running.get(chunk.request_id))
 
     def _start(self, times: RequestTimes | None) -> None:

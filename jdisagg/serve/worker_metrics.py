@@ -9,8 +9,7 @@ from jdisagg.core.events import (
     EngineFailed,
     KVArrived,
     Received,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     ShipKV,
     WorkerJoined,
@@ -18,8 +17,8 @@ from jdisagg.core.events import (
 )
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Ended, Preempted, Progress, Resend, Reserve, Reserved, StartPrefill, View
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import FinishReason
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.worker_state import empty_view
 from jdisagg.serve.metric_families import SECONDS, SEQUENCES, Families, Fold, Kind
@@ -43,20 +42,20 @@ class StepMetrics:
 
     def folds(self) -> Mapping[Kind, Fold]:
         return {
-            RunPrefill: self._prefill,
-            RunDecode: self._decode,
+            RunStep: self._step,
             EngineFailed: lambda actor, item, now_s: self._failures.of(actor).inc(),
             (Send, Preempted): lambda actor, item, now_s: self._preemptions.of(actor).inc(),
             (Send, Ended): self._ended,
         }
 
-    def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
-        self._prefill_runs.of(actor).inc()
-        self._prefill_tokens.of(actor).inc(item.plan.num_tokens)
-
-    def _decode(self, actor: str, item: RunDecode, now_s: float) -> None:
-        self._decode_runs.of(actor).inc()
-        self._decode_batch.of(actor).observe(len(item.plan.active))
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        """A mixed step counts for both phases."""
+        if item.plan.prefill is not None:
+            self._prefill_runs.of(actor).inc()
+            self._prefill_tokens.of(actor).inc(item.plan.prefill.num_tokens)
+        if item.plan.decode is not None:
+            self._decode_runs.of(actor).inc()
+            self._decode_batch.of(actor).observe(len(item.plan.decode.active))
 
     def _ended(self, actor: str, item: Send, now_s: float) -> None:
         assert isinstance(item.message, Ended)
@@ -116,13 +115,13 @@ class TransferMetrics:
 
     def folds(self) -> Mapping[Kind, Fold]:
         return {
-            RunPrefill: self._prefill,
+            RunStep: self._step,
             ShipKV: lambda actor, item, now_s: self._shipped(item.transfer),
             KVArrived: self._arrived,
             (Send, Resend): lambda actor, item, now_s: self._resends.of(actor).inc(),
         }
 
-    def _prefill(self, actor: str, item: RunPrefill, now_s: float) -> None:
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
         for transfer in item.ships:
             self._shipped(transfer)
 

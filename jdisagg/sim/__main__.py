@@ -9,7 +9,7 @@ A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens),
 (num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... The last two get their arrivals drawn: Poisson,
 or by --servegen's rates. --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
---cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --fused_steps;
+--cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --mixed_steps;
 --cost=profile:FILE are your own devices as jdisagg.profile timed them, with that run's model, sizes and transfers.
 """
 
@@ -49,16 +49,16 @@ from jdisagg.sim.cluster_spec import (
     published,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import HARDWARE
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text, trust, write_csv
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import KINDS, by_rates, cut, drawn, read_workload
 
-ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # what a fused step is made of
+ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # as such engines run
 QUANTILES = (50, 90, 99)
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
@@ -122,7 +122,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     )
     absl_flags.DEFINE_integer("kv_tokens", 0, "--cost=kernels: of a worker", 0, flag_values=values)
     absl_flags.DEFINE_bool(
-        "fused_steps", False, "the engines run a chunk and a step as one step, as vLLM's do", flag_values=values
+        "mixed_steps", False, "a colocated worker runs chunks and decode rows as one step", flag_values=values
     )
     absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
@@ -199,8 +199,8 @@ def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         chunk_tokens=values.max_num_batched_tokens,
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
-        fused_steps=values.fused_steps,
-        **(ONE_AT_A_TIME if values.fused_steps else {}),
+        mixed_steps=values.mixed_steps,
+        **(ONE_AT_A_TIME if values.mixed_steps else {}),
     )
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
     return cluster_spec(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)

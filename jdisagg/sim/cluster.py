@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from jdisagg.core.events import (
     ROUTER,
-    DecodeDone,
     DropKV,
     EmitTokens,
     Event,
@@ -25,26 +24,24 @@ from jdisagg.core.events import (
     InsertKV,
     KVArrived,
     OpenGates,
-    PrefillDone,
     Received,
     Reject,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     SetTimer,
     ShipKV,
     Submit,
     TimerFired,
 )
-from jdisagg.core.plans import KVTransfer, last_layer
-from jdisagg.core.request import Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.router import CAPACITY_TIMER, Router
 from jdisagg.policy.worker import Worker
 from jdisagg.sim import sequence
 from jdisagg.sim.cost_models import CostModel
-from jdisagg.sim.device import Device, Span
+from jdisagg.sim.device import TOKEN, Device, Span, done
 from jdisagg.sim.fast_forward import FastForward
 from jdisagg.sim.held_steps import HeldSteps
 from jdisagg.sim.links import FairLinks
@@ -52,7 +49,6 @@ from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
 from jdisagg.sim.traces import Trace
 
-TOKEN = Sampled(0)
 NETWORK = WorkerId("network")
 TURN_END = object()  # in the heap before all else of its instant
 WORTH = 4  # quiet steps from which on foreseeing them takes less than taking them
@@ -123,8 +119,7 @@ class Cluster:
         self._left_s: dict[KVTransfer, float] = {}
         self._act: dict[type, Callable[[WorkerId, Any], None]] = {
             Send: self._send,
-            RunDecode: self._run_decode,
-            RunPrefill: self._run_prefill,
+            RunStep: self._run_step,
             ShipKV: self._ship,
             SetTimer: self._set_timer,
             EmitTokens: self._emit,
@@ -227,27 +222,29 @@ class Cluster:
         self._timers[actor, effect.key] = effect.at_s
         heapq.heappush(self._timer_heap, (effect.at_s, next(self._ties), actor, TimerFired(effect.key)))
 
-    def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
         if not self._held.hold(actor, effect):
-            self._begin_turn(actor, effect)
+            self._begin_step(actor, effect)
 
     def _let_go(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
         """A write into pages takes no time, beside the way there; a step may have waited for it."""
         step = self._held.freed(actor, effect)
         if step is not None:
-            self._begin_turn(actor, step)
+            self._begin_step(actor, step)
 
-    def _begin_turn(self, actor: WorkerId, effect: RunDecode) -> None:
-        span = self.devices[actor].dispatch(self.now_s, effect.plan, self.costs[actor])
-        self._note(actor, Work.DECODE, span, len(effect.plan.active))
-
-    def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
-        plan = effect.plan
-        span = self.devices[actor].run(self.now_s, self.costs[actor].prefill_s(plan))
-        self._note(actor, Work.PREFILL, span, plan.num_tokens)
+    def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
+        plan, device = effect.plan, self.devices[actor]
+        span = device.dispatch(self.now_s, plan, self.costs[actor])
+        self._note_step(actor, plan, span)
         self._at_layers(actor, effect.ships, span)
-        sampled = tuple((chunk.request_id, TOKEN) for chunk in plan.chunks if chunk.last)
-        self._at(span.done_s, actor, PrefillDone(plan.plan_id, sampled))
+        if plan.decode is None:
+            self._at(span.done_s, actor, done(plan))
+
+    def _note_step(self, actor: WorkerId, plan: StepPlan, span: Span) -> None:
+        if plan.prefill is not None:
+            self._note(actor, Work.PREFILL, span, plan.prefill.num_tokens)
+        if plan.decode is not None:
+            self._note(actor, Work.DECODE, span, len(plan.decode.active))
 
     def _note(self, actor: WorkerId, work: Work, span: Span, amount: int) -> None:
         if self.log is not None:
@@ -302,7 +299,7 @@ class Cluster:
         if quiet < WORTH:
             self._foreseen.pop(actor, None)
         else:
-            seen = self._foreseen[actor] = FastForward(device, self.costs[actor], worker.next_repeated_plans(), quiet)
+            seen = self._foreseen[actor] = FastForward(device, self.costs[actor], worker.next_repeated_rows(), quiet)
             due_s = seen.next_s
         if self._step_due_s.get(actor) != due_s:
             self._step_due_s[actor] = due_s
@@ -315,8 +312,7 @@ class Cluster:
         if actor in self._foreseen:
             self._catch_up(actor, self.now_s)
             del self._foreseen[actor]
-        plan = self.devices[actor].flight.popleft().plan
-        self._deliver(actor, DecodeDone(plan.plan_id, tuple([(slot, TOKEN) for slot in plan.active])))
+        self._deliver(actor, done(self.devices[actor].flight.popleft().plan))
 
     def _catch_up(self, actor: WorkerId, at_s: float) -> bool:
         """The worker's quiet steps that have ended by now end in its books; whether there were any."""
@@ -329,8 +325,8 @@ class Cluster:
         for effect in effects:
             if isinstance(effect, Send):
                 self._at(told_s, effect.to, Received(actor, effect.message))
-        for plan, span in seen.take(steps, [effect.plan for effect in effects if isinstance(effect, RunDecode)]):
-            self._note(actor, Work.DECODE, span, len(plan.active))
+        for rows, span in seen.take(steps, [effect.plan for effect in effects if isinstance(effect, RunStep)]):
+            self._note(actor, Work.DECODE, span, len(rows.active))
         self.repeatable_steps += steps
         return True
 
@@ -349,8 +345,8 @@ class Cluster:
             self.links.start(transfer, ports, size_bytes, self.now_s)
         elif event.version != self._version:
             return
-        for done in self.links.finish(self.now_s):
-            self._land(cast(KVTransfer, done))
+        for landed in self.links.finish(self.now_s):
+            self._land(cast(KVTransfer, landed))
         self._version += 1
         if self.links.flows:
             self._at(self.links.next_end_s, NETWORK, Through(self._version))

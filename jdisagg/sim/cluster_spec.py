@@ -31,7 +31,7 @@ class Sizes:
     decode_steps_per_chunk: int = 1
     transfer: TransferMode = TransferMode.CHUNK
     reservations_ahead: int = 2
-    fused_steps: bool = False  # of the engine that is modelled: see `sim.fused`
+    mixed_steps: bool = False  # chunks and decode rows in one step, where a worker has both
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
         pages = kv_tokens // self.page_size
@@ -54,6 +54,7 @@ class Sizes:
             chunks_in_flight=self.chunks_in_flight,
             transfer=self.transfer,
             reservations_ahead=self.reservations_ahead,
+            mixed_steps=self.mixed_steps and place.role is Role.COLOCATED,
         )
 
 
@@ -64,7 +65,6 @@ class ClusterSpec:
     workers: tuple[WorkerConfig, ...]
     costs: dict[WorkerId, CostModel]
     links: FairLinks
-    fused_steps: bool = False  # the engines run a chunk and a step as one step
     slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # devices share cores: see `sim.shared`
     message_s: float = 50e-6  # of a word between actors
     latency_s: float = 0.0  # of a part of KV, besides its bytes
@@ -95,7 +95,7 @@ def cluster_spec(
         workers.append(sizes.config(place, kv_tokens))
         ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
     links = FairLinks(ports) if hosts is None else _behind_nics(mesh, ports, hosts)
-    return ClusterSpec(tuple(workers), costs, links, sizes.fused_steps)
+    return ClusterSpec(tuple(workers), costs, links)
 
 
 def _behind_nics(mesh: MeshSpec, ports: dict[Hashable, float], hosts: Hosts) -> HostLinks:

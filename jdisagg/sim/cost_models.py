@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.arithmetic import DTYPE_BYTES, Attention, model
 from jdisagg.sim.hardware import Hardware
 
@@ -34,11 +34,11 @@ Times = npt.NDArray[np.float64]
 class CostModel(Protocol):
     """One worker's costs."""
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         """Seconds of the plan on a device that does nothing else."""
         ...
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         """Seconds of one step. context_tokens: KV tokens that its active slots read, all together."""
         ...
 
@@ -51,21 +51,21 @@ class CostModel(Protocol):
 class ManySteps(CostModel, Protocol):
     """One whose formula takes many steps at once, as arrays: a simulator then asks once for a sequence's whole life."""
 
-    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodeRows, context_tokens: Contexts) -> Times:
         """`decode_s` of each of context_tokens, i64[N] -> f64[N], to the last bit."""
         ...
 
 
 @runtime_checkable
-class FusedCostModel(CostModel, Protocol):
-    """Of an engine that runs prompts' chunks and a decode step as one step."""
+class MixedCostModel(CostModel, Protocol):
+    """Knows what a step of chunks and decode rows together takes."""
 
-    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+    def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
         """Seconds of the step: weights are read once for the rows of both."""
         ...
 
 
-def drawn(plan: PrefillPlan) -> int:
+def drawn(plan: PrefillChunks) -> int:
     """Rows of the plan that a token is drawn for."""
     return sum(chunk.last for chunk in plan.chunks)
 
@@ -93,7 +93,7 @@ def all_reduce_s(size_bytes: float, tp: int, bytes_per_s: float, fixed_s: float)
     return fixed_s + size_bytes * 2 * (tp - 1) / tp / bytes_per_s if tp > 1 else 0.0
 
 
-def _over(formula: Callable[[DecodePlan, Any], Any], plan: DecodePlan, context_tokens: Contexts) -> Times:
+def _over(formula: Callable[[DecodeRows, Any], Any], plan: DecodeRows, context_tokens: Contexts) -> Times:
     """A formula that only adds and multiplies is the same over an array."""
     return formula(plan, context_tokens)
 
@@ -127,16 +127,16 @@ class PublishedFit:
     threshold: int
     host_s: float = 0.0  # of the host, a plan
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         squares = sum((chunk.start + len(chunk.tokens)) ** 2 - chunk.start**2 for chunk in plan.chunks)
         return self.host_s + self.prefill.at(plan.num_tokens, squares)
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         batch = len(plan.active)
         line = self.small if batch < self.threshold else self.large
         return self.host_s + line.at(context_tokens, batch)
 
-    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodeRows, context_tokens: Contexts) -> Times:
         return _over(self.decode_s, plan, context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
@@ -190,26 +190,26 @@ class Roofline:
         if self.model.attention.kind == "MLA":
             raise ConfigError(f"the roofline knows dense models: {self.model.attention.name} has MLA and experts")
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(drawn(plan))
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         batch = len(plan.active)
         return self.host_s + self._linear_s(batch) + self._read_s(context_tokens) + self._head_s(batch)
 
-    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+    def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
         batch = len(decode.active)
         attention_s = self._pairs_s(prefill) + self._read_s(context_tokens)
         linear_s = self._linear_s(prefill.num_tokens + batch) + self._head_s(drawn(prefill) + batch)
         return self.host_s + linear_s + attention_s
 
-    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodeRows, context_tokens: Contexts) -> Times:
         return _over(self.decode_s, plan, context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return self.model.part_bytes(transfer)
 
-    def _pairs_s(self, plan: PrefillPlan) -> float:
+    def _pairs_s(self, plan: PrefillChunks) -> float:
         attention = self.model.attention
         ends = [(chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
         pairs = attention.attention_flops / 2 * sum(end**2 - start**2 for start, end in ends) * attention.hidden_size

@@ -1,4 +1,4 @@
-"""One worker's devices in virtual time: plans in order through its stages, and the tokens that its slots hold."""
+"""One worker's devices in virtual time: steps in order through its stages, and the tokens that its slots hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jdisagg.core.plans import DecodePlan
+from jdisagg.core.events import StepDone
+from jdisagg.core.request import Sampled
+from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.sim.cost_models import CostModel
+from jdisagg.sim.cost_models import CostModel, MixedCostModel
+
+TOKEN = Sampled(0)  # whatever is drawn
 
 
 class Span(NamedTuple):
@@ -19,9 +23,9 @@ class Span(NamedTuple):
 
 
 class Flying(NamedTuple):
-    """A turn in flight, and when it is through."""
+    """A step with decode rows in flight, and when it is through."""
 
-    plan: DecodePlan
+    plan: StepPlan
     done_s: float
 
 
@@ -67,17 +71,27 @@ class Device:
         """When it is through with all that it was given."""
         return self.pipeline.free_s[-1]
 
-    def run(self, now_s: float, seconds: float) -> Span:
-        return self.pipeline.run(now_s, seconds)
-
-    def dispatch(self, now_s: float, plan: DecodePlan, cost: CostModel) -> Span:
-        """A decode step joins the flight."""
-        seconds = cost.decode_s(plan, self.read_tokens(plan))
-        span = self.pipeline.run_step(now_s, plan.microbatch, seconds)
+    def dispatch(self, now_s: float, plan: StepPlan, cost: CostModel) -> Span:
+        """A step starts; one with decode rows joins the flight."""
+        seconds = self.step_s(plan, cost)
+        if plan.decode is None:
+            return self.pipeline.run(now_s, seconds)
+        span = self.pipeline.run_step(now_s, plan.decode.microbatch, seconds)
         self.flight.append(Flying(plan, span.done_s))
         return span
 
-    def read_tokens(self, plan: DecodePlan) -> int:
+    def step_s(self, plan: StepPlan, cost: CostModel) -> float:
+        """Seconds of a step on these devices alone; books what its rows hold from now on."""
+        if plan.decode is None:
+            assert plan.prefill is not None, "a step holds something"
+            return cost.prefill_s(plan.prefill)
+        context_tokens = self.read_tokens(plan.decode)
+        if plan.prefill is None:
+            return cost.decode_s(plan.decode, context_tokens)
+        assert isinstance(cost, MixedCostModel), f"{type(cost).__name__} has no price for a mixed step"
+        return cost.mixed_s(plan.prefill, plan.decode, context_tokens)
+
+    def read_tokens(self, plan: DecodeRows) -> int:
         """KV tokens that the step reads, those that it writes included; books its admissions and its own tokens."""
         held = self._held
         for slot in plan.retire:
@@ -96,3 +110,11 @@ class Device:
         """Steps passed unseen: each of these slots has a token more of each."""
         for slot in slots:
             self._held[slot] += steps
+
+
+def done(plan: StepPlan) -> StepDone:
+    """What the step draws here: of each row and of each prompt that ends with it, the one token there is."""
+    rows = plan.decode.active if plan.decode else ()
+    chunks = plan.prefill.chunks if plan.prefill else ()
+    first = tuple([(chunk.request_id, TOKEN) for chunk in chunks if chunk.last])
+    return StepDone(plan.step_id, tuple([(slot, (TOKEN,)) for slot in rows]), first)

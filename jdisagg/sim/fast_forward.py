@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from jdisagg.core.plans import DecodePlan
+from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.sim.cost_models import CostModel, ManySteps
 from jdisagg.sim.device import Device, Flying, Span
 
@@ -21,7 +21,7 @@ from jdisagg.sim.device import Device, Flying, Span
 class FastForward:
     """The next `steps` quiet ends of one device, of plans that go round."""
 
-    def __init__(self, device: Device, cost: CostModel, round_of: Sequence[DecodePlan], steps: int) -> None:
+    def __init__(self, device: Device, cost: CostModel, round_of: Sequence[DecodeRows], steps: int) -> None:
         self.device, self.round_of, self.steps = device, round_of, steps
         self.taken = 0
         self._ahead = len(device.flight)
@@ -60,7 +60,7 @@ class FastForward:
         times, place = divmod(step, len(self.round_of))
         return self.round_of[place].microbatch, float(self._seconds[place][times])
 
-    def take(self, steps: int, flying: Sequence[DecodePlan]) -> list[tuple[DecodePlan, Span]]:
+    def take(self, steps: int, flying: Sequence[StepPlan]) -> list[tuple[DecodeRows, Span]]:
         """The device as it is after `steps` more ends; `flying`: the steps dispatched last. Returns what ran, and when.
 
         Back to back steps of one stage are one span.
@@ -96,7 +96,7 @@ def _takes_arrays(kind: type[CostModel]) -> bool:
     return issubclass(kind, ManySteps)
 
 
-def _seconds(device: Device, cost: CostModel, plan: DecodePlan, steps: int) -> np.ndarray:
+def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> np.ndarray:
     """Of so many steps like the plan, f64[steps]: each reads a token a slot more than the one before it."""
     contexts = device.held_tokens(plan.active) + len(plan.active) * np.arange(1, steps + 1)
     if _takes_arrays(type(cost)):

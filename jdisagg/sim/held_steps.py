@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.core.events import InsertKV, OpenGates, RunDecode
+from jdisagg.core.events import InsertKV, OpenGates, RunStep
 from jdisagg.core.request import WorkerId
 
 
@@ -10,17 +10,17 @@ class HeldSteps:
     """Of all workers, by the handoff that they wait for."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[WorkerId, str, int], tuple[RunDecode, set[int]]] = {}
+        self._held: dict[tuple[WorkerId, str, int], tuple[RunStep, set[int]]] = {}
 
-    def hold(self, actor: WorkerId, effect: RunDecode) -> bool:
+    def hold(self, actor: WorkerId, effect: RunStep) -> bool:
         """Whether the step has to wait."""
-        gates = effect.plan.gates
+        gates = effect.plan.decode.gates if effect.plan.decode else ()
         if gates:
             parts = {part for gate in gates for part in gate.parts}
             self._held[actor, gates[0].handoff, gates[0].epoch] = (effect, parts)
         return bool(gates)
 
-    def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunDecode | None:
+    def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunStep | None:
         """The step that waits for nothing any more."""
         whose = effect.transfer if isinstance(effect, InsertKV) else effect
         key = actor, whose.handoff, whose.epoch

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.cost_models import Model, all_reduce_s, drawn
 
 TABLES = Path(__file__).parent / "data" / "kernels"
@@ -80,7 +80,7 @@ class Kernels:
     decode: Grid  # (sequences, KV tokens of each)
     mixed: Grid  # both
 
-    def attention_s(self, prefill: PrefillPlan | None, batch: int, context_tokens: int) -> float:
+    def attention_s(self, prefill: PrefillChunks | None, batch: int, context_tokens: int) -> float:
         """Of one layer. Chunks of several prompts count as one that sees as much, sequences as their mean."""
         if prefill is None:
             return self.decode.at(batch, context_tokens / batch)
@@ -90,7 +90,7 @@ class Kernels:
         return self.mixed.at(chunk, before, batch, context_tokens / batch)
 
 
-def _as_one(plan: PrefillPlan) -> tuple[float, float]:
+def _as_one(plan: PrefillChunks) -> tuple[float, float]:
     """Tokens of a chunk, and KV tokens before it, that come to as many tokens and pairs as the plan's chunks."""
     tokens = plan.num_tokens
     ends = ((chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks)
@@ -109,19 +109,19 @@ class KernelTables:
     link_bytes_per_s: float = 16e9
     link_s: float = 20e-6
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         return self._step_s(plan, 0, 0)
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         return self._step_s(None, len(plan.active), context_tokens)
 
-    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+    def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
         return self._step_s(prefill, len(decode.active), context_tokens)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return self.model.part_bytes(transfer)
 
-    def _step_s(self, prefill: PrefillPlan | None, batch: int, context_tokens: int) -> float:
+    def _step_s(self, prefill: PrefillChunks | None, batch: int, context_tokens: int) -> float:
         rows = batch + (prefill.num_tokens if prefill else 0)
         sequences = batch + (drawn(prefill) if prefill else 0)
         layer_s = self.kernels.linear.at(rows) + self.kernels.attention_s(prefill, batch, context_tokens)

@@ -15,8 +15,8 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import RAW, TransferMode, WorkerConfig
 from jdisagg.sim.cluster_spec import ClusterSpec, longest
 from jdisagg.sim.links import FairLinks
@@ -85,7 +85,7 @@ class Measured:
     page_bytes: float  # of all layers
     num_layers: int
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         tokens = max(1, plan.num_tokens)
         pairs = sum((chunk.start + len(chunk.tokens)) ** 2 - chunk.start**2 for chunk in plan.chunks) / 2
         context = pairs / tokens - tokens / 2  # of one chunk with as many pairs
@@ -94,7 +94,15 @@ class Measured:
         surface = fitting[0] if fitting else self.chunks[-1][1]
         return self.host.prefill_s + surface.at(tokens, context)
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
+        """The chunks' step with as many rows more as sequences decode, and what these read beyond their first page."""
+        assert self.steps is not None, "a worker that decodes has times of steps"
+        batch, tokens = max(1, len(decode.active)), max(1, prefill.num_tokens)
+        read_s = self.steps.at(batch, context_tokens / batch) - self.steps.at(batch, 0)
+        row_s = self.prefill_s(prefill) / tokens
+        return self.prefill_s(prefill) + batch * row_s + max(0.0, read_s) + (self.admit_s if decode.admit else 0.0)
+
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         assert self.steps is not None, "a worker that decodes has times of steps"
         batch = max(1, len(plan.active))
         joined_s = self.admit_s if plan.admit else 0.0

@@ -1,6 +1,6 @@
 """Two clocks, one scheduler: a live run's journal, decided again by the simulator, event for event.
 
-`measure` takes from a journal only what its actors did not decide: what reached them from outside, how long each plan,
+`measure` takes from a journal only what its actors did not decide: what reached them from outside, how long each step,
 part, message took and how late each timer was, and which tokens were drawn. `Rerun` is the simulator's cluster on these
 durations: fresh actors, its own heap, and every event made from the effects of its own actors. Each must decide what
 the live run decided, in the same order, field by field: plans, pages, placements, words, timers.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -23,25 +23,23 @@ from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import (
     ROUTER,
-    DecodeDone,
     Effect,
     EngineFailed,
     Event,
     KVArrived,
-    PrefillDone,
     Received,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     SetTimer,
     ShipKV,
+    StepDone,
     Submit,
     TimerFired,
 )
 from jdisagg.core.journal import Entry, Header, Recorded, digest
 from jdisagg.core.messages import Message
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.follow import actors_of, decide
 from jdisagg.sim.outcome import Record
@@ -63,7 +61,7 @@ class Measured:
 
     entries: list[Entry] = field(default_factory=list)  # the live run's own, with its effects: to compare with
     given: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # from outside, at their times
-    plans: dict[tuple[WorkerId, int], Answer] = field(default_factory=dict)
+    steps: dict[tuple[WorkerId, int], Answer] = field(default_factory=dict)
     parts: dict[KVTransfer, Answer] = field(default_factory=dict)
     messages_s: dict[tuple[WorkerId, WorkerId, int], float] = field(default_factory=dict)
     lateness_s: dict[tuple[WorkerId, str, int], float] = field(default_factory=dict)
@@ -108,7 +106,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.found = Measured()
-        self._plans: dict[tuple[WorkerId, int], float] = {}
+        self._steps: dict[tuple[WorkerId, int], float] = {}
         self._parts: dict[KVTransfer, float] = {}
         self._sent: dict[tuple[WorkerId, WorkerId], deque[tuple[int, float, Message]]] = defaultdict(deque)
         self._armed: dict[tuple[WorkerId, str], tuple[int, float]] = {}
@@ -131,11 +129,11 @@ class Stopwatch:
     def _answers(self, entry: Entry) -> bool:
         """Whether the event follows from an effect of the record; its duration is then noted."""
         match entry.event:
-            case DecodeDone(plan_id) | PrefillDone(plan_id) | EngineFailed(int() as plan_id):
-                began_s = self._plans.pop((entry.actor, plan_id), None)
+            case StepDone(step_id) | EngineFailed(int() as step_id):
+                began_s = self._steps.pop((entry.actor, step_id), None)
                 if began_s is not None:
                     answer = Answer(between(began_s, entry.at_s), entry.event)
-                    self.found.plans[entry.actor, plan_id] = answer
+                    self.found.steps[entry.actor, step_id] = answer
                 return began_s is not None
             case KVArrived(transfer):
                 began_s = self._parts.pop(transfer, None)
@@ -162,10 +160,8 @@ class Stopwatch:
     def _begin(self, entry: Entry, effect: Effect) -> None:
         actor, now_s = entry.actor, entry.at_s
         match effect:
-            case RunDecode(plan):
-                self._plans[actor, plan.plan_id] = now_s
-            case RunPrefill(plan, ships):
-                self._plans[actor, plan.plan_id] = now_s
+            case RunStep(plan, ships):
+                self._steps[actor, plan.step_id] = now_s
                 self._parts |= dict.fromkeys(ships, now_s)
             case ShipKV(transfer):
                 self._parts[transfer] = now_s
@@ -247,23 +243,18 @@ class Rerun(Cluster):
         if at_s < NEVER:
             self._at(at_s, actor, TimerFired(effect.key))
 
-    def _run_decode(self, actor: WorkerId, effect: RunDecode) -> None:
+    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
         plan = effect.plan
-        answer = self.measured.plans.get((actor, plan.plan_id))
+        for transfer in effect.ships:
+            self._leave(transfer)
+        answer = self.measured.steps.get((actor, plan.step_id))
         if answer is None:
             return  # still running when the record ended
         event = answer.event
-        if isinstance(event, DecodeDone):
-            drawn = dict(event.sampled)
-            event = DecodeDone(plan.plan_id, tuple((slot, drawn[slot]) for slot in plan.active))
+        if isinstance(event, StepDone) and plan.decode is not None:
+            drawn = dict(event.decode)
+            event = replace(event, decode=tuple((slot, drawn[slot]) for slot in plan.decode.active))
         self._at(self.now_s + answer.took_s, actor, event)
-
-    def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
-        for transfer in effect.ships:
-            self._leave(transfer)
-        answer = self.measured.plans.get((actor, effect.plan.plan_id))
-        if answer is not None:
-            self._at(self.now_s + answer.took_s, actor, answer.event)
 
     def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
         self._leave(effect.transfer)

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
-from jdisagg.core.plans import KVTransfer, last_layer
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.events import RunStep, ShipKV
 from jdisagg.core.profile import PHASES
 from jdisagg.core.request import WorkerId
+from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.sim.cluster import NETWORK, TOKEN, Cluster, Leave
-from jdisagg.sim.cost_models import CostModel
-from jdisagg.sim.device import Span
-from jdisagg.sim.spans import Work
+from jdisagg.sim.cluster import NETWORK, Cluster, Leave
+from jdisagg.sim.cluster_spec import ClusterSpec
+from jdisagg.sim.cost_models import CostModel, MixedCostModel
+from jdisagg.sim.device import Span, done
 
 PREFILL, DECODE = PHASES
 Slowdown = Mapping[str, Mapping[str, float]]  # by phase, and the phase of another device at work
@@ -141,23 +142,10 @@ class SharedCluster(Cluster):
             self.cores.finish(self.now_s)
             self._next_due()
 
-    def _begin_turn(self, actor: WorkerId, effect: RunDecode) -> None:
-        plan = effect.plan
-        seconds = self.costs[actor].decode_s(plan, self.devices[actor].read_tokens(plan))
-
-        def told(job: Job) -> None:
-            if job.ended:
-                self._ended(actor, Work.DECODE, job, len(plan.active))
-                self._at(self.now_s, actor, DecodeDone(plan.plan_id, tuple((slot, TOKEN) for slot in plan.active)))
-
-        before = self._last_step.get((actor, plan.microbatch))
-        job = self._last_step[actor, plan.microbatch] = Job(DECODE, self._stages(actor, seconds), told, before)
-        self._start(job)
-
-    def _run_prefill(self, actor: WorkerId, effect: RunPrefill) -> None:
+    def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
         """A worker that only prefills takes its layer groups one by one; parts of each leave when it is done."""
         plan, config = effect.plan, self.workers[actor].config
-        seconds, waiting = self.costs[actor].prefill_s(plan), sorted(effect.ships, key=last_layer)
+        seconds, waiting = self.devices[actor].step_s(plan, self.costs[actor]), sorted(effect.ships, key=last_layer)
         parts, ends = self._stages(actor, seconds), [stop for _, stop in config.layer_groups]
         if waiting and len(ends) > 1:
             parts = [((actor, 0), seconds / len(ends)) for _ in ends]
@@ -166,11 +154,15 @@ class SharedCluster(Cluster):
             while waiting and (job.ended or last_layer(waiting[0]) <= ends[job.done - 1]):
                 self._leave(waiting.pop(0))
             if job.ended:
-                self._ended(actor, Work.PREFILL, job, plan.num_tokens)
-                sampled = tuple((chunk.request_id, TOKEN) for chunk in plan.chunks if chunk.last)
-                self._at(self.now_s, actor, PrefillDone(plan.plan_id, sampled))
+                self._ended(actor, plan, job)
+                self._at(self.now_s, actor, done(plan))
 
-        self._start(Job(PREFILL, parts, told))
+        if plan.decode is None:
+            self._start(Job(PREFILL, parts, told))
+            return
+        before = self._last_step.get((actor, plan.decode.microbatch))
+        job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, told, before)
+        self._start(job)
 
     def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Packed in program order: after the plans that the device has already."""
@@ -180,6 +172,19 @@ class SharedCluster(Cluster):
     def _leave(self, transfer: KVTransfer) -> None:
         self._at(self.now_s, NETWORK, Leave(transfer))
 
-    def _ended(self, actor: WorkerId, work: Work, job: Job, amount: int) -> None:
+    def _ended(self, actor: WorkerId, plan: StepPlan, job: Job) -> None:
         self.devices[actor].pipeline.busy_s += (self.now_s - job.began_s) / len({stage for stage, _ in job.parts})
-        self._note(actor, work, Span(job.began_s, self.now_s), amount)
+        self._note_step(actor, plan, Span(job.began_s, self.now_s))
+
+
+def simulated(given: ClusterSpec, **named: Any) -> Cluster:
+    """The cluster of a spec; `named` is what `Cluster` takes besides. Raises ConfigError for costs that do not know a
+    mixed step, where a worker mixes."""
+    for config in given.workers:
+        cost = given.costs[config.worker]
+        if config.mixed_steps and not isinstance(cost, MixedCostModel):
+            raise ConfigError(f"{config.worker}: {type(cost).__name__} has no price for a mixed step")
+    named = {"message_s": given.message_s, "latency_s": given.latency_s, **named}
+    if given.slowdown:
+        return SharedCluster(given.workers, given.costs, given.links, slowdown=given.slowdown, **named)
+    return Cluster(given.workers, given.costs, given.links, **named)

@@ -3,9 +3,10 @@
 import pytest
 
 from benchmarks.counters import Counters
-from jdisagg.core.events import DecodeDone, PrefillDone, RunDecode, RunPrefill, ShipKV
-from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.events import RunStep, ShipKV, StepDone
 from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.steps import Admission, KVTransfer
+from tests.steps import decode_plan, prefill_plan
 
 
 class Told:
@@ -19,10 +20,10 @@ class Told:
         self, at_s: float, plan: int, active: tuple[int, ...] = (0,), microbatch: int = 0, admit: tuple[int, ...] = ()
     ) -> None:
         admitted = tuple(Admission(slot, RequestId(f"r{plan}"), 5, 8, (1,), SamplingParams(), 1) for slot in admit)
-        self.tell(at_s, RunDecode(DecodePlan(plan, microbatch, active, table_pages=4, admit=admitted)))
+        self.tell(at_s, RunStep(decode_plan(plan, microbatch, active, table_pages=4, admit=admitted)))
 
     def read(self, at_s: float, plan: int, tokens: int = 1) -> None:
-        self.tell(at_s, DecodeDone(plan, tuple((slot, Sampled(7)) for slot in range(tokens))))
+        self.tell(at_s, StepDone(plan, tuple((slot, (Sampled(7),)) for slot in range(tokens))))
 
     def tell(self, at_s: float, item: object) -> None:
         self.now_s = at_s
@@ -72,10 +73,10 @@ def test_a_worker_with_new_work_only_was_idle_not_late(slot: int) -> None:
 def test_a_prefill_in_flight_keeps_the_device_busy() -> None:
     told = Told()
     told.run(0.0, 1)
-    told.tell(0.5, RunPrefill(PrefillPlan(9, (), 64, 4)))
+    told.tell(0.5, RunStep(prefill_plan(9, (), 64, 4)))
     told.read(1.0, 1)
     told.run(1.5, 2)
-    told.tell(2.0, PrefillDone(9, ()))
+    told.tell(2.0, StepDone(9))
     told.read(2.5, 2)
     told.run(3.0, 3)
     figures = told.counters.figures()

@@ -10,9 +10,9 @@ import pytest
 
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Message, Renew, Resend, Reserve, StartPrefill, View
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.protocol import TO_ROUTER, check_transfer, check_word
 from jdisagg.core.request import RequestId, Sampled, WorkerId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request, worker
 

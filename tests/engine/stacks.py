@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jdisagg.core.events import PrefillDone
+from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.plans import Admission, DecodePlan, History, KVTransfer, PrefillChunk, PrefillPlan, last_layer
 from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
@@ -25,6 +25,7 @@ from jdisagg.model.params import load_stage
 from jdisagg.model.sources import RandomSource, Source
 from jdisagg.parallel.submesh import Device
 from jdisagg.policy.parts import Piece, pieces
+from tests.steps import decode_plan, prefill_plan
 
 CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
 SOURCE = RandomSource(CONFIG, seed=3)
@@ -95,7 +96,7 @@ def destination_pages(index: int, num_tokens: int) -> tuple[int, ...]:
 
 def prefill_plans(
     prompts: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams], starts: Sequence[int] = ()
-) -> list[PrefillPlan]:
+) -> list[StepPlan]:
     """All prompts packed one after another into chunks of at most CHUNK tokens and 8 sequences."""
     plans, chunks, room = [], [], CHUNK
     for index, prompt in enumerate(prompts):
@@ -105,9 +106,9 @@ def prefill_plans(
             chunks.append(prefill_chunk(index, prompt, start, stop, sampling[index]))
             room, start = room - (stop - start), stop
             if room == 0 or len(chunks) == 8:
-                plans.append(PrefillPlan(len(plans), tuple(chunks), CHUNK, WIDEST))
+                plans.append(prefill_plan(len(plans), tuple(chunks), CHUNK, WIDEST))
                 chunks, room = [], CHUNK
-    return [*plans, PrefillPlan(len(plans), tuple(chunks), CHUNK, WIDEST)] if chunks else plans
+    return [*plans, prefill_plan(len(plans), tuple(chunks), CHUNK, WIDEST)] if chunks else plans
 
 
 def prefill_chunk(index: int, prompt: tuple[int, ...], start: int, stop: int, sampling: SamplingParams) -> PrefillChunk:
@@ -117,14 +118,14 @@ def prefill_chunk(index: int, prompt: tuple[int, ...], start: int, stop: int, sa
     return PrefillChunk(RequestId(str(index)), prompt[start:stop], start, pages, last, sampling, history)
 
 
-def run_prefill(machine: MeshExecutor, plans: Sequence[PrefillPlan]) -> list[PrefillDone]:
+def run_prefill(machine: MeshExecutor, plans: Sequence[StepPlan]) -> list[StepDone]:
     """Dispatches all, then reads all."""
-    return [pending.read() for pending in [machine.run_prefill(plan) for plan in plans]]
+    return [pending.read() for pending in [machine.run(plan) for plan in plans]]
 
 
-def first_tokens(done: Sequence[PrefillDone]) -> list[Sampled]:
+def first_tokens(done: Sequence[StepDone]) -> list[Sampled]:
     """In the order of the prompts."""
-    return [sampled for _, sampled in sorted((pair for each in done for pair in each.sampled), key=lambda p: int(p[0]))]
+    return [sampled for _, sampled in sorted((pair for each in done for pair in each.first), key=lambda p: int(p[0]))]
 
 
 def prefill_and_ship(
@@ -135,7 +136,8 @@ def prefill_and_ship(
     sent, shipments, pending = dict.fromkeys(range(len(prompts)), 0), [], []
     for plan in prefill_plans(prompts, [GREEDY] * len(prompts)):
         cut: list[KVTransfer] = []
-        for chunk in plan.chunks:
+        assert plan.prefill is not None
+        for chunk in plan.prefill.chunks:
             index, end = int(chunk.request_id), chunk.start + len(chunk.tokens)
             for piece in pieces(mode, config, sent[index], end, len(prompts[index])):
                 cut.append(part_of(transfer(source, destination, index, len(prompts[index])), piece))
@@ -146,7 +148,7 @@ def prefill_and_ship(
             while cut and last_layer(cut[-1]) <= layers:
                 shipments.append(source.ship(cut.pop(), destination))
 
-        pending.append(source.run_prefill(plan, group_done))
+        pending.append(source.run(plan, group_done))
         group_done(math.inf)
     for shipment in reversed(shipments):
         shipment.wait()
@@ -193,7 +195,7 @@ class Steps:
 
     machine: MeshExecutor
     drawn: dict[int, list[Sampled | None]] = field(default_factory=dict)
-    plan_id: int = 0
+    step_id: int = 0
 
     def admissions(
         self,
@@ -224,11 +226,11 @@ class Steps:
             for batch in sorted({slot // size for slot in active}):
                 slots = tuple(slot for slot in active if slot // size == batch)
                 new = tuple(each for each in admit if step == 0 and each.slot // size == batch)
-                pending.append(self.machine.run_decode(DecodePlan(self.plan_id, batch, slots, width, new)))
-                self.plan_id += 1
+                pending.append(self.machine.run(decode_plan(self.step_id, batch, slots, width, new)))
+                self.step_id += 1
         for each in pending:
-            for slot, sampled in each.read().sampled:
-                self.drawn.setdefault(slot, []).append(sampled)
+            for slot, drawn in each.read().decode:
+                self.drawn.setdefault(slot, []).append(drawn and drawn[0])
 
 
 def generate(

@@ -22,8 +22,8 @@ def outline_like(machine):
 def twins(machine, outline):
     """(the outline's program, the machine's) of everything."""
     pairs = [(a.programs, b.programs) for a, b in zip(outline.layer_groups, machine.layer_groups, strict=True)]
-    pairs += [(outline.draws.programs, machine.decoder.programs)] if machine.decoder else []
-    pairs += [(outline.first_draws.programs, machine.prefiller.programs)] if machine.prefiller else []
+    pairs += [(outline.draws.programs, machine.runner.decoder.programs)] if machine.runner.decoder else []
+    pairs += [(outline.first_draws.programs, machine.runner.prefiller.programs)] if machine.runner.prefiller else []
     transfers = outline.transfer_programs.values(), machine.transfer_programs.values()
     pairs += [(a.programs, b.programs) for a, b in zip(*transfers, strict=True)]
     return [pair for ours, theirs in pairs for pair in zip(ours, theirs, strict=True)]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.plans import DecodePlan, PageGrant, PrefillPlan
 from jdisagg.core.request import BROKEN, RequestId, Sampled, SamplingParams
+from jdisagg.core.steps import PageGrant
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.names import Index
@@ -39,6 +39,7 @@ from tests.engine.stacks import (
     transfer,
     warm_pair,
 )
+from tests.steps import decode_plan, prefill_plan
 
 PROMPTS = mixed_prompts(6, seed=5)
 LONG_PROMPT = max(PROMPTS, key=len)
@@ -54,7 +55,7 @@ def test_a_prompt_in_small_chunks_gives_what_it_gives_at_once(pair):
     prompt = LONG_PROMPT
     cuts = [0, 1, 9, 10, len(prompt) // 2, len(prompt)]
     plans = [
-        PrefillPlan(n, (prefill_chunk(0, prompt, start, stop, GREEDY),), CHUNK, WIDEST)
+        prefill_plan(n, (prefill_chunk(0, prompt, start, stop, GREEDY),), CHUNK, WIDEST)
         for n, (start, stop) in enumerate(itertools.pairwise(cuts))
     ]
     assert [each.token for each in first_tokens(run_prefill(pair[0], plans))] == greedy_continuation([prompt], 1)[0]
@@ -66,8 +67,8 @@ def test_pages_of_another_prompt_serve_as_a_cached_prefix(pair):
     run_prefill(pair[0], prefill_plans([first], [GREEDY]))
     chunk = prefill_chunk(1, second, len(shared), len(second), GREEDY)
     chunk = replace(chunk, pages=(*source_pages(0, len(shared)), source_pages(1, len(second))[3]))
-    done = pair[0].run_prefill(PrefillPlan(0, (chunk,), CHUNK, WIDEST)).read()
-    assert done.sampled[0][1].token == greedy_continuation([second], 1)[0][0]
+    done = pair[0].run(prefill_plan(0, (chunk,), CHUNK, WIDEST)).read()
+    assert done.first[0][1].token == greedy_continuation([second], 1)[0][0]
 
 
 def test_a_slot_that_drew_its_stop_token_is_masked_and_disturbs_nobody(pair):
@@ -135,9 +136,9 @@ def test_granted_pages_are_used_from_the_step_that_grants_them(pair):
     loop = Steps(destination)
     admission = loop.admissions([prompt], firsts, [GREEDY])[0]
     held, granted = admission.pages[:1], admission.pages[1]
-    first = DecodePlan(0, 0, (0,), WIDEST, (replace(admission, pages=held),), (PageGrant(0, 1, granted),))
-    pending = [destination.run_decode(first), *(destination.run_decode(DecodePlan(n, 0, (0,), WIDEST)) for n in (1, 2))]
-    tokens = [each.read().sampled[0][1].token for each in pending]
+    first = decode_plan(0, 0, (0,), WIDEST, (replace(admission, pages=held),), (PageGrant(0, 1, granted),))
+    pending = [destination.run(first), *(destination.run(decode_plan(n, 0, (0,), WIDEST)) for n in (1, 2))]
+    tokens = [each.read().decode[0][1][0].token for each in pending]
     assert [firsts[0].token, *tokens] == greedy_continuation([prompt], 4)[0]
 
 
@@ -180,7 +181,7 @@ def test_prompt_logprobs_cross_the_borders_of_chunks(pair):
     prompt, sampling = LONG_PROMPT, replace(GREEDY, prompt_logprobs=2)
     cuts = [0, 5, 6, len(prompt)]
     chunks = [prefill_chunk(0, prompt, start, stop, sampling) for start, stop in itertools.pairwise(cuts)]
-    done = run_prefill(pair[0], [PrefillPlan(n, (chunk,), CHUNK, WIDEST) for n, chunk in enumerate(chunks)])
+    done = run_prefill(pair[0], [prefill_plan(n, (chunk,), CHUNK, WIDEST) for n, chunk in enumerate(chunks)])
     assert [len(each.prompt[0][1]) for each in done] == [4, 1, len(prompt) - 6]
     found = [sampled for each in done for sampled in each.prompt[0][1]]
     logits = full_forward()([prompt])[0][:-1].astype(np.float64)
@@ -266,13 +267,13 @@ def test_a_machine_says_what_it_holds(pair):
 
 def test_a_role_refuses_the_other_roles_plans(pair):
     with pytest.raises(AssertionError, match="does not prefill"):
-        pair[1].run_prefill(PrefillPlan(0, (), CHUNK, WIDEST))
+        pair[1].run(prefill_plan(0, (), CHUNK, WIDEST))
     with pytest.raises(AssertionError, match="does not decode"):
-        pair[0].run_decode(DecodePlan(0, 0, (), WIDEST))
+        pair[0].run(decode_plan(0, 0, (), WIDEST))
 
 
 def test_ids_of_requests_come_back_with_their_tokens(pair):
-    plan = PrefillPlan(41, (prefill_chunk(7, (1, 2, 3), 0, 3, GREEDY),), CHUNK, WIDEST)
-    done = pair[0].run_prefill(plan).read()
-    assert done.plan_id == 41 and done.sampled[0][0] == RequestId("7")
+    plan = prefill_plan(41, (prefill_chunk(7, (1, 2, 3), 0, 3, GREEDY),), CHUNK, WIDEST)
+    done = pair[0].run(plan).read()
+    assert done.step_id == 41 and done.first[0][0] == RequestId("7")
     assert jax.devices()[0] in pair[0].layer_groups[0].submesh.devices

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.plans import History
 from jdisagg.core.request import BROKEN, SamplingParams
+from jdisagg.core.steps import History
 from jdisagg.engine.sampling import (
     ROWS,
     Counts,

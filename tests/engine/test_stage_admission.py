@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from jdisagg.core.plans import Admission, DecodePlan, Gate
 from jdisagg.core.request import RequestId
+from jdisagg.core.steps import Admission, Gate, StepPlan
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from tests.engine.stacks import (
@@ -22,6 +22,7 @@ from tests.engine.stacks import (
     transfer,
     warm_pair,
 )
+from tests.steps import decode_plan
 
 PROMPT = tuple(7 * i % 97 for i in range(37))
 TURNS = 4
@@ -48,10 +49,10 @@ class Sequence:
     def pages(self) -> tuple[int, ...]:
         return destination_pages(self.index, LONGEST)
 
-    def plan(self, number: int, gates: tuple[Gate, ...] = (), **more) -> DecodePlan:
+    def plan(self, number: int, gates: tuple[Gate, ...] = (), **more) -> StepPlan:
         admission = Admission(self.slot, RequestId(str(self.index)), self.token, len(PROMPT), self.pages, GREEDY, 1)
         admit = () if number else (admission,)
-        return DecodePlan(10 * self.index + number, self.microbatch, (self.slot,), WIDEST, admit, gates=gates, **more)
+        return decode_plan(10 * self.index + number, self.microbatch, (self.slot,), WIDEST, admit, gates=gates, **more)
 
     def waiting(self) -> tuple[Gate, ...]:
         """Gates of the stages whose layers are in the second part."""
@@ -60,7 +61,7 @@ class Sequence:
         return tuple(Gate(stage, f"h{self.index}", 0, (1,)) for stage in late)
 
     def steps(self, first: int = 0) -> list[int]:
-        pending = [self.machine.run_decode(self.plan(number)) for number in range(first, TURNS)]
+        pending = [self.machine.run(self.plan(number)) for number in range(first, TURNS)]
         return [token_of(each) for each in pending]
 
     def kv(self) -> list[np.ndarray]:
@@ -70,7 +71,7 @@ class Sequence:
 
 
 def token_of(pending) -> int:
-    ((_, sampled),) = pending.read().sampled
+    ((_, (sampled,)),) = pending.read().decode
     return sampled.token
 
 
@@ -95,11 +96,11 @@ def test_the_first_stage_runs_before_the_last_part_is_there_and_tokens_and_pages
     plain, early = prefilled(source, machine, 2)
     for part in plain.parts:
         machine.insert(part)
-    tokens = [token_of(machine.run_decode(plain.plan(0)))]
+    tokens = [token_of(machine.run(plain.plan(0)))]
     before = early.kv()
     machine.insert(early.parts[0])
     inserted = early.kv()
-    held = machine.run_decode(early.plan(0, early.waiting()))
+    held = machine.run(early.plan(0, early.waiting()))
     during = early.kv()
     assert isinstance(held, HeldStep) and not held.done
     for layer, (was, came, now) in enumerate(zip(before, inserted, during, strict=True)):
@@ -126,20 +127,22 @@ def test_gates_that_are_opened_let_the_step_run_before_its_pages_are_anothers():
     plain, gone, other = prefilled(source, machine, 3)
     for part in plain.parts:
         machine.insert(part)
-    expected = [token_of(machine.run_decode(plain.plan(0)))]
+    expected = [token_of(machine.run(plain.plan(0)))]
     machine.insert(gone.parts[0])
-    held = machine.run_decode(gone.plan(0, gone.waiting()))
+    held = machine.run(gone.plan(0, gone.waiting()))
     expected += plain.steps(1)
     machine.open_gates("h1", 0)
     held.read()  # whatever it drew, it is nobody's
     for part in other.parts:  # into the pages that were its own
         machine.insert(moved(source, part, gone))
     again = replace(gone, token=other.token)
-    admission = replace(again.plan(0).admit[0], slot=again.slot + 1)
-    later = replace(again.plan(0), plan_id=70, active=(again.slot + 1,), admit=(admission,), retire=(again.slot,))
-    tokens = [token_of(machine.run_decode(later))]
+    first = again.plan(0).decode
+    assert first is not None
+    admission = replace(first.admit[0], slot=again.slot + 1)
+    rows = replace(first, active=(again.slot + 1,), admit=(admission,), retire=(again.slot,))
+    tokens = [token_of(machine.run(StepPlan(70, rows)))]
     for number in range(1, TURNS):
-        tokens.append(token_of(machine.run_decode(replace(later, plan_id=70 + number, admit=(), retire=()))))
+        tokens.append(token_of(machine.run(StepPlan(70 + number, replace(rows, admit=(), retire=())))))
     assert tokens == expected
 
 
@@ -153,7 +156,7 @@ def test_what_a_stage_raises_when_its_gate_opens_is_told_to_who_reads_the_step(m
     source, machine = warm_pair(2, 2)
     _, early = prefilled(source, machine, 2)
     machine.insert(early.parts[0])
-    held = machine.run_decode(early.plan(0, early.waiting()))
+    held = machine.run(early.plan(0, early.waiting()))
 
     def broken(*_):
         raise RuntimeError("the stage is broken")

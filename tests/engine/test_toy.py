@@ -4,20 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.plans import Admission, DecodePlan, KVTransfer, PageGrant, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.steps import Admission, KVTransfer, PageGrant, PrefillChunk
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyFault, toy_output
 from tests.sim.cases import worker
+from tests.steps import decode_plan, prefill_plan
 
 PROMPT = (5, 17, 80, 3, 41, 9)
 GREEDY = SamplingParams(max_tokens=6)
 A = RequestId("a")
 
 
-def prefill(machine: ToyExecutor, pages: tuple[int, ...] = (3, 1), plan_id: int = 1) -> int:
+def prefill(machine: ToyExecutor, pages: tuple[int, ...] = (3, 1), step_id: int = 1) -> int:
     chunk = PrefillChunk(A, PROMPT, 0, pages, True, GREEDY)
-    ((_, sampled),) = machine.run_prefill(PrefillPlan(plan_id, (chunk,), 8, 4)).read().sampled
+    ((_, sampled),) = machine.run(prefill_plan(step_id, (chunk,), 8, 4)).read().first
     return sampled.token
 
 
@@ -25,9 +26,9 @@ def admission(first: int, sampling: SamplingParams = GREEDY, pages: tuple[int, .
     return Admission(0, A, first, len(PROMPT), pages, sampling, 1)
 
 
-def step(machine: ToyExecutor, plan_id: int, **changes: tuple) -> int | None:
-    ((_, sampled),) = machine.run_decode(DecodePlan(plan_id, 0, (0,), 4, **changes)).read().sampled
-    return sampled and sampled.token
+def step(machine: ToyExecutor, step_id: int, **changes: tuple) -> int | None:
+    ((_, drawn),) = machine.run(decode_plan(step_id, 0, (0,), 4, **changes)).read().decode
+    return drawn[0].token if drawn else None
 
 
 def machine_of(**kwargs: set[int]) -> ToyExecutor:
@@ -54,7 +55,7 @@ def test_a_page_that_another_wrote_over_gives_a_wrong_token():
     machine = machine_of()
     first = prefill(machine)
     chunk = PrefillChunk(RequestId("b"), (1, 2), 0, (3,), False, GREEDY)
-    machine.run_prefill(PrefillPlan(2, (chunk,), 8, 4))
+    machine.run(prefill_plan(2, (chunk,), 8, 4))
     assert step(machine, 3, admit=(admission(first),)) != toy_output(PROMPT, GREEDY)[1]
 
 
@@ -89,7 +90,7 @@ def test_between_groups_nothing_of_the_next_is_computed():
     def look(layers: int) -> None:
         seen.append((layers, [list(group[3]) for group in machine.groups]))
 
-    machine.run_prefill(PrefillPlan(1, (chunk,), 8, 4), look)
+    machine.run(prefill_plan(1, (chunk,), 8, 4), look)
     assert seen == [(2, [list(PROMPT[:4]), [NOTHING] * 4])]
 
 
@@ -108,4 +109,4 @@ def test_a_fault_changes_nothing():
     with pytest.raises(ToyFault, match="plan 1"):
         prefill(machine)
     assert machine.pages == before
-    assert prefill(machine, plan_id=2) == toy_output(PROMPT, GREEDY)[0]
+    assert prefill(machine, step_id=2) == toy_output(PROMPT, GREEDY)[0]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jdisagg.core.events import DecodeDone, PrefillDone
-from jdisagg.core.plans import Admission, DecodePlan, Gate, KVTransfer, PrefillChunk, PrefillPlan
+from jdisagg.core.events import StepDone
 from jdisagg.core.request import Request, RequestId, Sampled
+from jdisagg.core.steps import Admission, DecodeRows, Gate, KVTransfer, PrefillChunk, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.shared_pages import KEEPER
@@ -43,9 +43,10 @@ class Seat(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A step that has come to a stage: the layer group of that number. It goes on when that one's gate is open."""
+    """Rows that have come to a stage: the layer group of that number. They go on when that one's gate is open."""
 
-    plan: DecodePlan
+    step_id: int
+    rows: DecodeRows
     stage: int
     gates: tuple[Gate, ...]  # with the parts that are still to come
     void: frozenset[Owner] = frozenset()  # whose gates were opened for good: what is read for them counts nothing
@@ -114,13 +115,24 @@ class Machine:
 
     # ------------------------------------------------------------ plans
 
-    def prefill(self, device: Device, plan: PrefillPlan) -> tuple[Device, PrefillDone]:
+    def step(self, device: Device, plan: StepPlan, *_: Any) -> tuple[Device, list[StepDone]]:
+        """Chunks are computed beside the rows: neither reads what the other writes in this step."""
+        if plan.decode is None:
+            return self._chunks(device, StepDone(plan.step_id), plan)
+        device, done = self._decode(device, plan)
+        if plan.prefill is None:
+            return device, done
+        need(len(done) == 1, f"mixed step {plan.step_id} waits at a gate")
+        return self._chunks(device, done[0], plan)
+
+    def _chunks(self, device: Device, done: StepDone, plan: StepPlan) -> tuple[Device, list[StepDone]]:
+        assert plan.prefill is not None, "a step holds something"
         drawn = []
-        for chunk in plan.chunks:
+        for chunk in plan.prefill.chunks:
             device = self._compute(device, chunk)
             if chunk.last:
                 drawn.append((chunk.request_id, Sampled(self.outputs[chunk.request_id][chunk.num_output])))
-        return device, PrefillDone(plan.plan_id, tuple(drawn))
+        return device, [replace(done, first=tuple(drawn))]
 
     def _compute(self, device: Device, chunk: PrefillChunk) -> Device:
         owner, end = self._owner_of(device, chunk.pages, chunk.request_id), chunk.start + len(chunk.tokens)
@@ -132,33 +144,34 @@ class Machine:
             device = self._write(device, owner, chunk.pages, position)
         return device
 
-    def decode(self, device: Device, plan: DecodePlan) -> tuple[Device, list[DecodeDone]]:
-        slots = list(device.slots)
-        for slot in plan.retire:
+    def _decode(self, device: Device, plan: StepPlan) -> tuple[Device, list[StepDone]]:
+        slots, rows = list(device.slots), plan.decode
+        assert rows is not None
+        for slot in rows.retire:
             slots[slot] = None
-        for admission in plan.admit:
+        for admission in rows.admit:
             need(slots[admission.slot] is None, f"slot {admission.slot} of {self.config.worker} was not retired")
             slots[admission.slot] = self._seat(device, admission)
-        for grant in plan.grants:
+        for grant in rows.grants:
             seat = slots[grant.slot]
             assert seat is not None and grant.index == len(seat.table)
             slots[grant.slot] = seat._replace(table=(*seat.table, grant.page))
-        device, busy = device._replace(slots=tuple(slots)), {each.plan.microbatch for each in device.held}
-        need(plan.microbatch not in busy, f"microbatch {plan.microbatch} takes a step while one of its own waits")
-        return self._go_on(device, Held(plan, 0, plan.gates))
+        device, busy = device._replace(slots=tuple(slots)), {each.rows.microbatch for each in device.held}
+        need(rows.microbatch not in busy, f"microbatch {rows.microbatch} takes a step while one of its own waits")
+        return self._go_on(device, Held(plan.step_id, rows, 0, rows.gates))
 
-    def _go_on(self, device: Device, held: Held) -> tuple[Device, list[DecodeDone]]:
+    def _go_on(self, device: Device, held: Held) -> tuple[Device, list[StepDone]]:
         """Stage after stage, as far as gates are open; the last one draws."""
         for stage in range(held.stage, self.num_groups):
             if any(gate.stage == stage and gate.parts for gate in held.gates):
                 return device._replace(held=(*device.held, held._replace(stage=stage))), []
-            for slot in held.plan.active:
+            for slot in held.rows.active:
                 device = self._step(device, device.slots[slot], stage, held.void)
-        slots, sampled = list(device.slots), []
-        for slot in held.plan.active:
-            slots[slot], token = self._draw(device.slots[slot])
-            sampled.append((slot, token))
-        return device._replace(slots=tuple(slots)), [DecodeDone(held.plan.plan_id, tuple(sampled))]
+        sampled = []
+        for slot, width in zip(held.rows.active, held.rows.widths or (1,) * len(held.rows.active), strict=True):
+            device, tokens = self._draw(device, slot, width, held.void)
+            sampled.append((slot, tokens))
+        return device, [StepDone(held.step_id, tuple(sampled))]
 
     def _seat(self, device: Device, admission: Admission) -> Seat:
         owner = self._owner_of(device, admission.pages, admission.request_id)
@@ -176,20 +189,30 @@ class Machine:
             self._read(device, seat.owner, seat.table, seat.position + 1, range(stage, stage + 1))
         return device
 
-    def _draw(self, seat: Seat | None) -> tuple[Seat, Sampled | None]:
+    def _draw(
+        self, device: Device, slot: int, width: int, void: frozenset[Owner]
+    ) -> tuple[Device, tuple[Sampled, ...] | None]:
+        """A token; of a row that may draw more, as many of a draft as its position says, each fed in its turn."""
+        seat, drawn = device.slots[slot], []
         assert seat is not None, "an active slot is empty"
-        if seat.stopped:
-            return seat, None
-        request_id = RequestId(seat.owner.handoff)
-        token = self.outputs[request_id][seat.num_output]
-        stopped = token in self.requests[request_id].sampling.stop_token_ids
-        return Seat(seat.owner, seat.position + 1, seat.table, seat.num_output + 1, stopped), Sampled(token)
+        accepted = (seat.position + 1) % width
+        while not seat.stopped and len(drawn) <= accepted:
+            if drawn:
+                for stage in range(self.num_groups):
+                    device = self._step(device, seat, stage, void)
+            request_id = RequestId(seat.owner.handoff)
+            token = self.outputs[request_id][seat.num_output]
+            stopped = token in self.requests[request_id].sampling.stop_token_ids
+            seat = Seat(seat.owner, seat.position + 1, seat.table, seat.num_output + 1, stopped)
+            drawn.append(Sampled(token))
+        slots = (*device.slots[:slot], seat, *device.slots[slot + 1 :])
+        return device._replace(slots=slots), tuple(drawn) or None
 
-    def open_gates(self, device: Device, owner: Owner) -> tuple[Device, list[DecodeDone]]:
+    def open_gates(self, device: Device, owner: Owner) -> tuple[Device, list[StepDone]]:
         held = [each._replace(void=each.void | {owner}) for each in device.held]
         return self._pump(device._replace(held=tuple(held)), owner, None)
 
-    def _pump(self, device: Device, owner: Owner, part: int | None) -> tuple[Device, list[DecodeDone]]:
+    def _pump(self, device: Device, owner: Owner, part: int | None) -> tuple[Device, list[StepDone]]:
         """The part (None: any) is waited for no longer."""
         waiting, done = device.held, []
         device = device._replace(held=())
@@ -224,7 +247,7 @@ class Machine:
 
     def insert(
         self, device: Device, transfer: KVTransfer, shipment: tuple[Content, ...]
-    ) -> tuple[Device, list[DecodeDone]]:
+    ) -> tuple[Device, list[StepDone]]:
         owner, contents = Owner(transfer.handoff, transfer.epoch), list(device.contents)
         for page, come in zip(transfer.destination_pages, shipment, strict=True):
             holder, there = device.owners[page], contents[page]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunDecode, Send, SetTimer
+from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunStep, Send, SetTimer
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.request_state import Waiting
@@ -159,7 +159,9 @@ def ungated() -> Mutation:
 
     def alter(actor: Actor, event: Event, effects: list[Effect]) -> list[Effect]:
         return [
-            replace(each, plan=replace(each.plan, gates=())) if isinstance(each, RunDecode) else each
+            replace(each, plan=replace(each.plan, decode=replace(each.plan.decode, gates=())))
+            if isinstance(each, RunStep) and each.plan.decode
+            else each
             for each in effects
         ]
 

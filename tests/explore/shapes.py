@@ -33,7 +33,7 @@ LEFT_OUT = frozenset(
         "_finish_gap_s",  # how long a rejected client is told to wait
         "_last_finish_s",
         "_counts",  # a sum of what `_owners` says
-        "new_plan_id",  # a view of the counter
+        "new_step_id",  # a view of the counter
         "note",  # where decisions are told, for people
         "wait_told",  # whether they were
     }
@@ -41,7 +41,7 @@ LEFT_OUT = frozenset(
 TIMES = frozenset({"deadline_s", "first_deadline_s", "armed_s"})
 PAST_TIMES = frozenset({"moved_s"})  # deadlines are reckoned from them later
 LONG_S = 1000.0  # over any wait: what is past is kept apart by how long ago it was
-SATURATING = {"_steps_since_chunk": 1}  # only ever compared with at most this
+SATURATING = {"steps_since_chunk": 1}  # only ever compared with at most this
 
 
 class Shape(NamedTuple):
@@ -110,7 +110,7 @@ class _Walk:
         if name == "epoch":
             self.epochs.append(int(value))
             return "#"
-        if name == "plan_id":
+        if name == "step_id":
             self.plans.append(int(value))
             return "#"
         if name in TIMES:
@@ -124,10 +124,10 @@ class _Walk:
         return min(value, SATURATING[name]) if name in SATURATING else value
 
     def _dict(self, value: dict[Any, Any], name: str) -> Any:
-        of_plans = name in ("plans", "steps")
+        of_plans = name == "steps"
         ordered = isinstance(value, OrderedDict)  # least recently used first: the order counts
         keys = sorted(value) if value and not ordered and all(isinstance(key, int) for key in value) else value
-        return ("dict", *[(self.walk(key, "plan_id" if of_plans else ""), self.walk(value[key], name)) for key in keys])
+        return ("dict", *[(self.walk(key, "step_id" if of_plans else ""), self.walk(value[key], name)) for key in keys])
 
     def _object(self, value: Any) -> Any:
         if isinstance(value, itertools.count):

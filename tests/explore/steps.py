@@ -217,9 +217,10 @@ class Draft:
         match move:
             case Post():
                 self._post(move)
-            case ("prefill" | "decode" as kind, plan, *_) if self._doomed(number):
-                told = ev.EngineFailed(plan.plan_id, None, "the plan failed")
-                self._post(Post((kind, number, number), self.world.item(number, told)))
+            case ("step", plan, *_) if self._doomed(number):
+                told = ev.EngineFailed(plan.step_id, None, "the step failed")
+                phase = "prefill" if plan.decode is None else "decode"
+                self._post(Post((phase, number, number), self.world.item(number, told)))
             case tuple():
                 self.devices[number - 1], posts = self.world.machine_step(number, self.devices[number - 1], move)
                 for post in posts:

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jdisagg.core import events as ev
-from jdisagg.core.plans import KVTransfer
+from jdisagg.core.steps import KVTransfer
 from jdisagg.policy.page_pool import Owner
 from tests.explore.actors import ActorPatch, Gave, Handed, Part, StateTable, Took, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
@@ -289,7 +289,7 @@ class World:
         if actor == GONE:
             return False
         moves = self.react(actor, item, state.now_s).moves
-        return any(isinstance(move, tuple) and move[0] in ("prefill", "decode") for move in moves)
+        return any(isinstance(move, tuple) and move[0] == "step" for move in moves)
 
     def natural(self, action: Action) -> bool:
         return action.kind in ("submit", "deliver", "stray", "timer")
@@ -322,10 +322,8 @@ class World:
                     yield ("insert", transfer, shipment)
                 case ev.OpenGates(handoff, epoch):
                     yield ("open_gates", Owner(handoff, epoch))
-                case ev.RunPrefill(plan, ships):
-                    yield ("prefill", plan, ships)
-                case ev.RunDecode(plan):
-                    yield ("decode", plan)
+                case ev.RunStep(plan, ships):
+                    yield ("step", plan, ships)
                 case ev.ShipKV(transfer):
                     yield ("ship", transfer)
                 case Took(owner, pages):
@@ -350,11 +348,13 @@ class World:
 
     def _machine_step(self, number: int, device: Device, move: tuple[Any, ...]) -> tuple[Device, list[Post]]:
         machine, (kind, *rest) = self.machines[number], move
-        if kind == "prefill":
-            device, result = machine.prefill(device, rest[0])
-            ships = [self._ship(number, device, transfer) for transfer in rest[1]]
-            return device, [*ships, Post((kind, number, number), self.item(number, result))]
-        if kind in ("decode", "insert", "open_gates"):
+        if kind == "step":
+            plan, ships = rest
+            device, results = machine.step(device, plan)
+            phase = "prefill" if plan.decode is None else "decode"
+            posts = [self._ship(number, device, transfer) for transfer in ships]
+            return device, posts + [Post((phase, number, number), self.item(number, result)) for result in results]
+        if kind in ("insert", "open_gates"):
             device, results = getattr(machine, kind)(device, *rest)
             return device, [Post(("decode", number, number), self.item(number, result)) for result in results]
         if kind == "ship":

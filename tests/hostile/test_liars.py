@@ -30,8 +30,8 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import FinishReason, RequestId, Sampled, WorkerId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.transport.choose import capability

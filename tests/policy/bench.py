@@ -13,22 +13,22 @@ from jdisagg.core.events import (
     Event,
     InsertKV,
     KVArrived,
-    PrefillDone,
     Received,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     SetTimer,
     ShipKV,
+    StepDone,
     TimerFired,
 )
 from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved, StartPrefill
-from jdisagg.core.plans import KVTransfer, PrefillPlan, last_layer
 from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyShipment
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import definition
+from tests.steps import decode_runs, prefill_runs
 
 OTHER = WorkerId("other-end")
 
@@ -58,10 +58,8 @@ class Bench:
         match effect:
             case Send(_, message):
                 self.heard.append(message)
-            case RunPrefill(plan, ships):
-                self.pending.append(self._run_prefill(plan, deque(ships)))
-            case RunDecode(plan):
-                self.pending.append(self.machine.run_decode(plan).read())
+            case RunStep(plan, ships):
+                self.pending.append(self._run(plan, deque(ships)))
             case ShipKV(transfer):
                 self._ship(transfer)
             case SetTimer(at_s, key):
@@ -73,12 +71,12 @@ class Bench:
             case _:
                 raise AssertionError(f"a worker has no business with {effect!r}")
 
-    def _run_prefill(self, plan: PrefillPlan, ships: deque[KVTransfer]) -> PrefillDone:
+    def _run(self, plan: StepPlan, ships: deque[KVTransfer]) -> StepDone:
         def group_done(layers: float) -> None:
             while ships and last_layer(ships[0]) <= layers:
                 self._ship(ships.popleft())
 
-        done = self.machine.run_prefill(plan, group_done).read()
+        done = self.machine.run(plan, group_done).read()
         group_done(float("inf"))
         return done
 
@@ -135,8 +133,8 @@ class Bench:
         while self.pending:
             self.read()
 
-    def fail(self, plan_id: int) -> list[Effect]:
-        return self.take(EngineFailed(plan_id, None, "it broke"))
+    def fail(self, step_id: int) -> list[Effect]:
+        return self.take(EngineFailed(step_id, None, "it broke"))
 
     def fire(self, key: str) -> list[Effect]:
         self.now_s = max(self.now_s, self.timers.pop(key))
@@ -146,6 +144,14 @@ class Bench:
 
     def said(self, kind: type) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
+
+    @property
+    def decode_runs(self) -> list[Any]:
+        return decode_runs(self.effects)
+
+    @property
+    def prefill_runs(self) -> list[Any]:
+        return prefill_runs(self.effects)
 
     def made(self, kind: type) -> list[Any]:
         return [effect for effect in self.effects if isinstance(effect, kind)]

@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.events import Received, RunPrefill, ShipKV, WireCost, WiresTimed
+from jdisagg.core.events import Received, ShipKV, WireCost, WiresTimed
 from jdisagg.core.messages import Resend, StartPrefill
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import RAW, Compress, Role, TransferMode
 from jdisagg.policy.compression import GAIN, Wires, choose_wire
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import worker
+from tests.steps import runs_prefill
 
 COSTS = (WireCost(RAW, 1e-5, 65536), WireCost("int8", 5e-5, 17408))
 THERE = WorkerId("decode-0")
@@ -72,7 +73,7 @@ def test_a_part_that_is_asked_for_again_comes_raw():
     request = Request(RequestId("a"), tuple(range(12)), SamplingParams(max_tokens=4))
     start = StartPrefill("a", 1, request, 0, THERE, (1, 2, 3, 4), 100.0, 100.0)
     effects = actor.handle(Received(WorkerId("router"), start), 0.0)
-    (left,) = [each.ships for each in effects if isinstance(each, RunPrefill)]
+    (left,) = [each.ships for each in effects if runs_prefill(each)]
     assert [each.wire for each in left] == ["int8"]
     effects = actor.handle(Received(THERE, Resend("a", 1, 0)), 0.1)
     assert [each.transfer for each in effects if isinstance(each, ShipKV)] == [replace(left[0], attempt=1, wire=RAW)]

@@ -1,13 +1,16 @@
 """Who begins to decode before its KV is whole, what its turn waits for, and who goes first where places are few."""
 
-from jdisagg.core.events import DecodeDone, KVArrived, OpenGates, Received, RunDecode, Send
+from typing import Any
+
+from jdisagg.core.events import KVArrived, OpenGates, Received, Send, StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Abort, Ack, Commit, Reserve
-from jdisagg.core.plans import DecodePlan, Gate, KVTransfer
 from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.steps import Gate, KVTransfer
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import request, worker
+from tests.steps import decode_runs
 
 STAGES = ((0, 3), (3, 6), (6, 8))
 SOURCE = WorkerId("prefill-0")
@@ -41,16 +44,16 @@ class Bench:
             KVArrived(KVTransfer(name, 1, name, SOURCE, self.worker.config.worker, (1,), nowhere, 4, part))
         )
 
-    def read(self, plan: DecodePlan) -> list:
-        return self.take(DecodeDone(plan.plan_id, tuple((slot, Sampled(4)) for slot in plan.active)))
+    def read(self, plan: Any) -> list:
+        return self.take(StepDone(plan.step_id, tuple((slot, (Sampled(4),)) for slot in plan.decode.active)))
 
     @property
     def free_pages(self) -> int:
         return self.worker.pool.free_pages
 
 
-def plans(effects: list) -> list[DecodePlan]:
-    return [effect.plan for effect in effects if isinstance(effect, RunDecode)]
+def plans(effects: list) -> list[Any]:
+    return [run.plan for run in decode_runs(effects)]
 
 
 def opened(effects: list) -> list[str]:
@@ -60,12 +63,13 @@ def opened(effects: list) -> list[str]:
 def test_a_sequence_is_seated_when_its_first_stage_is_in_and_later_stages_have_gates():
     bench = Bench()
     (plan,) = plans(bench.begin(request("a"), (0,)))
-    assert plan.gates == (Gate(1, "a", 1, (1,)), Gate(2, "a", 1, (2,))) and len(plan.admit) == 1
+    assert plan.decode.gates == (Gate(1, "a", 1, (1,)), Gate(2, "a", 1, (2,))) and len(plan.decode.admit) == 1
     assert not plans(bench.arrive(request("a"), 1)), "its microbatch takes no other step"
     effects = bench.arrive(request("a"), 2)
     assert [type(each.message) for each in effects if isinstance(each, Send)].count(Ack) == 1
     (more,) = plans(effects)
-    assert more.microbatch == plan.microbatch and not more.gates and not more.admit and not opened(bench.effects)
+    assert more.decode.microbatch == plan.decode.microbatch and not opened(bench.effects)
+    assert not more.decode.gates and not more.decode.admit
 
 
 def test_nobody_is_seated_while_the_first_stage_lacks_a_part_or_parts_hold_all_layers():
@@ -85,7 +89,7 @@ def test_other_microbatches_go_on_as_if_it_was_not_there():
     assert len(steps) == 2, "two steps ahead, though the first microbatch's step waits"
     for _ in range(9):
         steps += plans(bench.read(steps.pop(0)))
-    assert len(steps) == 2 and all(step.microbatch != held.microbatch for step in steps)
+    assert len(steps) == 2 and all(step.decode.microbatch != held.decode.microbatch for step in steps)
 
 
 def test_an_abort_opens_the_gates_before_the_pages_can_be_anothers():
@@ -105,13 +109,13 @@ def test_a_whole_sequence_that_finds_no_other_place_takes_that_of_one_that_waits
     early, whole = request("a", max_tokens=3), request("b", max_tokens=3)
     (held,) = plans(bench.begin(early, (0,)))
     steps = plans(effects := bench.begin(whole, (0, 1, 2)))
-    assert opened(effects) == ["a"] and [each.request_id for each in steps[0].admit] == ["b"]
-    assert steps[0].retire == held.active
+    assert opened(effects) == ["a"] and [each.request_id for each in steps[0].decode.admit] == ["b"]
+    assert steps[0].decode.retire == held.decode.active
     for part in (1, 2):
         bench.arrive(early, part)
     for step in (steps := plans(bench.effects)):
         steps += plans(bench.read(step))
-    assert [each.request_id for step in steps for each in step.admit] == ["a", "b", "a"]
+    assert [each.request_id for step in steps for each in step.decode.admit] == ["a", "b", "a"]
     assert bench.worker.idle and bench.free_pages == free
     drawn = [draw for each in bench.effects if isinstance(each, Send) for draw in getattr(each.message, "draws", ())]
     assert [(draw.request_id, draw.index) for draw in drawn] == [("b", 1), ("b", 2), ("a", 1), ("a", 2)]
@@ -121,7 +125,7 @@ def test_whole_sequences_keep_away_from_a_microbatch_that_waits_as_long_as_there
     bench = Bench()
     (held,) = plans(bench.begin(request("a"), (0,)))
     steps = [plan for name in "bcde" for plan in plans(bench.begin(request(name), (0, 1, 2)))]
-    assert held.microbatch not in {step.microbatch for step in steps} and not opened(bench.effects)
+    assert held.decode.microbatch not in {step.decode.microbatch for step in steps} and not opened(bench.effects)
 
 
 def test_the_last_step_may_be_the_first_and_its_pages_stay_until_its_kv_is_in():

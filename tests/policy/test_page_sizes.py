@@ -5,14 +5,15 @@ from math import lcm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdisagg.core.events import PrefillDone, Received, RunPrefill, Send, ShipKV
+from jdisagg.core.events import Received, Send, ShipKV, StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Reserve, Reserved, StartPrefill
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import worker
+from tests.steps import runs_prefill
 
 GROUPS = ((0, 3), (3, 8))
 THERE = WorkerId("decode-0")
@@ -35,15 +36,15 @@ def shipped(
     events = [Received(WorkerId("router"), start)]
     while events:
         for effect in actor.handle(events.pop(), 0.0):
-            if isinstance(effect, RunPrefill):
+            if runs_prefill(effect):
                 found += effect.ships
                 waiting.append(effect.plan)
             elif isinstance(effect, ShipKV):
                 found.append(effect.transfer)
         if waiting:
             plan = waiting.pop(0)
-            drawn = tuple((each.request_id, Sampled(5)) for each in plan.chunks if each.last)
-            events = [PrefillDone(plan.plan_id, drawn)]
+            drawn = tuple((each.request_id, Sampled(5)) for each in plan.prefill.chunks if each.last)
+            events = [StepDone(plan.step_id, first=drawn)]
     return found
 
 

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.plans import History
 from jdisagg.core.request import MAX_PRIORITY
+from jdisagg.core.steps import History
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.planning import (
     HEAD_START_S,

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.events import RunPrefill, ShipKV
+from jdisagg.core.events import ShipKV
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import TransferMode
 from tests.sim.cases import check_ended, colocated, definition, pair, request, run_all
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
+from tests.steps import runs_prefill
 
 BEGINNING = tuple(range(40, 64))  # six pages of four tokens
 KEPT = {"prefix_caching": True, "transfer": TransferMode.WHOLE}
@@ -25,14 +26,14 @@ def asks(name: str, *more: int, arrival_s: float = 0.0, beginning: tuple[int, ..
 
 def computed(world: World, name: str) -> list[int]:
     """Prompt tokens of the request that chunks computed, by chunk."""
-    plans = [effect.plan for _, _, effect in reversed(world.effects) if isinstance(effect, RunPrefill)]
-    return [len(chunk.tokens) for plan in plans[::-1] for chunk in plan.chunks if chunk.request_id == name]
+    plans = [effect.plan for _, _, effect in reversed(world.effects) if runs_prefill(effect)]
+    return [len(chunk.tokens) for plan in plans[::-1] for chunk in plan.prefill.chunks if chunk.request_id == name]
 
 
 def shipped_pages(world: World, name: str) -> int:
     """Pages whose bytes travelled to the decode worker."""
     parts = {effect.transfer for _, _, effect in world.effects if isinstance(effect, ShipKV)}
-    parts |= {part for _, _, effect in world.effects if isinstance(effect, RunPrefill) for part in effect.ships}
+    parts |= {part for _, _, effect in world.effects if runs_prefill(effect) for part in effect.ships}
     return sum(page != NULL_PAGE for part in parts if part.request_id == name for page in part.destination_pages)
 
 

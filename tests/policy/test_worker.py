@@ -8,15 +8,12 @@ import pytest
 
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
-    DecodeDone,
     DropKV,
     EngineFailed,
     InsertKV,
     KVArrived,
-    PrefillDone,
     Received,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     ShipKV,
 )
@@ -103,9 +100,9 @@ def test_a_sequence_decodes_only_when_its_kv_and_its_commit_are_there(commit_fir
     bench.reserve(each)
     first, second = (bench.commit, bench.arrive) if commit_first else (bench.arrive, bench.commit)
     first(each)
-    assert not bench.made(RunDecode) and not bench.said(Ack)
+    assert not bench.decode_runs and not bench.said(Ack)
     second(each)
-    assert bench.made(RunDecode) and len(bench.said(Ack)) == 1
+    assert bench.decode_runs and len(bench.said(Ack)) == 1
 
 
 def test_the_kv_is_inserted_before_the_step_that_reads_it():
@@ -113,7 +110,7 @@ def test_the_kv_is_inserted_before_the_step_that_reads_it():
     bench.reserve(each)
     bench.commit(each)
     kinds = [type(effect) for effect in bench.arrive(each)]
-    assert kinds.index(InsertKV) < kinds.index(RunDecode)
+    assert kinds.index(InsertKV) < kinds.index(RunStep)
 
 
 @pytest.mark.parametrize("order", list(permutations([0, 1, 2, "commit"])))
@@ -121,7 +118,7 @@ def test_parts_and_their_commit_come_in_any_order_and_all_are_needed(order):
     bench, each = decoding(), request("a", 12)
     bench.reserve(each)
     for what in order:
-        assert not bench.made(RunDecode) and not bench.said(Ack)
+        assert not bench.decode_runs and not bench.said(Ack)
         _ = bench.commit(each, 3) if what == "commit" else bench.arrive(each, what, 3)
     bench.read_all()
     assert len(bench.said(Ack)) == 1 and tokens_of(bench, "a") == definition(each)[1:]
@@ -134,19 +131,19 @@ def test_a_part_that_comes_twice_or_that_nobody_counted_is_dropped():
     assert type(bench.arrive(each, 0, 3)[0]) is DropKV
     bench.commit(each, 2)
     assert type(bench.arrive(each, 2, 3)[0]) is DropKV
-    assert not bench.said(Ack) and not bench.made(RunDecode)
+    assert not bench.said(Ack) and not bench.decode_runs
 
 
 def test_steps_are_dispatched_ahead_and_never_more_than_allowed():
     bench = seated(decoding(steps_in_flight=3), request("a", max_tokens=20))
-    assert len(bench.made(RunDecode)) == 3
+    assert len(bench.decode_runs) == 3
     bench.read()
-    assert len(bench.made(RunDecode)) == 4
+    assert len(bench.decode_runs) == 4
 
 
 def test_the_last_step_is_the_last_even_before_its_token_is_read():
     bench = seated(decoding(steps_in_flight=5), request("a", max_tokens=4))
-    assert len(bench.made(RunDecode)) == 3  # the first token came with the commit
+    assert len(bench.decode_runs) == 3  # the first token came with the commit
     assert bench.free_pages == 64
     bench.read_all()
     assert tokens_of(bench, "a") == definition(request("a", max_tokens=4))[1:]
@@ -167,23 +164,25 @@ def test_a_stop_is_learnt_late_and_its_pages_come_back_then():
 def test_a_slot_is_retired_before_it_is_given_away():
     bench = seated(decoding(num_slots=1, reservations_ahead=1), stopping("a", after=3), request("b"))
     bench.read_all()
-    admitting = [run.plan for run in bench.made(RunDecode) if run.plan.admit]
+    admitting = [run.plan.decode for run in bench.decode_runs if run.plan.decode.admit]
     assert [plan.retire for plan in admitting] == [(), (0,)]
 
 
 def test_pages_are_granted_in_the_step_that_first_needs_them():
     bench = seated(decoding(reserve_tokens=1, steps_in_flight=1), request("a", 4, max_tokens=9))
     bench.read_all()
-    granted = [(number, grant.index) for number, run in enumerate(bench.made(RunDecode)) for grant in run.plan.grants]
+    granted = [
+        (number, grant.index) for number, run in enumerate(bench.decode_runs) for grant in run.plan.decode.grants
+    ]
     assert granted == [(4, 2)]  # positions 4 to 7 came with the admission, position 8 is the fifth step's
 
 
 def test_the_table_is_as_wide_as_the_longest_active_sequence_needs():
     bench = seated(decoding(steps_in_flight=1), request("a", 14, max_tokens=40))
-    widths = [run.plan.table_pages for run in bench.made(RunDecode)]
+    widths = [run.plan.decode.table_pages for run in bench.decode_runs]
     while bench.pending:
         bench.read()
-    widths = [run.plan.table_pages for run in bench.made(RunDecode)]
+    widths = [run.plan.decode.table_pages for run in bench.decode_runs]
     assert widths == [4] * 2 + [8] * 16 + [32] * 21  # 15 and 16 tokens, 17 to 32, 33 to 53
 
 
@@ -348,11 +347,11 @@ def test_a_commit_of_another_source_or_of_another_length_does_not_admit():
         assert bench.reserve(request(name, 6))
         bench.arrive(request(name, 6))
     bench.take(Received(WorkerId("stranger"), Commit("a", 1, Sampled(3), 6, 1)))
-    assert not bench.made(RunDecode) and [each.detail for each in bench.said(Abort)] == ["no such reservation"]
+    assert not bench.decode_runs and [each.detail for each in bench.said(Abort)] == ["no such reservation"]
     bench.says(Commit("b", 2, Sampled(3), 10**6, 1), OTHER)
-    assert not bench.made(RunDecode) and "commits 1000000 tokens of 6" in bench.said(Abort)[-1].detail
+    assert not bench.decode_runs and "commits 1000000 tokens of 6" in bench.said(Abort)[-1].detail
     bench.commit(request("a", 6))
-    assert len(bench.made(RunDecode)) > 0
+    assert len(bench.decode_runs) > 0
 
 
 def test_kv_of_another_epoch_is_dropped():
@@ -387,19 +386,19 @@ def test_a_lease_does_not_end_a_sequence_that_decodes():
 
 def test_a_failed_step_ends_its_sequences_and_no_others():
     bench = seated(decoding(num_microbatches=2, steps_in_flight=1), request("a"), request("b"))
-    broken, kept = bench.made(RunDecode)
+    broken, kept = bench.decode_runs
     bench.pending.popleft()
-    bench.fail(broken.plan.plan_id)
+    bench.fail(broken.plan.step_id)
     assert [message.handoff for message in bench.said(Abort)] == ["a"]
     bench.read_all()
     assert tokens_of(bench, "b") == definition(request("b"))[1:] and bench.free_pages == 64
-    assert kept.plan.microbatch == 1
+    assert kept.plan.decode.microbatch == 1
 
 
 def test_logits_that_are_no_numbers_end_their_sequence_as_an_error_and_no_other():
     bench = seated(decoding(steps_in_flight=1), request("a"), request("b"))
     done = bench.pending.popleft()
-    broken = DecodeDone(done.plan_id, ((done.sampled[0][0], Sampled(BROKEN)), *done.sampled[1:]))
+    broken = replace(done, decode=((done.decode[0][0], (Sampled(BROKEN),)), *done.decode[1:]))
     bench.take(broken)
     (ended,) = bench.said(Ended)
     assert (ended.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 1)
@@ -418,8 +417,8 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_as_an_error_and_ships_nothing
     bench.start(request("b"))
     done = bench.pending.popleft()
     first = Sampled(3) if scored else Sampled(BROKEN)
-    name, *others = [each for each, _ in done.sampled]
-    bench.take(PrefillDone(done.plan_id, ((name, first), *done.sampled[1:]), ((name, scored),)))
+    name, *others = [each for each, _ in done.first]
+    bench.take(replace(done, first=((name, first), *done.first[1:]), prompt=((name, scored),)))
     bench.read_all()
     (ended,) = bench.said(Ended)
     assert (ended.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 0)
@@ -433,7 +432,7 @@ def test_prompts_are_packed_and_long_ones_cut():
     for name, tokens in (("b", 20), ("c", 4)):
         bench.start(request(name, tokens))
     bench.read_all()
-    plans = [run.plan for run in bench.made(RunPrefill)]
+    plans = [run.plan.prefill for run in bench.prefill_runs]
     assert [[(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks] for plan in plans] == [
         [("first", 3)],
         [("b", 16)],
@@ -445,18 +444,18 @@ def test_prompts_are_packed_and_long_ones_cut():
 def test_the_next_chunk_is_planned_before_the_last_one_is_read():
     bench = prefilling(chunks_in_flight=2)
     bench.start(request("long", 40))
-    assert len(bench.made(RunPrefill)) == 2
+    assert len(bench.prefill_runs) == 2
 
 
 def test_nothing_starts_that_cannot_finish():
     bench = prefilling(num_pages=8)
     bench.start(request("a", 28))
     bench.start(request("b", 8))
-    assert {chunk.request_id for run in bench.made(RunPrefill) for chunk in run.plan.chunks} == {"a"}
+    assert {chunk.request_id for run in bench.prefill_runs for chunk in run.plan.prefill.chunks} == {"a"}
     bench.read_all()
     bench.ack("a")
     bench.read_all()
-    assert {chunk.request_id for run in bench.made(RunPrefill) for chunk in run.plan.chunks} == {"a", "b"}
+    assert {chunk.request_id for run in bench.prefill_runs for chunk in run.plan.prefill.chunks} == {"a", "b"}
 
 
 def test_the_first_token_goes_out_before_the_kv():
@@ -480,7 +479,7 @@ def test_pages_that_the_destination_holds_are_not_shipped():
     bench, each = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,)), request("a", 18)
     bench.start(each, cached_pages=3)
     bench.read_all()
-    assert [(part.source_pages, part.destination_pages) for run in bench.made(RunPrefill) for part in run.ships] == [
+    assert [(part.source_pages, part.destination_pages) for run in bench.prefill_runs for part in run.ships] == [
         ((bench.worker.prefill_side.sequences[Owner("a", 1)].pages[3],), (4,)),
         ((bench.worker.prefill_side.sequences[Owner("a", 1)].pages[4],), (5,)),
     ]
@@ -516,7 +515,7 @@ def test_a_part_asked_for_again_is_the_same_pages_again():
     bench.read_all()
     bench.says(Resend("a", 1, 0), OTHER)
     (again,) = bench.made(ShipKV)
-    first = bench.made(RunPrefill)[0].ships[0]
+    first = bench.prefill_runs[0].ships[0]
     assert again.transfer == replace(first, attempt=1)
     bench.ack("a")
     bench.says(Resend("a", 1, 0), OTHER)
@@ -575,7 +574,7 @@ def test_an_acknowledgement_that_never_comes_has_a_deadline():
 
 def shipped_with(bench: Bench) -> list[list[tuple[int, tuple[int, int] | None, int]]]:
     """(part, layers, pages) of what each plan ships."""
-    return [[(part.part, part.layers, len(part.source_pages)) for part in run.ships] for run in bench.made(RunPrefill)]
+    return [[(part.part, part.layers, len(part.source_pages)) for part in run.ships] for run in bench.prefill_runs]
 
 
 def test_in_chunk_mode_each_chunk_takes_the_pages_it_completed_along():
@@ -648,7 +647,7 @@ def test_a_prompt_said_twice_is_computed_once():
     bench.start(each)
     bench.start(each)
     bench.read_all()
-    assert len(bench.made(RunPrefill)) == 1
+    assert len(bench.prefill_runs) == 1
 
 
 def test_a_failed_chunk_ends_its_prompts_and_no_others():
@@ -656,7 +655,7 @@ def test_a_failed_chunk_ends_its_prompts_and_no_others():
     bench.start(request("a"))
     bench.start(request("b"))
     bench.pending.popleft()
-    bench.fail(bench.made(RunPrefill)[0].plan.plan_id)
+    bench.fail(bench.prefill_runs[0].plan.step_id)
     assert [message.handoff for message in bench.said(Abort)] == ["a"]
     bench.read_all()
     assert [transfer.transfer.handoff for transfer in bench.made(ShipKV)] == ["b"]
@@ -667,8 +666,8 @@ def test_a_colocated_prompt_computes_in_the_pages_of_its_reservation():
     assert bench.reserve(each)
     (reserved,) = bench.said(Reserved)
     bench.start(each, decode=bench.worker.config.worker)
-    (run,) = bench.made(RunPrefill)
-    assert run.plan.chunks[0].pages == reserved.pages[:3]
+    (run,) = bench.prefill_runs
+    assert run.plan.prefill.chunks[0].pages == reserved.pages[:3]
     bench.read_all()
     assert tokens_of(bench, "a") == definition(each) and bench.free_pages == 64 and not bench.made(ShipKV)
 
@@ -678,7 +677,7 @@ def test_a_colocated_prompt_without_its_reservation_does_not_start():
     bench.reserve(each)
     bench.abort("a")
     bench.start(each, decode=bench.worker.config.worker)
-    assert not bench.made(RunPrefill) and bench.worker.idle
+    assert not bench.prefill_runs and bench.worker.idle
 
 
 def test_when_every_sequence_waits_for_pages_prompts_go_on_without_steps_between():

@@ -15,9 +15,9 @@ from typing import cast
 
 import numpy as np
 
-from jdisagg.core.plans import KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
+from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import PrefixCache
 from jdisagg.policy.routing import Candidate, RoutingRequest, WorkerSnapshot, choose_pair
@@ -56,10 +56,10 @@ def price_of(cost: CostModel, kv_bytes_per_s: float = 0.0) -> PromptPrice:
     return PromptPrice(lambda tokens, cached: cost.prefill_s(_prompt(tokens, cached)), fetch_s)
 
 
-def _prompt(tokens: int, cached: int) -> PrefillPlan:
+def _prompt(tokens: int, cached: int) -> PrefillChunks:
     left = cast(tuple[int, ...], Length(tokens - cached))
     chunk = PrefillChunk(RequestId(""), left, cached, (), True, SamplingParams(max_tokens=1))
-    return PrefillPlan(0, (chunk,), tokens - cached, 0)
+    return PrefillChunks((chunk,), tokens - cached, 0)
 
 
 def _shipped(tokens: int) -> KVTransfer:

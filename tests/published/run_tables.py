@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model
 from jdisagg.sim.kernel_tables import Grid
@@ -32,14 +32,14 @@ class RunTables:
     steps: Grid  # (sequences), each with PROMPT tokens and half its OUTPUT
     token_s: float  # of each KV token read beyond those
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         return self.prompts.at(plan.num_tokens) + self._seen_s(plan)
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         batch = len(plan.active)
         return self.steps.at(batch) + self.token_s * (context_tokens - batch * (PROMPT + OUTPUT // 2))
 
-    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+    def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
         """The prompts' step with as many rows more as sequences decode, and the KV that these read."""
         rows = prefill.num_tokens + len(decode.active)
         return self.prompts.at(rows) + self._seen_s(prefill) + self.token_s * context_tokens
@@ -47,7 +47,7 @@ class RunTables:
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         return self.model.part_bytes(transfer)
 
-    def _seen_s(self, plan: PrefillPlan) -> float:
+    def _seen_s(self, plan: PrefillChunks) -> float:
         """What chunks take longer because of the tokens before them."""
         starts = [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks if chunk.start]
         at = self.prompts.at

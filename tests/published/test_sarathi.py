@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.plans import DecodePlan, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.steps import DecodeRows, PrefillChunk, PrefillChunks
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
@@ -23,13 +23,13 @@ OLD_ENGINE = "an engine of early 2024 on 300 W boards: at 2048 tokens .62 of the
 PROMPTS_MS = {2048: 366.0, 4096: 757.6, 8192: 1863.3, 16384: 4407.5}  # figure 2
 
 
-def prompt(tokens: int) -> PrefillPlan:
+def prompt(tokens: int) -> PrefillChunks:
     chunk = PrefillChunk(RequestId("r"), (0,) * tokens, 0, (), False, SamplingParams())
-    return PrefillPlan(1, (chunk,), tokens, 1)
+    return PrefillChunks((chunk,), tokens, 1)
 
 
 def test_decodes_that_ride_on_a_chunk_are_nearly_free():
-    riding_s = YI.fused_s(prompt(1021), DecodePlan(1, 0, (0, 1, 2), 1), 3 * 1024)
+    riding_s = YI.mixed_s(prompt(1021), DecodeRows(0, (0, 1, 2), 1), 3 * 1024)
     ratio = riding_s / YI.prefill_s(prompt(1024))
     hold(relative("Sarathi table 2: 1021 + 3 decodes over a chunk of 1024", HYBRID_MS / CHUNK_MS, ratio, 0.05))
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jdisagg.core.plans import DecodePlan, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.steps import DecodeRows, PrefillChunk, PrefillChunks
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
@@ -47,8 +47,8 @@ class Deployment:
 
 def tpot_s(cost: Roofline, streams: int, inputs: int, outputs: int) -> float:
     chunk = PrefillChunk(RequestId("r"), (0,) * inputs, 0, (), True, SamplingParams())
-    prefill_s = cost.prefill_s(PrefillPlan(1, (chunk,), inputs, 1)) - cost.host_s
-    step_s = cost.decode_s(DecodePlan(1, 0, tuple(range(streams)), 1), streams * (inputs + outputs // 2))
+    prefill_s = cost.prefill_s(PrefillChunks((chunk,), inputs, 1)) - cost.host_s
+    step_s = cost.decode_s(DecodeRows(0, tuple(range(streams)), 1), streams * (inputs + outputs // 2))
     return step_s + (streams - 1) * prefill_s / outputs
 
 

@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec
 from jdisagg.sim.cost_models import CostModel, Roofline
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome, Record
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson, read_azure
 from tests.published.full_files import full_file
 from tests.published.gates import hold, hold_all, in_order, relative
@@ -85,13 +85,13 @@ class AsTheirs:
 
     runs: RunTables
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         return self.runs.prefill_s(plan)
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         return self.runs.steps.at(1) + self.runs.token_s * (len(plan.active) - PROMPT - OUTPUT // 2)
 
-    def fused_s(self, prefill: PrefillPlan, decode: DecodePlan, context_tokens: int) -> float:
+    def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
         return 1.1 * self.prefill_s(prefill)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
@@ -129,7 +129,7 @@ def built(design: Design, theirs: bool) -> ClusterSpec:
         chunks_in_flight=1,
         steps_in_flight=1,
         reserve_tokens=128,
-        fused_steps=not design.token_machines,
+        mixed_steps=not design.token_machines,
     )
     return cluster_spec(design.mesh(), sizes, cost_of, PORT_BYTES_PER_S)
 
@@ -242,7 +242,7 @@ def test_split_designs_serve_more_code_than_baselines(code, split, miss):
 
 def test_a_step_is_that_of_its_batch_and_longer_for_more_context():
     """512 prompt tokens and half of 128 a sequence are what the batches were measured with."""
-    runs, step = splitwise(MODEL, "h100"), DecodePlan(1, 0, tuple(range(64)), 1)
+    runs, step = splitwise(MODEL, "h100"), DecodeRows(0, tuple(range(64)), 1)
     assert runs.decode_s(step, 64 * 576) == pytest.approx(63.82e-3, rel=1e-3)
     assert runs.decode_s(step, 64 * 1500) > 1.15 * runs.decode_s(step, 64 * 576)
     assert AsTheirs(runs).decode_s(step, 64 * 1500) < 37e-3

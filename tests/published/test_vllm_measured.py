@@ -26,9 +26,9 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Sizes, by_kernels, cluster_spec
 from jdisagg.sim.cost_models import Model
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.kernel_tables import KernelTables, shipped_kernels
 from jdisagg.sim.outcome import METRICS
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace
 from tests.published.gates import hold_all, relative
 
@@ -41,7 +41,7 @@ VLLM = Sizes(
     chunks_in_flight=1,
     steps_in_flight=1,
     reservations_ahead=0,
-    fused_steps=True,
+    mixed_steps=True,
 )
 
 

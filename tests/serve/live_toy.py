@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from jdisagg.core.events import DecodeDone
+from jdisagg.core.events import StepDone
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.executor import PendingDecode
+from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
@@ -31,10 +31,10 @@ MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
 class Paused:
     """A pending decode that takes `pause_s` to read."""
 
-    step: PendingDecode
+    step: PendingStep
     pause_s: float
 
-    def read(self) -> DecodeDone:
+    def read(self) -> StepDone:
         time.sleep(self.pause_s)
         return self.step.read()
 
@@ -44,9 +44,9 @@ class SlowToy(ToyExecutor):
 
     pause_s = 0.0
 
-    def run_decode(self, plan: DecodePlan) -> PendingDecode:
-        step = super().run_decode(plan)
-        return Paused(step, self.pause_s) if self.pause_s else step
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
+        step = super().run(plan, group_done)
+        return Paused(step, self.pause_s) if self.pause_s and plan.decode else step
 
 
 def worker_config(name: str, role: Role, num_pages: int) -> WorkerConfig:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.executor import Executor, GroupDone
 from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
@@ -67,15 +67,11 @@ class Breakable:
         if self._breaks(part):
             raise Broken(f"{part} is broken")
 
-    def run_prefill(self, plan: PrefillPlan, group_done: GroupDone | None = None) -> Any:
-        self._try("prefill")
-        pending = self.machine.run_prefill(plan, group_done)
-        return Late() if self._breaks("prefill read") else pending
-
-    def run_decode(self, plan: DecodePlan) -> Any:
-        self._try("decode")
-        pending = self.machine.run_decode(plan)
-        return Late() if self._breaks("decode read") else pending
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> Any:
+        phase = "prefill" if plan.decode is None else "decode"
+        self._try(phase)
+        pending = self.machine.run(plan, group_done)
+        return Late() if self._breaks(f"{phase} read") else pending
 
     def ship(self, transfer: KVTransfer, destination: Breakable) -> Any:
         self._try("ship")

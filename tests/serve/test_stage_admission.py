@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.events import ROUTER, Cancel
-from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason
+from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import TransferMode
+from jdisagg.engine.executor import GroupDone
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from tests.serve.live_http import eventually
@@ -33,8 +34,8 @@ class LateToy(ToyExecutor):
 
         return verdict
 
-    def run_decode(self, plan: DecodePlan):
-        pending = super().run_decode(plan)
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None):
+        pending = super().run(plan, group_done)
         self.waited += isinstance(pending, HeldStep) and not pending.done
         return pending
 

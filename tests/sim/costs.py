@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.steps import KVTransfer, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,12 @@ class Costs:
     ship_token_s: float = 1e-6
     message_s: float = 1e-5
 
-    def of_plan(self, plan: PrefillPlan | DecodePlan) -> float:
-        if isinstance(plan, PrefillPlan):
-            return self.prefill_s + self.prefill_token_s * plan.bucket_tokens
-        return self.decode_s + self.decode_slot_s * len(plan.active)
+    def of_step(self, plan: StepPlan) -> float:
+        """A mixed step has the fixed cost of its chunks alone: its rows ride."""
+        rows_s = self.decode_slot_s * len(plan.decode.active) if plan.decode else 0.0
+        if plan.prefill is None:
+            return self.decode_s + rows_s
+        return self.prefill_s + self.prefill_token_s * plan.prefill.bucket_tokens + rows_s
 
     def of_transfer(self, transfer: KVTransfer, num_layers: int) -> float:
         """Of a part's own layers, of the `num_layers` that a whole token has."""

@@ -10,8 +10,8 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.links import HostLinks
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 
 SHAPE = Model(model("llama3-8b"))

@@ -4,8 +4,8 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import hardware
@@ -13,17 +13,17 @@ from jdisagg.sim.hardware import hardware
 H100 = hardware("h100")
 
 
-def prefill(*spans: tuple[int, int]) -> PrefillPlan:
+def prefill(*spans: tuple[int, int]) -> PrefillChunks:
     """A chunk of the tokens from start to stop of a sequence each."""
     chunks = tuple(
         PrefillChunk(RequestId(str(i)), (0,) * (stop - start), start, (), True, SamplingParams())
         for i, (start, stop) in enumerate(spans)
     )
-    return PrefillPlan(1, chunks, 4096, 1)
+    return PrefillChunks(chunks, 4096, 1)
 
 
-def step(batch: int) -> DecodePlan:
-    return DecodePlan(1, 0, tuple(range(batch)), 1)
+def step(batch: int) -> DecodeRows:
+    return DecodeRows(0, tuple(range(batch)), 1)
 
 
 def part(tokens: int, layers: tuple[int, int] | None = None) -> KVTransfer:
@@ -72,11 +72,11 @@ def test_a_long_prefill_is_bound_by_its_flops():
     assert cost.prefill_s(prefill((0, 4096))) == pytest.approx(compute_s + head_s)
 
 
-def test_a_fused_step_reads_the_weights_once_for_both():
+def test_a_mixed_step_reads_the_weights_once_for_both():
     cost = Roofline(Model(model("llama3-8b")), H100)
     alone_s = cost.prefill_s(prefill((0, 64))) + cost.decode_s(step(8), 8_000)
     weights_s = (cost.weight_bytes - model("llama3-8b").head_params * 2) / (H100.hbm_bytes_per_s * 0.83)
-    assert alone_s - cost.fused_s(prefill((0, 64)), step(8), 8_000) == pytest.approx(weights_s + cost.host_s)
+    assert alone_s - cost.mixed_s(prefill((0, 64)), step(8), 8_000) == pytest.approx(weights_s + cost.host_s)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "qwen3-32b"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.plans import DecodePlan
+from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import PATIENT, Cluster
@@ -124,7 +124,7 @@ def test_what_is_seen_in_the_midst_of_foreseen_steps_is_what_has_ended_by_then()
     "cost", [distserve_fit("opt-13b", 1), Roofline(Model(model("llama3-70b")), hardware("h100"), 8)]
 )
 def test_many_steps_cost_what_each_of_them_costs(cost):
-    plan, contexts = DecodePlan(1, 0, (0, 3, 4), 8), np.arange(5, 300_000, 777)
+    plan, contexts = DecodeRows(0, (0, 3, 4), 8), np.arange(5, 300_000, 777)
     assert isinstance(cost, ManySteps)
     assert cost.steps_s(plan, contexts).tolist() == [cost.decode_s(plan, each) for each in contexts.tolist()]
 

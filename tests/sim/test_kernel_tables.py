@@ -1,4 +1,4 @@
-"""Costs from tables of kernels: a grid says what was measured, and what lies between; a fused step is one step."""
+"""Costs from tables of kernels: a grid says what was measured, and what lies between; a mixed step is one step."""
 
 import gzip
 from dataclasses import replace
@@ -11,15 +11,14 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Sizes, by_kernels, cluster_spec
-from jdisagg.sim.cost_models import Model, Roofline, distserve_fit
-from jdisagg.sim.fused import FusedCluster, simulated
-from jdisagg.sim.hardware import hardware
+from jdisagg.sim.cost_models import Model, distserve_fit
 from jdisagg.sim.kernel_tables import Grid, KernelTables, read_kernels, shipped_kernels
+from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 from tests.sim.test_cost_models import prefill, step
 
 PLANE = {(x, y): 3.0 * x + 5.0 * y + 7.0 for x in (1.0, 2.0, 8.0) for y in (4.0, 16.0)}
-FUSED = Sizes(4096, chunks_in_flight=1, steps_in_flight=1, reserve_tokens=8, fused_steps=True)
+MIXED = Sizes(4096, chunks_in_flight=1, steps_in_flight=1, reserve_tokens=8, mixed_steps=True)
 
 
 def tables(host_s: float = 0.0) -> KernelTables:
@@ -45,12 +44,12 @@ def test_a_lone_step_is_the_sum_of_its_rows():
     assert tables().decode_s(step(1), 1024) == pytest.approx((32 * layer + once) / 1e6)
 
 
-def test_a_fused_step_costs_less_than_both_and_more_than_either():
+def test_a_mixed_step_costs_less_than_both_and_more_than_either():
     cost = tables()
     chunk, decode = cost.prefill_s(prefill((0, 512))), cost.decode_s(step(32), 32_000)
-    fused = cost.fused_s(prefill((0, 512)), step(32), 32_000)
-    assert max(chunk, decode) < fused < chunk + decode
-    assert tables(1e-3).fused_s(prefill((0, 512)), step(32), 32_000) == pytest.approx(fused + 1e-3)
+    mixed = cost.mixed_s(prefill((0, 512)), step(32), 32_000)
+    assert max(chunk, decode) < mixed < chunk + decode
+    assert tables(1e-3).mixed_s(prefill((0, 512)), step(32), 32_000) == pytest.approx(mixed + 1e-3)
 
 
 def test_shards_pay_for_two_all_reduces_a_layer():
@@ -65,22 +64,21 @@ def work(requests: int = 40) -> Trace:
     return poisson(lengths, 8.0)
 
 
-def test_a_cluster_that_fuses_ends_its_requests_sooner_and_each_of_them_once():
+def test_a_cluster_that_mixes_ends_its_requests_sooner_and_each_of_them_once():
     latencies = {}
-    for fuses in (True, False):
-        sizes = replace(FUSED, fused_steps=fuses)
+    for mixes in (True, False):
+        sizes = replace(MIXED, mixed_steps=mixes)
         given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, by_kernels(lambda _: tables(), 100_000))
         cluster = simulated(given)
-        assert isinstance(cluster, FusedCluster) is fuses
         outcome = cluster.run(work())
         cluster.check_all_ended()
         assert all(record.served and record.told_tokens == 50 for record in outcome.records)
-        latencies[fuses] = outcome.values("latency").mean()
+        latencies[mixes] = outcome.values("latency").mean()
     assert latencies[True] < 0.95 * latencies[False]
 
 
-def test_fused_prefill_and_decode_workers_hand_over_as_others_do():
-    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), FUSED, by_kernels(lambda _: tables(), 100_000), 1e9)
+def test_mixing_prefill_and_decode_workers_hand_over_as_others_do():
+    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), MIXED, by_kernels(lambda _: tables(), 100_000), 1e9)
     cluster = simulated(given)
     outcome = cluster.run(work(10))
     cluster.check_all_ended()
@@ -90,11 +88,10 @@ def test_fused_prefill_and_decode_workers_hand_over_as_others_do():
 @pytest.mark.parametrize(
     ("sizes", "cost", "says"),
     [
-        (FUSED, distserve_fit("opt-13b", 1), "PublishedFit has no price for a fused step"),
-        (replace(FUSED, steps_in_flight=2), Roofline(Model(model("llama3-8b")), hardware("h100")), "not \\(1, 2, 1\\)"),
+        (MIXED, distserve_fit("opt-13b", 1), "PublishedFit has no price for a mixed step"),
     ],
 )
-def test_what_cannot_be_fused_is_refused(sizes, cost, says):
+def test_what_cannot_be_mixed_is_refused(sizes, cost, says):
     given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, lambda _: (cost, 100_000))
     with pytest.raises(ConfigError, match=says):
         simulated(given)

@@ -7,16 +7,15 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.profile import Checked, Host, TransferTime, read_profile
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import TransferMode, bucket
 from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.measured import Line, Measured, Surface, cluster_spec_of, transfer_line_of
 from jdisagg.sim.outcome import Outcome
-from jdisagg.sim.shared import SharedCluster
+from jdisagg.sim.shared import SharedCluster, simulated
 from jdisagg.sim.traces import Trace, poisson
 from tests.sim.profiles import BUCKETS, BYTES_PER_S, LATENCY_S, PAGE_BYTES, chunk_s, profile, step_s
 
@@ -30,14 +29,14 @@ def cost(mesh: str = MESHES[0], worker: str = "decode-0", **given) -> Measured:
     return found
 
 
-def chunks(*spans: tuple[int, int]) -> PrefillPlan:
+def chunks(*spans: tuple[int, int]) -> PrefillChunks:
     made = [PrefillChunk(RequestId("r"), (0,) * (b - a), a, (), True, SamplingParams()) for a, b in spans]
     tokens = sum(b - a for a, b in spans)
-    return PrefillPlan(1, tuple(made), bucket(min(tokens, BUCKETS[-1]), BUCKETS), 32)
+    return PrefillChunks(tuple(made), bucket(min(tokens, BUCKETS[-1]), BUCKETS), 32)
 
 
-def step(batch: int) -> DecodePlan:
-    return DecodePlan(1, 0, tuple(range(batch)), 32)
+def step(batch: int) -> DecodeRows:
+    return DecodeRows(0, tuple(range(batch)), 32)
 
 
 def run(mesh: str, work: Trace, **given) -> Outcome:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.events import OpenGates, RunDecode
+from jdisagg.core.events import OpenGates
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.plans import DecodePlan
 from jdisagg.core.request import FinishReason, Request
 from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
@@ -17,6 +17,7 @@ from tests.sim.costs import Costs
 from tests.sim.fault_injector import Faults
 from tests.sim.test_cluster import one
 from tests.sim.world import World
+from tests.steps import runs_decode
 
 STAGES = {"layer_groups": ((0, 3), (3, 6), (6, 8)), "prefill_buckets": (8,), "transfer": TransferMode.LAYER}
 PIPELINE = {"num_slots": 6, "num_microbatches": 3}
@@ -30,8 +31,8 @@ def world_of(faults: Faults | None = None, **sizes) -> World:
     return World(workers, ROUTER, SLOW_LINK, faults)
 
 
-def gated(world: World) -> list[DecodePlan]:
-    return [effect.plan for _, _, effect in world.effects if isinstance(effect, RunDecode) and effect.plan.gates]
+def gated(world: World) -> list[StepPlan]:
+    return [effect.plan for _, _, effect in world.effects if runs_decode(effect) and effect.plan.decode.gates]
 
 
 def asked() -> list[Request]:
@@ -83,7 +84,7 @@ def test_a_sequence_begins_before_its_last_part_and_has_its_second_token_sooner(
         world = world_of(stage_admission=on)
         world.submit(request("a", 30))
         world.run()
-        at_s = [at_s for at_s, _, effect in world.effects if isinstance(effect, RunDecode)]
+        at_s = [at_s for at_s, _, effect in world.effects if runs_decode(effect)]
         second_s[on] = at_s[0]
     assert second_s[True] < second_s[False]
 

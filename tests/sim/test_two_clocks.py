@@ -20,7 +20,7 @@ import pytest
 from jdisagg import devices, replay
 from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
-from jdisagg.core.events import DecodeDone, KVArrived, PrefillDone, RunDecode, RunPrefill, ShipKV, TimerFired
+from jdisagg.core.events import KVArrived, RunStep, ShipKV, StepDone, TimerFired
 from jdisagg.core.journal import Header, Journal, Recorded, read_lines
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
@@ -39,6 +39,7 @@ from jdisagg.serve.service import Service
 from jdisagg.sim.rerun import Measured, Rerun, between, measure, rerun
 from tests.serve.scripted import FIXTURE
 from tests.sim.cases import request, worker
+from tests.steps import runs_prefill
 
 MESHES = ["prefill:tp1,decode:pp2", "colocated:2xtp1"]
 Journalled = tuple[Header, list[Recorded]]
@@ -67,11 +68,9 @@ class LateToy(ToyExecutor):
 
     faults = random.Random(5)
 
-    def run_prefill(self, plan: Any, group_done: Any = None) -> Any:
-        return Late(super().run_prefill(plan, group_done), self.faults.uniform(0.0, 3e-3))
-
-    def run_decode(self, plan: Any) -> Any:
-        return Late(super().run_decode(plan), self.faults.uniform(0.0, 2e-3))
+    def run(self, plan: Any, group_done: Any = None) -> Any:
+        longest_s = 2e-3 if plan.decode else 3e-3
+        return Late(super().run(plan, group_done), self.faults.uniform(0.0, longest_s))
 
     def ship(self, transfer: Any, destination: Any) -> Any:
         return Late(super().ship(transfer, destination), self.faults.uniform(0.0, 3e-3))
@@ -162,7 +161,7 @@ def kinds(measured: Measured, kind: type) -> int:
 def check_same(journal: Journalled) -> Measured:
     header, entries = journal
     measured = rerun(header, entries)
-    assert len(measured.entries) == len(entries) and kinds(measured, RunPrefill) and kinds(measured, RunDecode)
+    assert len(measured.entries) == len(entries) and kinds(measured, RunStep)
     outside = {type(event).__name__ for _, _, event in measured.given}
     assert outside <= {"Submit", "Cancel", "WiresTimed"}, "every other event follows from an actor's own effect"
     return measured
@@ -171,7 +170,7 @@ def check_same(journal: Journalled) -> Measured:
 def test_the_simulator_decides_what_the_live_run_decided(toys):
     measured = check_same(toys)
     events = [entry.event for entry in measured.entries]
-    assert sum(isinstance(event, DecodeDone) for event in events) > 30
+    assert sum(isinstance(event, StepDone) for event in events) > 30
     assert any(isinstance(event, TimerFired) for event in events) or toys[0].workers[0].role == "colocated"
     assert any(isinstance(event, KVArrived) for event in events) == (toys[0].workers[0].role == "prefill")
 
@@ -200,25 +199,29 @@ def test_another_scheduler_is_found_out(toys, change):
 
 def test_a_plan_that_takes_longer_is_found_out(toys):
     measured = measure(*toys)
-    key, answer = next((key, each) for key, each in measured.plans.items() if isinstance(each.event, PrefillDone))
-    measured.plans[key] = answer._replace(took_s=answer.took_s + 5e-3)
+    key, answer = next(
+        (key, each) for key, each in measured.steps.items() if isinstance(each.event, StepDone) and each.event.first
+    )
+    measured.steps[key] = answer._replace(took_s=answer.took_s + 5e-3)
     with pytest.raises(JournalError, match="event"):
         Rerun(toys[0], measured).compare()
 
 
 def test_a_token_that_was_not_drawn_is_found_out(toys):
     measured = measure(*toys)
-    key, answer = next((key, each) for key, each in measured.plans.items() if isinstance(each.event, DecodeDone))
-    assert isinstance(answer.event, DecodeDone)
-    slots = [(slot, sampled and replace(sampled, token=96 - sampled.token)) for slot, sampled in answer.event.sampled]
-    measured.plans[key] = answer._replace(event=replace(answer.event, sampled=tuple(slots)))
-    with pytest.raises(JournalError, match="DecodeDone"):
+    key, answer = next(
+        (key, each) for key, each in measured.steps.items() if isinstance(each.event, StepDone) and each.event.decode
+    )
+    assert isinstance(answer.event, StepDone)
+    slots = [(slot, drawn and (replace(drawn[0], token=96 - drawn[0].token),)) for slot, drawn in answer.event.decode]
+    measured.steps[key] = answer._replace(event=replace(answer.event, decode=tuple(slots)))
+    with pytest.raises(JournalError, match="StepDone"):
         Rerun(toys[0], measured).compare()
 
 
 def test_an_effect_that_differs_is_named(toys):
     measured = measure(*toys)
-    entry = next(each for each in measured.entries if any(isinstance(effect, RunPrefill) for effect in each.effects))
+    entry = next(each for each in measured.entries if any(runs_prefill(effect) for effect in each.effects))
     entry.effects.insert(0, ShipKV(None))  # type: ignore[arg-type]
     with pytest.raises(JournalError, match=r"effect 1 live .*ShipKV"):
         Rerun(toys[0], measured).compare()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.events import EmitTokens, RunDecode, RunPrefill, Send, ShipKV
+from jdisagg.core.events import EmitTokens, RunStep, Send, ShipKV
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Commit, Preempted, Refused, Renew, Resend, Reserve, StartPrefill
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
@@ -29,6 +29,7 @@ from tests.sim.cases import (
 from tests.sim.costs import Costs
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
+from tests.steps import runs_decode, runs_prefill
 
 SPLIT = (Role.PREFILL, Role.DECODE)
 LAYOUTS = {
@@ -67,7 +68,7 @@ def test_a_stop_at_the_first_token_gives_the_reserved_reservation_back():
 def test_a_single_token_needs_no_decode(workers):
     world, each = World(workers), request("one", max_tokens=1)
     run_all(world, [each])
-    assert not [effect for _, _, effect in world.effects if isinstance(effect, RunDecode | ShipKV)]
+    assert not [effect for _, _, effect in world.effects if (runs_decode(effect) or isinstance(effect, ShipKV))]
 
 
 @both_layouts
@@ -84,7 +85,7 @@ def test_the_first_token_is_told_before_its_kv_is_shipped():
     times = {
         type(effect): at_s for at_s, _, effect in reversed(world.effects) if isinstance(effect, EmitTokens | ShipKV)
     }
-    committed = next(at_s for at_s, who, effect in world.effects if who == "decode-0" and isinstance(effect, RunDecode))
+    committed = next(at_s for at_s, who, effect in world.effects if who == "decode-0" and runs_decode(effect))
     assert times[EmitTokens] < times[ShipKV] + 0.001 < committed
 
 
@@ -102,7 +103,7 @@ def test_decode_goes_on_while_kv_is_on_its_way():
     world = World(pair(), costs=Costs(ship_s=0.5))
     run_all(world, [request("a", max_tokens=100), request("b", max_tokens=100, arrival_s=0.55)])
     shipped = next(at_s for at_s, _, effect in reversed(world.effects) if isinstance(effect, ShipKV))
-    steps = [at_s for at_s, _, effect in world.effects if isinstance(effect, RunDecode)]
+    steps = [at_s for at_s, _, effect in world.effects if runs_decode(effect)]
     assert sum(shipped < at_s < shipped + 0.05 for at_s in steps) > 10
 
 
@@ -116,10 +117,10 @@ def test_a_colocated_worker_ships_nothing():
 def test_in_a_colocated_worker_steps_and_chunks_alternate():
     world = World(colocated(decode_steps_per_chunk=1, prefill_buckets=(8,)))
     run_all(world, [request("runs", max_tokens=60), *(request(f"p{i}", 40, arrival_s=0.01) for i in range(3))])
-    plans = [type(effect) for _, _, effect in world.effects if isinstance(effect, RunDecode | RunPrefill)]
-    after = plans[plans.index(RunDecode) :]
-    assert after.count(RunPrefill) == 15
-    assert not any(pair == (RunPrefill, RunPrefill) for pair in itertools.pairwise(after))
+    phases = [bool(runs_prefill(effect)) for _, _, effect in world.effects if isinstance(effect, RunStep)]
+    after = phases[phases.index(False) :]
+    assert after.count(True) == 15
+    assert not any(pair == (True, True) for pair in itertools.pairwise(after))
 
 
 @both_layouts

@@ -25,8 +25,7 @@ from jdisagg.core.events import (
     OpenGates,
     Received,
     Reject,
-    RunDecode,
-    RunPrefill,
+    RunStep,
     Send,
     SetTimer,
     ShipKV,
@@ -35,10 +34,11 @@ from jdisagg.core.events import (
     WorkerLost,
 )
 from jdisagg.core.journal import Journal
-from jdisagg.core.plans import DecodePlan, KVTransfer, last_layer
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
 from jdisagg.policy.router import Router
@@ -77,7 +77,7 @@ class World:
         self._last_word_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._shipments: dict[KVTransfer, ToyShipment] = {}
         self._link_free_s: dict[tuple[WorkerId, WorkerId], float] = {}
-        self._held: list[tuple[WorkerId, DecodePlan, HeldStep]] = []
+        self._held: list[tuple[WorkerId, StepPlan, HeldStep]] = []
         self._failing: Counter[WorkerId] = Counter()  # failures that their actors have not heard of
 
     # ------------------------------------------------------------ the script
@@ -127,7 +127,7 @@ class World:
     def _deliver(self, actor: WorkerId, event: Event) -> None:
         if isinstance(event, WorkerLost):
             self.workers.pop(event.worker, None)
-        if isinstance(event, EngineFailed) and event.plan_id is not None:
+        if isinstance(event, EngineFailed) and event.step_id is not None:
             self._failing[actor] -= 1
         effects = (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s)
         if self.journal is not None:
@@ -142,8 +142,8 @@ class World:
         match effect:
             case Send(to, message):
                 self._send(actor, to, Received(actor, message))
-            case RunPrefill() | RunDecode():
-                self._run_plan(actor, effect)
+            case RunStep():
+                self._run_step(actor, effect)
             case ShipKV(transfer):
                 self._ship(actor, transfer, max(self.now_s, self._busy_until_s.get(actor, 0.0)))
             case InsertKV(transfer):
@@ -177,27 +177,25 @@ class World:
             self._last_word_s[sender, to] = at_s
             self._at(at_s, to, event)
 
-    def _run_plan(self, actor: WorkerId, effect: RunPrefill | RunDecode) -> None:
-        """A machine takes plans in order and one after the other; a failed one costs nothing and changes nothing.
+    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
+        """A machine takes steps in order and one after the other; a failed one costs nothing and changes nothing.
 
-        Plans that its worker made before it heard of the failure may build on the failed one, so they fail as well.
+        Steps that its worker made before it heard of the failure may build on the failed one, so they fail as well.
         """
-        plan, machine = effect.plan, self.machines[actor]
+        plan = effect.plan
         start_s = max(self.now_s, self._busy_until_s.get(actor, 0.0))
-        done_s = start_s + self.costs.of_plan(plan)
+        done_s = start_s + self.costs.of_step(plan)
         try:
             if self._failing[actor] > 0 or self.injector.occurs(self.injector.faults.fail_plan):
-                raise ToyFault(f"an injected fault in plan {plan.plan_id}")
-            if isinstance(effect, RunPrefill):
-                result = self._run_prefill(actor, effect, start_s, done_s)
-            elif isinstance(pending := machine.run_decode(effect.plan), HeldStep) and not pending.done:
-                self._held.append((actor, effect.plan, pending))
+                raise ToyFault(f"an injected fault in step {plan.step_id}")
+            pending = self._dispatch(actor, effect, start_s, done_s)
+            if isinstance(pending, HeldStep) and not pending.done:
+                self._held.append((actor, plan, pending))
                 return
-            else:
-                result = pending.read()
+            result = pending.read()
         except ToyFault as fault:
             self._failing[actor] += 1
-            self._at(self.now_s, actor, EngineFailed(plan.plan_id, None, str(fault)))
+            self._at(self.now_s, actor, EngineFailed(plan.step_id, None, str(fault)))
             return
         self._busy_until_s[actor] = done_s
         self._at(done_s, actor, result)
@@ -206,12 +204,12 @@ class World:
         """Steps that wait at no gate any more take their time from now on."""
         for each in [each for each in self._held if each[0] == actor and each[2].done]:
             self._held.remove(each)
-            done_s = max(self.now_s, self._busy_until_s.get(actor, 0.0)) + self.costs.of_plan(each[1])
+            done_s = max(self.now_s, self._busy_until_s.get(actor, 0.0)) + self.costs.of_step(each[1])
             self._busy_until_s[actor] = done_s
             self._at(done_s, actor, each[2].read())
 
-    def _run_prefill(self, actor: WorkerId, effect: RunPrefill, start_s: float, done_s: float) -> Event:
-        """Layer groups take equal shares of the plan's time; the parts of each leave when it is done."""
+    def _dispatch(self, actor: WorkerId, effect: RunStep, start_s: float, done_s: float) -> PendingStep:
+        """Layer groups take equal shares of the step's time; the parts of each leave when it is done."""
         machine, waiting = self.machines[actor], sorted(effect.ships, key=last_layer)
         dispatched = count(1)
 
@@ -221,9 +219,9 @@ class World:
             while waiting and last_layer(waiting[0]) <= layers:
                 self._ship(actor, waiting.pop(0), at_s)
 
-        result = machine.run_prefill(effect.plan, group_done).read()
+        pending = machine.run(effect.plan, group_done)
         group_done(float("inf"), done_s)
-        return result
+        return pending
 
     def _ship(self, actor: WorkerId, transfer: KVTransfer, ready_s: float) -> None:
         """A part leaves when it is packed and the link is free, and lands a transfer's time later."""

@@ -20,8 +20,8 @@ from jdisagg.core.codec import encode, shown
 from jdisagg.core.errors import BadTicket, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
 from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.request import WorkerId
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import choose

@@ -21,10 +21,10 @@ from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.errors import ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.plans import KVTransfer
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
 from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.packing import HeadSlices

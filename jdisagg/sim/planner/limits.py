@@ -18,8 +18,8 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import PoolSpec
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillChunk, PrefillPlan
 from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel
@@ -190,7 +190,7 @@ class Prefill:
             )
             for first, stop in pieces
         )
-        return self.cost.prefill_s(PrefillPlan(0, chunks, self.config.prefill_buckets[-1], 1))
+        return self.cost.prefill_s(PrefillChunks(chunks, self.config.prefill_buckets[-1], 1))
 
 
 def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode: Decode | None) -> float:
@@ -235,7 +235,7 @@ class Decode:
     def step_s(self, batch: float) -> float:
         """Of one microbatch of `batch` sequences, through all stages."""
         active = tuple(range(max(1, round(batch))))
-        return self.cost.decode_s(DecodePlan(0, 0, active, 1), round(len(active) * self.means.context_tokens))
+        return self.cost.decode_s(DecodeRows(0, active, 1), round(len(active) * self.means.context_tokens))
 
     def _tpot_s(self, rate: float, batch: float, shared: Prefill | None) -> float:
         """A step, stretched by the share of the time that prefill takes on the same devices."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.fused import simulated
 from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.planner.problem import Objectives, Problem
 from jdisagg.sim.planner.space import Candidate
+from jdisagg.sim.shared import simulated
 
 MOST_STEPS = 40  # of a bisection: tolerances end it long before
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
-from jdisagg.core.plans import DecodePlan, KVTransfer, PrefillPlan
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.cluster_spec import Sizes
 from jdisagg.sim.cost_models import Contexts, Times
 from jdisagg.sim.planner.candidate_builder import CandidateBuilder
@@ -30,13 +30,13 @@ class Lines:
     prompt_token_s: float = 1e-4
     step_s: float = 10e-3
 
-    def prefill_s(self, plan: PrefillPlan) -> float:
+    def prefill_s(self, plan: PrefillChunks) -> float:
         return 1e-3 + self.prompt_token_s * plan.num_tokens / self.tp
 
-    def decode_s(self, plan: DecodePlan, context_tokens: int) -> float:
+    def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         return self.step_s / self.tp
 
-    def steps_s(self, plan: DecodePlan, context_tokens: Contexts) -> Times:
+    def steps_s(self, plan: DecodeRows, context_tokens: Contexts) -> Times:
         return np.full(context_tokens.shape, self.step_s / self.tp, np.float64)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:

@@ -35,10 +35,9 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """Chunks of several sequences packed into one program call."""
+class PrefillChunks:
+    """Chunks of several sequences, packed one behind the other."""
 
-    plan_id: int
     chunks: tuple[PrefillChunk, ...]
     bucket_tokens: int  # declared program size, >= all chunks' tokens
     table_pages: int  # declared table width, >= the longest chunk's pages
@@ -85,14 +84,14 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """One step of one microbatch through all stages: retire, admit, grant, then one token for every active slot.
+class DecodeRows:
+    """The rows of one microbatch: retire, admit, grant, then a token, or a draft's, for every active slot.
 
     Slots are numbered over the whole worker; microbatch m holds the slots from m * n to (m + 1) * n. A slot whose
     stop token was drawn masks itself on the device, so a step may list it as active before the host has read that.
+    A seated slot that is not active is held back: it draws nothing, and goes on from where it was.
     """
 
-    plan_id: int
     microbatch: int
     active: tuple[int, ...]
     table_pages: int  # declared table width, >= the pages that hold the tokens of the longest active slot
@@ -100,6 +99,30 @@ class DecodePlan:
     grants: tuple[PageGrant, ...] = ()
     retire: tuple[int, ...] = ()
     gates: tuple[Gate, ...] = ()  # other microbatches overtake a step that waits at one, and its own takes no other
+    widths: tuple[int, ...] = ()  # tokens at most that each active slot draws, where any may draw more than one
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that all rows together may draw."""
+        return sum(self.widths) if self.widths else len(self.active)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of a worker: decode rows, prefill chunks, or both in one program, which then reads each weight once."""
+
+    step_id: int
+    decode: DecodeRows | None = None
+    prefill: PrefillChunks | None = None
+
+    @property
+    def lane(self) -> str:
+        """Steps of one lane end in the order of their dispatch; one that waits at a gate keeps no other lane's."""
+        return "prefill" if self.decode is None else f"decode-{self.decode.microbatch}"
+
+    @property
+    def mixed(self) -> bool:
+        return self.decode is not None and self.prefill is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""Runs steps: the rows of one microbatch, packed chunks, or both, through every layer group, and draws what follows.
+
+A step is dispatched group by group. What its rows and chunks read and write is in `attention.py`, what is drawn in
+`decode.py` and `prefill.py`; one with gates waits between two groups (`gates.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import Array
+
+from jdisagg.core.events import StepDone
+from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.decode import Decoder, Microbatch, PendingRows
+from jdisagg.engine.executor import GroupDone, PendingStep
+from jdisagg.engine.gates import Gates, Stages
+from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
+from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
+from jdisagg.parallel.submesh import Submesh
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step on its way; see `executor.PendingStep`."""
+
+    step_id: int
+    rows: PendingRows | None
+    chunks: PendingChunks | None
+
+    def read(self) -> StepDone:
+        decode = self.rows.read() if self.rows else ()
+        first, prompt = self.chunks.read() if self.chunks else ((), ())
+        return StepDone(self.step_id, decode, first, prompt)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A step's decode rows: the plan, and the microbatch that it steps."""
+
+    plan: DecodeRows
+    batch: Microbatch
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A step's chunks: the plan, packed, and where the layer groups find it."""
+
+    plan: PrefillChunks
+    packed: Packed
+    on: dict[Submesh, Chunks]
+
+
+class Runner:
+    """One worker's layer groups, its slots, and what it keeps of prompts between chunks."""
+
+    def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
+        self.layer_groups, self.config = layer_groups, config
+        self.prefiller = Prefiller(layer_groups, config, vocab_size) if config.role.prefills else None
+        self.decoder = Decoder(layer_groups, config, vocab_size) if config.role.decodes else None
+        self.gates = Gates()
+
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
+        """See `executor.Executor.run`."""
+        return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
+
+    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[Pending]:
+        """The step, layer group by layer group; a decode worker's are its stages (see `gates.py`)."""
+        slots, prompts, x = self.slots(plan.decode), self.prompts(plan.prefill), None
+        for stage, group in enumerate(self.layer_groups):
+            yield stage
+            if x is not None and group_done is not None:
+                group_done(group.layers.start)
+            x = self.through(group, slots, prompts, x)
+        return self._finish(plan, slots, prompts, x)
+
+    def slots(self, rows: DecodeRows | None) -> Slots | None:
+        if rows is None:
+            return None
+        assert self.decoder is not None, f"{self.config.worker} does not decode"
+        return Slots(rows, self.decoder.begin(rows))
+
+    def prompts(self, chunks: PrefillChunks | None) -> Prompts | None:
+        if chunks is None:
+            return None
+        assert self.prefiller is not None, f"{self.config.worker} does not prefill"
+        packed = pack(chunks, self.config)
+        return Prompts(chunks, packed, self.prefiller.spread(packed))
+
+    def through(self, group: LayerGroup, slots: Slots | None, prompts: Prompts | None, x: Array | None) -> Any:
+        """Activations of the group before (None at the first) -> those after this one, or what the last one makes."""
+        x = x if x is None else group.submesh.transfer(x)
+        if slots is None:
+            assert prompts is not None, "a step holds something"
+            return group.prefill(prompts.on[group.submesh], x)
+        assert self.decoder is not None
+        inputs = self.decoder.inputs(group, slots.batch, slots.plan.table_pages)
+        if prompts is None:
+            return group.decode(*inputs, x)
+        return group.mixed(*inputs, prompts.on[group.submesh], x)
+
+    def _finish(self, plan: StepPlan, slots: Slots | None, prompts: Prompts | None, x: Any) -> Pending:
+        out = x if isinstance(x, MixedOut) else MixedOut(x, None, x)
+        rows = chunks = None
+        if slots is not None:
+            assert self.decoder is not None
+            rows = self.decoder.finish(slots.batch, slots.plan, out.decode_logits.addressable_data(0))
+        if prompts is not None:
+            assert self.prefiller is not None
+            logits = None if out.chunk_logits is None else out.chunk_logits.addressable_data(0)
+            chunks = self.prefiller.finish(prompts.plan, prompts.packed, out.chunks, logits)
+        return Pending(plan.step_id, rows, chunks)

@@ -1,0 +1,160 @@
+"""The scheduler: which decode rows and which prompt chunks the next step of a worker holds. Here batches are formed.
+
+A worker's devices run steps in the order of their dispatch. One that decodes takes one microbatch's rows a step; one
+that computes prompts takes chunks of those that wait, first in order first; one that does both mixes them into one
+step, which reads each weight once (Agrawal et al., Sarathi-Serve, OSDI 2024), or lets steps and chunks take turns
+where `config.mixed_steps` is off. The budget of a step is `config.step_tokens`, rows and chunk tokens together: every
+slot has its row in it, taken or not, so that a prompt is cut at the same tokens in any company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jdisagg.core.events import RunStep
+from jdisagg.core.steps import DecodeRows, PageGrant, StepPlan
+from jdisagg.core.worker_config import WorkerConfig, bucket
+from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted
+from jdisagg.policy.decode_side import DecodeSide
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import PageState
+from jdisagg.policy.planning import choose_victim
+from jdisagg.policy.prefill_side import PrefillSide
+
+Row = tuple[int, DecodeSequence]  # its slot, and who sits there
+
+
+class Scheduler:
+    """Forms one worker's steps, from those that sit in its slots and the prompts that wait."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        decode_side: DecodeSide,
+        prefill_side: PrefillSide,
+        out: Outbox,
+        new_step_id: Callable[[], int],
+    ) -> None:
+        self.config, self.decode_side, self.prefill_side = config, decode_side, prefill_side
+        self.slots, self.shared, self.out, self.new_step_id = decode_side.slots, decode_side.shared, out, new_step_id
+        self.steps_since_chunk = 0
+
+    def dispatch_all(self, now_s: float) -> None:
+        """Dispatches every step that may be dispatched now."""
+        while self._dispatch_one(now_s):
+            continue
+
+    def _dispatch_one(self, now_s: float) -> bool:
+        self.decode_side.seat_ready()
+        due = self._chunk_is_due()
+        if due and not (self.config.mixed_steps and self.slots.busy_microbatches) and self._run(None, now_s):
+            return True
+        rows = self._next_rows()
+        if rows is not None:
+            return self._run(rows, now_s, mix=due and self.config.mixed_steps and not rows.gates)
+        nothing_else = not self.decode_side.steps  # every sequence waits for pages that only prompts can free
+        return nothing_else and self._run(None, now_s)
+
+    def _chunk_is_due(self) -> bool:
+        return self.steps_since_chunk >= self.config.decode_steps_per_chunk * self.slots.busy_microbatches
+
+    def _run(self, rows: DecodeRows | None, now_s: float, *, mix: bool = True) -> bool:
+        """Dispatches these rows, and the chunks that go with them (`mix`); False where there is nothing to run."""
+        prompts = self.prefill_side.next_chunks(now_s) if mix else None
+        if rows is None and prompts is None:
+            return False
+        step_id, chunks, ships = self.new_step_id(), None, ()
+        if prompts is not None:
+            chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
+            self.steps_since_chunk = 0
+        self.out.put(RunStep(StepPlan(step_id, rows, chunks), ships))
+        if rows is not None:
+            self._book(step_id, rows)
+            self.steps_since_chunk += 1
+        return True
+
+    def _book(self, step_id: int, rows: DecodeRows) -> None:
+        """The rows are dispatched: who has nothing more to feed leaves its slot, for the steps behind this one."""
+        seats = dict(self.slots.seated(rows.microbatch))
+        sequences = {slot: seats[slot] for slot in rows.active}
+        widths = dict(zip(rows.active, rows.widths, strict=True)) if rows.widths else dict.fromkeys(rows.active, 1)
+        self.decode_side.steps[step_id] = Step(rows.microbatch, sequences, rows.retire, widths)
+        for slot, sequence in sequences.items():
+            sequence.dispatch(widths[slot])
+            if sequence.drained:
+                self.decode_side.drain(sequence)
+
+    # ------------------------------------------------------------ decode rows
+
+    def _next_rows(self) -> DecodeRows | None:
+        """Those of the next microbatch that has any."""
+        due = self.slots.due(self.decode_side.ahead.under_way)
+        return next((rows for microbatch in due if (rows := self._rows(microbatch)) is not None), None)
+
+    def _rows(self, microbatch: int) -> DecodeRows | None:
+        seated = [(slot, sequence) for slot, sequence in self.slots.seated(microbatch) if self._may_draw(sequence)]
+        if self.shared.available < len(seated) * self._pages_at_most:
+            seated.sort(key=lambda each: each[1].order)  # the best takes pages first: it is never its inferiors' victim
+        grants: list[PageGrant] = []
+        active = sorted((row for row in seated if self._has_room(row, grants)), key=lambda each: each[0])
+        if not active:
+            return None
+        longest = max(self._end_of(sequence) for _, sequence in active)
+        return DecodeRows(
+            microbatch=microbatch,
+            active=tuple(slot for slot, _ in active),
+            table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
+            admit=tuple(admission(slot, sequence) for slot, sequence in active if not sequence.on_device),
+            grants=tuple(grants),
+            retire=self.slots.begin_turn(microbatch),
+            gates=self.decode_side.ahead.gates(microbatch),
+            widths=tuple(self._width(sequence) for _, sequence in active) if self.config.draft_tokens else (),
+        )
+
+    def _may_draw(self, sequence: DecodeSequence) -> bool:
+        """One whose next token depends on how its last one is read is held back until it has been."""
+        return self._width(sequence) > 0 and not (sequence.request.sampling.synchronous and sequence.in_flight)
+
+    def _width(self, sequence: DecodeSequence) -> int:
+        """Tokens that its next step may draw: none where those in flight, were all accepted, would be its last."""
+        return min(1 + self.config.draft_tokens, sequence.request.sampling.max_tokens - sequence.dispatched)
+
+    def _end_of(self, sequence: DecodeSequence) -> int:
+        """KV tokens when its next step is over, at most."""
+        return sequence.num_tokens + sequence.dispatched + self._width(sequence) - 1
+
+    @property
+    def _pages_at_most(self) -> int:
+        """That one row may need for one step."""
+        return self.config.pages_for(1 + self.config.draft_tokens)
+
+    # ------------------------------------------------------------ pages
+
+    def _has_room(self, row: Row, grants: list[PageGrant]) -> bool:
+        """Whether the sequence may take this step: it has, or gets, pages for the tokens that the step feeds."""
+        slot, sequence = row
+        while sequence.slot == slot and self.config.pages_for(self._end_of(sequence)) > len(sequence.pages):
+            page = self._page_for(sequence)
+            if page is None:
+                return False
+            if sequence.on_device:
+                grants.append(PageGrant(slot, len(sequence.pages), page))
+            sequence.pages.append(page)
+        return sequence.slot == slot  # or it was a victim a moment ago
+
+    def _page_for(self, sequence: DecodeSequence) -> int | None:
+        """A page, if need be of whoever ranks lowest; None where nobody gives way, or that is the sequence itself."""
+        while (page := self.shared.take(1, sequence.owner, PageState.HELD)) is None:
+            if self.decode_side.take_from_drained():
+                continue
+            if not admitted(sequence):
+                return None  # nobody gives way to who waits for KV
+            holding = [each for each in self.decode_side.sequences.values() if each.pages and admitted(each)]
+            victim = choose_victim(holding)
+            assert victim is not None, "whoever grows is admitted"
+            if victim is sequence and len(holding) == 1:
+                return None  # alone among sequences that are still to be filled: those will end, or run out
+            self.decode_side.preempt(victim)
+            if victim is sequence:
+                return None
+        return page[0]
