@@ -36,7 +36,7 @@ class Watched(Cluster):
     def __init__(self, given: ClusterSpec, routing: str) -> None:
         router = replace(PATIENT, routing=Routing(routing))
         super().__init__(
-            given.workers, given.costs, given.links, router, given.message_s, given.latency_s, foresee=False
+            given.workers, given.costs, given.links, router, given.message_s, given.latency_s, fast_forward=False
         )
         self.times_s: dict[RequestId, list[float]] = {}
 

@@ -50,7 +50,7 @@ class Speed:
     foreseen: bool
     seconds: float
     events: int
-    repeatable_steps: int
+    skipped_steps: int
     virtual_s: float
     peak_gib: float  # of the process, so far
 
@@ -59,20 +59,20 @@ class Speed:
         return self.virtual_s / self.seconds
 
 
-def measured(trace: Trace, workers: int, *, foresee: bool = True) -> Speed:
+def measured(trace: Trace, workers: int, *, fast_forward: bool = True) -> Speed:
     chip, shape = hardware("h100"), Model(model("llama3-70b"))
     mesh = MeshSpec.parse(f"prefill:{workers // 2}xtp8,decode:{workers // 2}xtp8")
     given = cluster_spec(
         mesh, Sizes(longest(trace)), by_roofline(lambda tp: Roofline(shape, chip, tp)), PORT_BYTES_PER_S
     )
     began = time.perf_counter()
-    cluster = Cluster(given.workers, given.costs, given.links, foresee=foresee)
+    cluster = Cluster(given.workers, given.costs, given.links, fast_forward=fast_forward)
     outcome = cluster.run(trace)
     seconds = time.perf_counter() - began
     cluster.check_all_ended()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     span_s = outcome.span_s - float(trace.arrival_s[0])
-    return Speed(workers, len(trace), foresee, seconds, outcome.events, cluster.repeatable_steps, span_s, peak_gib)
+    return Speed(workers, len(trace), fast_forward, seconds, outcome.events, cluster.skipped_steps, span_s, peak_gib)
 
 
 def first(trace: Trace, requests: int) -> Trace:
@@ -89,7 +89,9 @@ def runs(trace: Trace) -> list[Speed]:
         (crowd.at_rate(CROWD * trace.rate_rps), MANY, True),
     ]
     most = FLAGS.most or len(trace)
-    return [measured(work, workers, foresee=foresee) for work, workers, foresee in asked if len(work) <= most]
+    return [
+        measured(work, workers, fast_forward=fast_forward) for work, workers, fast_forward in asked if len(work) <= most
+    ]
 
 
 def table(speeds: list[Speed]) -> Table:

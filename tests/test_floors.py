@@ -37,7 +37,6 @@ LONG_CLASSES = {
     "jdisagg/policy/prefill_side.py PrefillSide": 340,
     "jdisagg/policy/router.py Router": 320,
     "jdisagg/serve/driver.py LiveDriver": 268,
-    "jdisagg/sim/cluster.py Cluster": 294,
 }
 WIDE_CLASSES = {
     "jdisagg/policy/decode_sequence.py DecodeSequence": 18,
@@ -46,7 +45,6 @@ WIDE_CLASSES = {
     "jdisagg/serve/driver.py LiveDriver": 19,
     "jdisagg/serve/local.py LocalService": 17,
     "jdisagg/serve/records.py RequestTrace": 14,
-    "jdisagg/sim/cluster.py Cluster": 26,
     "jdisagg/sim/outcome.py Record": 14,
 }
 

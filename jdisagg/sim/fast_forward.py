@@ -9,13 +9,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
+from jdisagg.core.events import RunStep, Send
+from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import DecodeRows, StepPlan
+from jdisagg.policy.worker import Worker
 from jdisagg.sim.cost_models import CostModel, ManySteps
-from jdisagg.sim.device import Device, Flying, Span
+from jdisagg.sim.device import TOKEN, Device, Flying, Span
+
+WORTH = 4  # quiet steps from which on foreseeing them takes less than taking them
 
 
 class FastForward:
@@ -89,6 +94,60 @@ class FastForward:
         pipeline.free_s[0] = pipeline.step_done_s[0] = span.done_s
         pipeline.busy_s += span.done_s - span.start_s
         return span
+
+
+class StepEnds:
+    """When each worker's next step ends that an event has to stand for; quiet ones before it are taken together."""
+
+    def __init__(self, fast_forward: bool) -> None:
+        self.fast_forward = fast_forward
+        self.skipped = 0  # steps that no event stood for
+        self.foreseen: dict[WorkerId, FastForward] = {}
+        self._due_s: dict[WorkerId, float] = {}
+
+    def look_ahead(self, name: WorkerId, worker: Worker, device: Device, cost: CostModel) -> float | None:
+        """When the next step ends that does not end quietly; None where that is known already."""
+        seen = self.foreseen.get(name)
+        quiet = worker.repeatable_steps if self.fast_forward else 0
+        if seen is not None and seen.stands(quiet):
+            return None
+        due_s = device.flight[0].done_s
+        if quiet < WORTH:
+            self.foreseen.pop(name, None)
+        else:
+            seen = self.foreseen[name] = FastForward(device, cost, worker.next_repeated_rows(), quiet)
+            due_s = seen.next_s
+        if self._due_s.get(name) == due_s:
+            return None
+        self._due_s[name] = due_s
+        return due_s
+
+    def is_due(self, name: WorkerId, now_s: float) -> bool:
+        """Whether it is that step that ends now; then it is due no more."""
+        due = self._due_s.get(name) == now_s
+        if due:
+            del self._due_s[name]
+        return due
+
+    def catch_up(self, name: WorkerId, worker: Worker, at_s: float) -> CaughtUp | None:
+        """The worker's quiet steps that have ended by `at_s` end in its books; None where there are none."""
+        seen = self.foreseen[name]
+        steps = seen.ended(at_s)
+        if not steps:
+            return None
+        effects = worker.end_repeated_steps(steps, TOKEN)
+        ended_s = seen.done_s[seen.taken + steps - 1]
+        ran = seen.take(steps, [effect.plan for effect in effects if isinstance(effect, RunStep)])
+        self.skipped += steps
+        return CaughtUp(ended_s, [effect for effect in effects if isinstance(effect, Send)], ran)
+
+
+class CaughtUp(NamedTuple):
+    """When the last of some quiet steps ended, what the worker says after them, and what ran when."""
+
+    ended_s: float
+    sends: list[Send]
+    ran: list[tuple[DecodeRows, Span]]
 
 
 @cache

@@ -40,9 +40,8 @@ from jdisagg.core.journal import Entry, Header, Recorded, digest
 from jdisagg.core.messages import Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
-from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.follow import actors_of, decide
-from jdisagg.sim.outcome import Record
+from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.traces import Trace
 
 NEVER = math.inf  # of a timer that was overdue and yet moved before it fired
@@ -190,11 +189,11 @@ class Numbers:
 # ---------------------------------------------------------------------- the simulator, on these durations
 
 
-class Rerun(Cluster):
+class Rerun(Simulation):
     """A cluster in virtual time whose durations and tokens are a live run's. Compares as it goes."""
 
     def __init__(self, header: Header, measured: Measured) -> None:
-        super().__init__(header.workers, {}, router=header.router)
+        super().__init__(header.workers, header.router, message_s=0.0)
         self.measured = measured
         self._numbers = Numbers()
         for at_s, actor, event in measured.given:
@@ -203,7 +202,7 @@ class Rerun(Cluster):
     def compare(self) -> int:
         """The number of events, each with the same effects as live. Raises JournalError at the first that differs."""
         nobody = Trace(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
-        self.run(nobody, until_s=self.measured.end_s)
+        self._run(nobody, until_s=self.measured.end_s)
         live = self.measured.entries
         if self.events < len(live):
             raise JournalError(f"event {self.events + 1} does not happen here; live it was {said(live[self.events])}")
@@ -211,8 +210,7 @@ class Rerun(Cluster):
 
     def _deliver(self, actor: WorkerId, event: Event) -> None:
         if isinstance(event, Submit):
-            sizes = len(event.request.prompt), event.request.sampling.max_tokens
-            self.records[event.request.request_id] = Record(event.request.request_id, self.now_s, *sizes)
+            self.requests.book(event.request, self.now_s)
         effects = (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s)
         self._same(Entry(self.now_s, actor, event, effects))
         self.events += 1
@@ -239,7 +237,7 @@ class Rerun(Cluster):
     def _set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         number = self._numbers.next(actor, effect.key)
         at_s = effect.at_s + self.measured.lateness_s.get((actor, effect.key, number), 0.0)
-        self._timers[actor, effect.key] = at_s
+        self._queue.arm(at_s, actor, effect.key)
         if at_s < NEVER:
             self._at(at_s, actor, TimerFired(effect.key))
 

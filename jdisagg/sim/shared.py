@@ -19,10 +19,11 @@ from jdisagg.core.profile import PHASES
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.sim.cluster import NETWORK, Cluster, Leave
+from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
 from jdisagg.sim.device import Span, done
+from jdisagg.sim.network import NETWORK, PartPacked
 
 PREFILL, DECODE = PHASES
 Slowdown = Mapping[str, Mapping[str, float]]  # by phase, and the phase of another device at work
@@ -38,11 +39,11 @@ class PartDue:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A plan's way through stages: `parts` are (stage, seconds alone), `told` hears how many are done."""
+    """A plan's way through stages: `parts` are (stage, seconds alone), `on_progress` is called at each end."""
 
     phase: str
     parts: Sequence[tuple[Stage, float]]
-    told: Callable[[Job], None]
+    on_progress: Callable[[Job], None]
     after: Job | None = None  # that must have ended before this one begins
     done: int = 0
     began_s: float = 0.0
@@ -77,7 +78,7 @@ class SharedCores:
                 job.done += 1
                 if not job.ended:
                     self._queue(job, at_head=job.parts[job.done][0] == stage)
-                job.told(job)
+                job.on_progress(job)
         self._share(now_s)
 
     @property
@@ -145,12 +146,15 @@ class SharedCluster(Cluster):
     def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
         """A worker that only prefills takes its layer groups one by one; parts of each leave when it is done."""
         plan, config = effect.plan, self.workers[actor].config
-        seconds, waiting = self.devices[actor].step_s(plan, self.costs[actor]), sorted(effect.ships, key=last_layer)
+        seconds, waiting = (
+            self.devices[actor].step_s(plan, self.costs[actor]),
+            sorted(effect.ships, key=last_layer),
+        )
         parts, ends = self._stages(actor, seconds), [stop for _, stop in config.layer_groups]
         if waiting and len(ends) > 1:
             parts = [((actor, 0), seconds / len(ends)) for _ in ends]
 
-        def told(job: Job) -> None:
+        def on_progress(job: Job) -> None:
             while waiting and (job.ended or last_layer(waiting[0]) <= ends[job.done - 1]):
                 self._leave(waiting.pop(0))
             if job.ended:
@@ -158,10 +162,10 @@ class SharedCluster(Cluster):
                 self._at(self.now_s, actor, done(plan))
 
         if plan.decode is None:
-            self._start(Job(PREFILL, parts, told))
+            self._start(Job(PREFILL, parts, on_progress))
             return
         before = self._last_step.get((actor, plan.decode.microbatch))
-        job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, told, before)
+        job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, on_progress, before)
         self._start(job)
 
     def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
@@ -170,7 +174,7 @@ class SharedCluster(Cluster):
         self._start(Job(PREFILL, [(stage, 0.0)], lambda _: self._leave(effect.transfer)))
 
     def _leave(self, transfer: KVTransfer) -> None:
-        self._at(self.now_s, NETWORK, Leave(transfer))
+        self._at(self.now_s, NETWORK, PartPacked(transfer))
 
     def _ended(self, actor: WorkerId, plan: StepPlan, job: Job) -> None:
         self.devices[actor].pipeline.busy_s += (self.now_s - job.began_s) / len({stage for stage, _ in job.parts})

@@ -60,9 +60,9 @@ def worlds(draw: st.DrawFn) -> tuple[ClusterSpec, Trace]:
     return replace(given, workers=workers, costs=costs), trace
 
 
-def told(given: ClusterSpec, trace: Trace, *, foresee: bool, **kinds) -> tuple[Outcome, SpanLog]:
+def told(given: ClusterSpec, trace: Trace, *, fast_forward: bool, **kinds) -> tuple[Outcome, SpanLog]:
     log = SpanLog()
-    hosted = Cluster(given.workers, given.costs, given.links, log=log, foresee=foresee, **kinds)
+    hosted = Cluster(given.workers, given.costs, given.links, log=log, fast_forward=fast_forward, **kinds)
     outcome = hosted.run(trace)
     hosted.check_all_ended()
     return outcome, log
@@ -82,7 +82,7 @@ def same(one: Outcome, other: Outcome) -> None:
 @given(worlds(), st.sampled_from([0.0, 50e-6]))
 @settings(max_examples=60, deadline=None)
 def test_steps_taken_at_once_are_the_same_steps(world, message_s):
-    (one, log), (many, other) = (told(*world, foresee=each, message_s=message_s) for each in (False, True))
+    (one, log), (many, other) = (told(*world, fast_forward=each, message_s=message_s) for each in (False, True))
     same(one, many)
     assert many.events <= one.events
     for worker, curve in log.pages.items():
@@ -95,7 +95,7 @@ def test_steps_taken_at_once_are_the_same_steps(world, message_s):
 def test_deadlines_find_late_what_would_be_late_step_by_step(world, stall_s):
     """A token that is not told yet, only because its turn was not taken alone, is not late."""
     router = replace(PATIENT, stall_timeout_s=stall_s, handoff_timeout_s=2 * stall_s, lease_s=2 * stall_s)
-    one, many = (told(*world, foresee=each, router=router)[0] for each in (False, True))
+    one, many = (told(*world, fast_forward=each, router=router)[0] for each in (False, True))
     same(one, many)
 
 
@@ -107,14 +107,14 @@ def lone(mesh: str, outputs: int, **sizes) -> tuple[ClusterSpec, Trace]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_output_of_any_length_takes_as_many_events(mesh):
     """Whose pages are all reserved; step by step, two events a token."""
-    events = [told(*lone(mesh, outputs, reserve_tokens=9999), foresee=True)[0].events for outputs in (60, 1500)]
+    events = [told(*lone(mesh, outputs, reserve_tokens=9999), fast_forward=True)[0].events for outputs in (60, 1500)]
     assert events[1] < events[0] + 6 < 40, "timers may cut what was foreseen, tokens may not"
-    assert told(*lone(mesh, 1500), foresee=False)[0].events > 2900
+    assert told(*lone(mesh, 1500), fast_forward=False)[0].events > 2900
 
 
 def test_what_is_seen_in_the_midst_of_foreseen_steps_is_what_has_ended_by_then():
     given, trace = lone(MESHES[0], 500)
-    hosted = [Cluster(given.workers, given.costs, foresee=each) for each in (False, True)]
+    hosted = [Cluster(given.workers, given.costs, fast_forward=each) for each in (False, True)]
     one, many = (each.run(trace, until_s=5.0) for each in hosted)
     same(one, many)
     assert 100 < one.records[0].told_tokens < 400
@@ -161,5 +161,5 @@ def test_what_was_once_foreseen_wrongly(trace, sizes, pages):
     given = replace(
         given, workers=tuple(replace(each, num_pages=pages, table_buckets=(2, 8, 41)) for each in given.workers)
     )
-    one, many = (told(given, trace, foresee=each, message_s=0.0)[0] for each in (False, True))
+    one, many = (told(given, trace, fast_forward=each, message_s=0.0)[0] for each in (False, True))
     same(one, many)

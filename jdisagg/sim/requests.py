@@ -1,0 +1,68 @@
+"""The requests of a simulated run: those still to come, and what became of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from jdisagg.core.events import EmitTokens, Finish, Reject
+from jdisagg.core.request import Request, RequestId, SamplingParams
+from jdisagg.sim import sequence
+from jdisagg.sim.outcome import Record
+from jdisagg.sim.traces import Trace
+
+
+def requests_of(trace: Trace) -> Iterator[Request]:
+    """The trace's rows as requests, named by their place in it."""
+    rows = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    for index, (arrival_s, inputs, outputs) in enumerate(rows):
+        prompt = cast(tuple[int, ...], sequence.Sequence(inputs))  # the actors only slice, join and measure it
+        yield Request(RequestId(f"r{index:07d}"), prompt, SamplingParams(max_tokens=outputs), arrival_s)
+
+
+class Requests:
+    """Of an open loop they come at the trace's times; of a closed one when another has ended, and `think_s` later."""
+
+    def __init__(self) -> None:
+        self.records: dict[RequestId, Record] = {}
+        self.closed, self.think_s = False, 0.0
+        self._coming: Iterator[Request] = iter(())
+
+    def begin(self, trace: Trace, closed: bool, think_s: float) -> None:
+        self._coming, self.closed, self.think_s = requests_of(trace), closed, think_s
+
+    def next(self, at_s: float) -> Request | None:
+        """The next one, booked; of a closed loop it arrives at `at_s`."""
+        request = next(self._coming, None)
+        if request is None:
+            return None
+        request = replace(request, arrival_s=at_s) if self.closed else request
+        self.book(request, request.arrival_s)
+        return request
+
+    def book(self, request: Request, arrival_s: float) -> None:
+        sizes = len(request.prompt), request.sampling.max_tokens
+        self.records[request.request_id] = Record(request.request_id, arrival_s, *sizes)
+
+    def emit(self, effect: EmitTokens, now_s: float) -> None:
+        record = self.records[effect.request_id]
+        assert not record.ends, f"{effect.request_id} got tokens after its end"
+        if not record.told_tokens:
+            record.first_s = now_s
+        record.told_tokens += len(effect.sampled)
+        record.last_s = now_s
+
+    def end(self, effect: Finish | Reject, now_s: float) -> None:
+        record = self.records[effect.request_id]
+        record.reason = effect.reason if isinstance(effect, Finish) else "rejected"
+        record.detail, record.end_s = effect.detail, now_s
+        record.ends += 1
+        if isinstance(effect, Finish):
+            record.ledger = effect.ledger
+            record.prefill_worker, record.decode_worker = effect.prefill_worker or "", effect.decode_worker or ""
+
+    def check_all_ended(self) -> None:
+        """Asserts that each ended once."""
+        wrong = [record for record in self.records.values() if record.ends != 1]
+        assert not wrong, f"{wrong[0].request_id} ended {wrong[0].ends} times"
