@@ -36,13 +36,13 @@ LONG_CLASSES = {
     "jdisagg/policy/decode_side.py DecodeSide": 323,
     "jdisagg/policy/prefill_side.py PrefillSide": 340,
     "jdisagg/policy/router.py Router": 320,
-    "jdisagg/serve/driver.py LiveDriver": 268,
+    "jdisagg/serve/driver.py LiveDriver": 248,
 }
 WIDE_CLASSES = {
     "jdisagg/policy/decode_sequence.py DecodeSequence": 18,
     "jdisagg/policy/prefill_sequence.py PrefillSequence": 18,
     "jdisagg/policy/request_state.py RequestState": 19,
-    "jdisagg/serve/driver.py LiveDriver": 19,
+    "jdisagg/serve/driver.py LiveDriver": 18,
     "jdisagg/serve/local.py LocalService": 17,
     "jdisagg/serve/records.py RequestTrace": 14,
     "jdisagg/sim/outcome.py Record": 14,

@@ -8,7 +8,6 @@ next step queued. Tokens go to their request's listener, which is told once an e
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import queue
@@ -44,6 +43,7 @@ from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer, last_layer
 from jdisagg.engine.executor import Executor, PendingStep, Shipment
 from jdisagg.serve.health_monitor import HealthMonitor
+from jdisagg.serve.timers import Timers
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -147,8 +147,7 @@ class LiveDriver:
         self._unheard: dict[WorkerId, set[int]] = {}  # steps that failed at once, of which their actor has not heard
         self._health = HealthMonitor()
         self._lost: set[WorkerId] = set()
-        self._timers: list[tuple[float, WorkerId, str]] = []
-        self._armed: dict[tuple[WorkerId, str], float] = {}
+        self._timers = Timers()
         self._readers = Readers()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
@@ -191,14 +190,16 @@ class LiveDriver:
     def _one_round(self) -> bool:
         """Waits for one thing to happen and follows it, and everything it causes here, to the end."""
         try:
-            item = self._inbox.get(timeout=self._until_next_timer())
+            item = self._inbox.get(timeout=self._timers.wait_s(self.now_s()))
         except queue.Empty:
             item = (ROUTER, None)
         if item is None:
             return False
         if item[1] is not None:
             self._take(*item)
-        self._fire_timers()
+        for timed, key in self._timers.due(self.now_s()):
+            self._round.append((timed, TimerFired(key)))
+            self._settle()  # one by one: after a pause of this thread, a lease is renewed before it is seen to be over
         self._settle()
         return True
 
@@ -296,8 +297,7 @@ class LiveDriver:
             case OpenGates(handoff, epoch):
                 self._machines[actor].open_gates(handoff, epoch)
             case SetTimer(at_s, key):
-                self._armed[actor, key] = at_s
-                heapq.heappush(self._timers, (at_s, actor, key))
+                self._timers.set(at_s, actor, key)
             case _:
                 raise AssertionError(f"no driver knows the effect {effect!r}")
 
@@ -365,21 +365,6 @@ class LiveDriver:
         except Exception as error:
             self._broken.append((actor, _failure(actor, error, transfer=shipment.transfer)))
             self._machines[actor].open_gates(shipment.transfer.handoff, shipment.transfer.epoch)  # the handoff ends
-
-    # ------------------------------------------------------------ timers
-
-    def _until_next_timer(self) -> float | None:
-        return max(0.0, self._timers[0][0] - self.now_s()) if self._timers else None
-
-    def _fire_timers(self) -> None:
-        """One by one in their order: after a pause of this thread, a lease is renewed before it is seen to be over."""
-        now_s = self.now_s()
-        while self._timers and self._timers[0][0] <= now_s:
-            at_s, actor, key = heapq.heappop(self._timers)
-            if self._armed.get((actor, key)) == at_s:
-                del self._armed[actor, key]
-                self._round.append((actor, TimerFired(key)))
-                self._settle()
 
 
 def _failure(
