@@ -73,12 +73,16 @@ def test_two_requests_fight_for_three_pages():
     assert found.states > 20_000 and endings(found) == {"length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["loss", "restart"])
 def test_two_workers_that_do_both_share_two_requests_through_a_fault(fault):
     assert endings(whole(colocated(2, 2).but(**{fault: 1}))) == {"length"}
 
 
-@pytest.mark.parametrize(("fault", "also"), [("loss", set()), ("fail", {"error"}), ("cancel", {"abort"})])
+@pytest.mark.parametrize(
+    ("fault", "also"),
+    [pytest.param("loss", set(), marks=pytest.mark.slow), ("fail", {"error"}), ("cancel", {"abort"})],
+)
 def test_one_worker_that_does_both_serves_two_requests_through_a_fault(fault, also):
     assert endings(whole(colocated(2, 1, num_pages=4, num_slots=2).but(**{fault: 1}))) == {"length"} | also
 

@@ -33,7 +33,10 @@ def test_a_plan_that_fails_costs_no_request_that_reads_what_it_left():
     assert endings(whole(PAIR.but(fail=1))) == {"length"}
 
 
-@pytest.mark.parametrize(("fault", "also"), [("cancel", {"abort"}), ("fail", set()), ("loss", set())])
+@pytest.mark.parametrize(
+    ("fault", "also"),
+    [("cancel", {"abort"}), *(pytest.param(fault, set(), marks=pytest.mark.slow) for fault in ("fail", "loss"))],
+)
 def test_a_fault_of_one_takes_no_page_from_the_others(fault, also):
     assert endings(whole(THREE.but(**{fault: 1}))) == {"length"} | also
 
