@@ -20,6 +20,7 @@ from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
 from jdisagg.launch import complete_one
 from tests.fixtures import conformance
+from tests.ports import free_port
 from tests.serve.scripted import ScriptedService, tokens
 
 MODEL = conformance.load("llama3").folder
@@ -36,7 +37,7 @@ def environment():
     return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
-def launch(*arguments, timeout_s=120):
+def launch(*arguments, timeout_s=280):
     command = [sys.executable, "-m", "jdisagg.launch", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False)
 
@@ -156,14 +157,12 @@ def test_a_batch_is_resumed_where_it_stopped(tmp_path):
 @contextmanager
 def running(*arguments):
     """A server process and its base URL, once it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "jdisagg.launch", *SMALL, f"--http_port={port}", "--grpc_port=-1", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: status(f"{url}/ready") == 200 or process.poll() is not None, 120)
+        wait_until(lambda: status(f"{url}/ready") == 200 or process.poll() is not None, 240)
         assert process.poll() is None, process.communicate()[0]
         yield process, url
     finally:
@@ -204,10 +203,10 @@ def test_a_signal_drains_and_a_second_one_stops_at_once():
         answer, first = long_request(url)
         assert first.startswith(b"data: ")
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: status(f"{url}/ready") in (503, None), 20)
+        wait_until(lambda: status(f"{url}/ready") in (503, None), 60)
         rest = answer.read()
         assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.slow
@@ -216,7 +215,7 @@ def test_a_second_signal_does_not_wait_for_running_requests():
         long_request(url)
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: process.poll() is not None, 20)
+        wait_until(lambda: process.poll() is not None, 60)
         assert process.returncode in (0, 130)
 
 

@@ -69,7 +69,7 @@ def test_a_stream_closed_early_frees_everything_it_held(llm):
 
     assert asyncio.run(first_piece()) is not None
     pages = [actor.shared for name, actor in llm.service.driver.actors.items() if name != "router"]
-    for _ in range(200):
+    for _ in range(1200):
         if all(each.available == each.pool.num_pages for each in pages):
             break
         time.sleep(0.05)
