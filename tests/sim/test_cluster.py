@@ -136,7 +136,7 @@ def test_attainment_counts_whoever_met_both_objectives():
 def test_the_csv_has_a_row_a_request(tmp_path):
     outcome = run(MESHES[0], trace(5))
     write_csv(outcome, tmp_path / "requests.csv")
-    rows = list(csv.DictReader((tmp_path / "requests.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((tmp_path / "requests.csv").read_text(encoding="utf-8").splitlines()))
     assert [float(row["ttft_s"]) for row in rows] == [record.ttft_s for record in outcome.records]
     parts = [sum(float(value) for key, value in row.items() if key in PART_COLUMNS) for row in rows]
     assert parts == pytest.approx([record.latency_s for record in outcome.records])

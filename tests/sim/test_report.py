@@ -56,7 +56,7 @@ def test_csv_and_parquet_have_the_same_rows_and_the_ledgers_parts_sum_to_the_lat
     write_parquet(outcome, tmp_path / "a.parquet")
     written = pq.read_table(tmp_path / "a.parquet").to_pydict()
     assert written == columns(outcome)
-    rows = list(csv.DictReader((tmp_path / "a.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text(encoding="utf-8").splitlines()))
     assert [float(row["ttft_s"]) for row in rows] == written["ttft_s"]
     for row in rows:
         assert sum(float(row[f"{part}_s"]) for part in PARTS) == pytest.approx(float(row["latency_s"]), abs=1e-3)

@@ -34,7 +34,7 @@ def test_a_recorded_trace_is_simulated_and_told(azure, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "12 of 12 requests served" in said and "attainment 100.0%" in said
     assert "events/s" in said and "x real time" in said and "prefill-1" in said
-    assert len(list(csv.DictReader(rows.open(encoding="utf-8")))) == 12
+    assert len(list(csv.DictReader(rows.read_text(encoding="utf-8").splitlines()))) == 12
 
 
 def test_lengths_are_drawn_from_a_seed(lengths, tmp_path):
