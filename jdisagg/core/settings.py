@@ -63,7 +63,9 @@ class Settings:
     # sizes
     max_model_len: int = _setting(0, "sizes", "tokens of prompt and output together; 0: the model's")
     max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once")
-    max_num_batched_tokens: int = _setting(512, "sizes", "tokens of one prefill chunk")
+    max_num_batched_tokens: int = _setting(
+        512, "sizes", "tokens of one step: prompts', and a row for every slot where steps mix both"
+    )
     max_chunk_seqs: int = _setting(8, "sizes", "sequences packed into one prefill chunk")
     page_size: int = _setting(32, "sizes", "tokens a KV page")
     kv_tokens: int = _setting(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
@@ -82,6 +84,8 @@ class Settings:
     queue_timeout_s: float = _setting(60.0, "scheduling", "longest wait before prefill starts; 0: none")
     prefix_caching: str = _setting("on", "scheduling", "on: full pages of KV are kept until somebody needs the room;"
                                    " prompts that begin alike compute and ship their ends", ("on", "off"))  # fmt: skip
+    mixed_steps: str = _setting("on", "scheduling", "on: a colocated worker runs chunks and decode rows as one step;"
+                                " off: in turns, so that sums are the same in any company", ("on", "off"))  # fmt: skip
     reserve_tokens: int = _setting(
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )

@@ -10,6 +10,7 @@ slot has its row in it, taken or not, so that a prompt is cut at the same tokens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from jdisagg.core.events import RunStep
 from jdisagg.core.steps import DecodeRows, PageGrant, StepPlan
@@ -64,6 +65,8 @@ class Scheduler:
         if rows is None and prompts is None:
             return False
         step_id, chunks, ships = self.new_step_id(), None, ()
+        if rows is not None and prompts is not None:
+            rows = replace(rows, table_pages=self.config.table_buckets[-1])  # one mixed program a chunk size
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
             self.steps_since_chunk = 0

@@ -126,7 +126,8 @@ def compression_warnings(settings: Settings) -> list[str]:
 def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
     """One worker's sizes; slots are rounded up to whole microbatches."""
     slots = -(-settings.max_num_seqs // place.pp) * place.pp
-    chunk = settings.max_num_batched_tokens
+    mixed = settings.mixed_steps == "on" and place.role is Role.COLOCATED
+    chunk = chunk_tokens(settings.max_num_batched_tokens, slots // place.pp if mixed else 0, page_size)
     buckets = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, 64, 4)
     if buckets[-1] != chunk:
         buckets = (*(size for size in buckets if size < chunk), chunk)
@@ -146,8 +147,21 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
         prefix_caching=settings.prefix_caching == "on",
+        mixed_steps=mixed,
         ack_timeout_s=settings.handoff_timeout_s,
     )
+
+
+def chunk_tokens(step_tokens: int, rows: int, page_size: int) -> int:
+    """What is left of a step's tokens for prompts beside `rows` decode rows, in whole pages. Raises ConfigError where
+    that is less than a page."""
+    left = step_tokens - rows
+    if rows and left < page_size:
+        what = (
+            f"--max_num_batched_tokens={step_tokens} holds {rows} decode rows and no page of {page_size} prompt tokens"
+        )
+        raise ConfigError(f"{what}: raise it to {rows + page_size} or more, or say --mixed_steps=off")
+    return left - left % page_size if rows else left
 
 
 def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +44,14 @@ def open_machine(
     config: ModelConfig = CONFIG,
     source: Source = SOURCE,
     pp: int = 1,
+    **sizes: Any,
 ) -> MeshExecutor:
-    """A cold machine over `devices`."""
+    """A cold machine over `devices`; `sizes` are fields of its WorkerConfig."""
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE)
-    sizes = WorkerConfig(
-        WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,)
+    worker = WorkerConfig(
+        WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
     )
-    return MeshExecutor(sizes, config, source, layout, layers, devices, jnp.float32)
+    return MeshExecutor(worker, config, source, layout, layers, devices, jnp.float32)
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.worker_config import TransferMode
-from tests.explore.scenes import Scene, colocated, disaggregated
+from tests.explore.scenes import Scene, colocated, disaggregated, request
 from tests.explore.search import Found, explore
 from tests.explore.story import tell
 from tests.explore.world import World
@@ -91,3 +91,28 @@ def test_one_worker_that_does_both_serves_two_requests_through_a_fault(fault, al
 def test_a_lease_outlasts_a_prompt_that_takes_long_as_long_as_its_source_lives():
     found = whole(ONE.but(slow=True))
     assert "length" in endings(found)
+
+
+MIXED = {"mixed_steps": True, "num_pages": 6, "num_slots": 2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "also"),
+    [pytest.param("loss", set(), marks=pytest.mark.slow), ("cancel", {"abort"}), ("fail", {"error"})],
+)
+def test_rows_and_chunks_of_one_step_go_through_a_fault(fault, also):
+    assert endings(whole(colocated(2, 1, **MIXED).but(**{fault: 1}))) == {"length"} | also
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "also"), [("fail", {"error"}), ("cancel", {"abort"})])
+def test_rows_as_wide_as_a_draft_go_through_a_fault(fault, also):
+    requests = [request(1, max_tokens=4), request(2, max_tokens=3)]
+    scene = colocated(2, 1, requests=requests, draft_tokens=1, **MIXED)
+    assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
+
+
+@pytest.mark.slow
+def test_a_row_whose_tokens_are_read_one_by_one_goes_through_a_fault():
+    requests = [request(1, max_tokens=4, synchronous=True), request(2, max_tokens=3)]
+    assert endings(whole(colocated(2, 1, requests=requests, **MIXED).but(fail=1))) == {"length", "error"}

@@ -1,0 +1,127 @@
+"""Steps as they are formed: rows and chunks in one, rows wider than a token, rows that are held back."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.core.worker_config import Role
+from tests.policy.bench import Bench
+from tests.sim.cases import check_outputs, colocated, definition, pair, request, run_all, stopping, worker
+from tests.sim.fault_injector import Faults
+from tests.sim.world import World
+from tests.steps import runs_decode, runs_prefill
+
+BOTH = {"mixed_steps": True, "prefill_buckets": (8,)}
+
+
+def steps_of(world: World) -> list[Any]:
+    """Of a colocated worker, from the first that decodes."""
+    runs = [effect for _, _, effect in world.effects if runs_decode(effect) or runs_prefill(effect)]
+    return list(itertools.dropwhile(lambda run: run.plan.decode is None, runs))
+
+
+def test_prompts_that_come_while_others_decode_ride_with_their_rows():
+    world, first = World(colocated(**BOTH)), request("runs", max_tokens=60)
+    later = [request(f"p{i}", 40, arrival_s=0.01) for i in range(3)]
+    run_all(world, [first, *later])
+    mixed = [run.plan for run in steps_of(world) if run.plan.prefill is not None]
+    assert len(mixed) == 15 and all(plan.mixed for plan in mixed)
+
+
+def test_with_mixed_steps_off_no_step_holds_both():
+    world = World(colocated(**{**BOTH, "mixed_steps": False}))
+    run_all(world, [request("runs", max_tokens=60), *(request(f"p{i}", 40, arrival_s=0.01) for i in range(3))])
+    assert not any(run.plan.mixed for run in steps_of(world))
+
+
+def test_a_step_never_holds_more_than_its_budget():
+    sizes = worker("both", Role.COLOCATED, **BOTH)
+    world = World([sizes])
+    run_all(world, [request(f"r{i}", 5 + 3 * i, max_tokens=30, arrival_s=0.002 * i) for i in range(9)])
+    held = [
+        (len(run.plan.decode.active) if run.plan.decode else 0)
+        + (run.plan.prefill.num_tokens if run.plan.prefill else 0)
+        for run in steps_of(world)
+    ]
+    assert sizes.step_tokens == 8 + 4 and max(held) <= sizes.step_tokens and max(held) > 8
+
+
+def test_a_mixed_step_has_the_widest_table_so_that_there_is_one_program_a_chunk_size():
+    world = World(colocated(**BOTH))
+    run_all(world, [request("runs", max_tokens=60), request("long", 40, arrival_s=0.01)])
+    assert {run.plan.decode.table_pages for run in steps_of(world) if run.plan.mixed} == {32}
+
+
+def test_a_prompt_is_cut_at_the_same_tokens_in_any_company():
+    cuts = []
+    for company in (0, 3):
+        world = World(colocated(**BOTH))
+        others = [request(f"o{i}", max_tokens=60) for i in range(company)]
+        run_all(world, [*others, request("long", 37, arrival_s=0.01)])
+        runs = [effect for _, _, effect in world.effects if runs_prefill(effect)]
+        chunks = [chunk for run in runs for chunk in run.plan.prefill.chunks if chunk.request_id == "long"]
+        cuts.append([(chunk.start, len(chunk.tokens)) for chunk in chunks])
+    assert cuts[0] == cuts[1] == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 5)]
+
+
+def test_a_row_that_may_draw_a_draft_gets_pages_for_all_of_it_and_tells_what_was_accepted():
+    world, each = World(pair(draft_tokens=3, reserve_tokens=1)), request("a", max_tokens=30)
+    run_all(world, [each])
+    rows = [effect.plan.decode for _, _, effect in world.effects if runs_decode(effect)]
+    assert {width for row in rows for width in row.widths} == {1, 4} and len(rows) < 29
+
+
+def test_a_draft_that_runs_into_a_stop_ends_the_answer_there():
+    world, each = World(pair(draft_tokens=3)), stopping("b", after=6)
+    run_all(world, [each])
+    assert len(definition(each)) == 6
+
+
+def test_a_row_whose_tokens_are_read_one_by_one_is_held_back_and_keeps_nobody_waiting():
+    bench = Bench(worker("decode-0", Role.DECODE, steps_in_flight=2))
+    held, free = request("held", max_tokens=6, synchronous=True), request("free", max_tokens=6)
+    for each in (held, free):
+        assert bench.reserve(each)
+        bench.arrive(each)
+        bench.commit(each)
+    bench.read_all()
+    active = [run.plan.decode.active for run in bench.decode_runs]
+    seats = {each.request_id: each.slot for run in bench.decode_runs for each in run.plan.decode.admit}
+    with_held = [seats["held"] in slots for slots in active]
+    both = [slots for slots in active if seats["free"] in slots]
+    assert sum(with_held) == 5 and with_held[: len(both)] == [True, False, True, False, True]
+    assert bench.free_pages == 64
+
+
+@pytest.mark.parametrize("cluster", [pair, colocated])
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails(cluster, data: st.DataObject):
+    draw = data.draw
+    sizes = {
+        "mixed_steps": draw(st.booleans()),
+        "draft_tokens": draw(st.integers(0, 3)),
+        "num_pages": draw(st.sampled_from([24, 64])),
+        "num_microbatches": draw(st.sampled_from([1, 2])),
+        "prefix_caching": draw(st.booleans()),
+        "reserve_tokens": draw(st.sampled_from([1, 8])),
+    }
+    asked = [
+        request(
+            f"r{i}",
+            draw(st.integers(1, 30)),
+            max_tokens=draw(st.integers(1, 20)),
+            synchronous=draw(st.booleans()),
+            arrival_s=draw(st.floats(0.0, 0.02)),
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]
+    faults = Faults(seed=draw(st.integers(0, 99)), fail_plan=draw(st.sampled_from([0.0, 0.02])))
+    world = World(cluster(**sizes), faults=faults)
+    for each in asked:
+        world.submit(each, each.arrival_s)
+    world.run()
+    check_outputs(world, asked)
