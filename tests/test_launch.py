@@ -50,22 +50,26 @@ def busy_port():
         yield taken.getsockname()[1]
 
 
+MISTAKES = [
+    (["--mesh=prefil:tp2,decode:pp2"], "unknown role 'prefil'"),
+    (["--model=/nowhere", "--http_port=0", "--grpc_port=0"], "--model=/nowhere: there is no config.json"),
+    (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
+    (["--prompts=pyproject.toml", "--output=pyproject.toml"], "pyproject.toml, line 1: not an object"),
+    (["--mehs=colocated:tp1"], "unknown flag --mehs; did you mean --mesh?"),
+    (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
+    (["--mesh=colocated:tp1@9999", "--http_port=0", "--grpc_port=0"], "devices 0 to 9999, this machine has 256"),
+    (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
+    (["--prompts=/", "--output=/tmp/never.jsonl"], "--prompts=/: "),
+    (["--prompts=/dev/null", "--output=README.md"], "--output=README.md: line 1 is not an answer"),
+    (["--prompts=/dev/null", "--output=/dev/stdout"], "--output=/dev/stdout: is a link to"),
+    (["--prompts=/dev/null", "--output=/nowhere/out.jsonl"], "--output=/nowhere/out.jsonl: No such file"),
+]
+IN_THE_SUITE = 4  # a process each: the others are left to .ci/run
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [
-        (["--mesh=prefil:tp2,decode:pp2"], "unknown role 'prefil'"),
-        (["--model=/nowhere", "--http_port=0", "--grpc_port=0"], "--model=/nowhere: there is no config.json"),
-        (["--mehs=colocated:tp1"], "unknown flag --mehs; did you mean --mesh?"),
-        (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
-        (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
-        (["--mesh=colocated:tp1@9999", "--http_port=0", "--grpc_port=0"], "devices 0 to 9999, this machine has 256"),
-        (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
-        (["--prompts=/", "--output=/tmp/never.jsonl"], "--prompts=/: "),
-        (["--prompts=pyproject.toml", "--output=pyproject.toml"], "pyproject.toml, line 1: not an object"),
-        (["--prompts=/dev/null", "--output=README.md"], "--output=README.md: line 1 is not an answer"),
-        (["--prompts=/dev/null", "--output=/dev/stdout"], "--output=/dev/stdout: is a link to"),
-        (["--prompts=/dev/null", "--output=/nowhere/out.jsonl"], "--output=/nowhere/out.jsonl: No such file"),
-    ],
+    [pytest.param(*each, marks=[pytest.mark.slow] * (at >= IN_THE_SUITE)) for at, each in enumerate(MISTAKES)],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, says):
     done = launch(*arguments)
