@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from absl import flags as absl_flags
@@ -17,14 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jdisagg import flags
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.sim.arithmetic import (
     DTYPE_BYTES,
     MODELS,
-    Attention,
     least_disaggregation_bytes_per_s,
     least_reuse_bytes_per_s,
     model,
+    number_bytes,
     transfer_s,
 )
 from jdisagg.sim.hardware import HARDWARE, LINKS, Hardware, hardware
@@ -41,19 +43,10 @@ def declare() -> flags.FlagValues:
     return values
 
 
-def attention_of(name: str) -> Attention:
+def model_of(name: str) -> ModelConfig:
     """The numbers of a model that is known by its name, or of a folder. Raises ConfigError, CheckpointError."""
-    return _of_folder(Path(name)) if Path(name).is_dir() else model(name)
-
-
-def _of_folder(folder: Path) -> Attention:
-    config = read_config(folder)
-    kind = "MHA" if config.num_kv_heads == config.num_heads else "GQA"
-    per_layer = 2.0 * config.layer_params() / config.hidden_size**2
-    return Attention(
-        folder.name, config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, kind,
-        linear_flops=per_layer, attention_flops=2.0 * 2.0 * config.q_size / config.hidden_size,
-    )  # fmt: skip
+    folder = Path(name)
+    return replace(read_config(folder), family=folder.name) if folder.is_dir() else model(name)
 
 
 def decimal(size_bytes: float) -> str:
@@ -81,16 +74,16 @@ def seconds(duration_s: float) -> str:
     return f"{duration_s * 1e3:.3g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.3g} us"
 
 
-def prefill_s(attention: Attention, tokens: int, chip: Hardware, devices: int) -> float:
+def prefill_s(config: ModelConfig, tokens: int, chip: Hardware, devices: int) -> float:
     """FLOPs over the share of the peak that large GEMMs and causal attention reach; half of all pairs are masked."""
-    linear = attention.num_layers * attention.linear_flops * tokens * attention.hidden_size**2
-    pairs = (attention.prefill_flops(tokens) - linear) / 2
+    linear = config.num_layers * config.linear_flops(tokens)
+    pairs = config.num_layers * config.attention_flops(tokens**2 / 2)
     return (linear / chip.gemm + pairs / chip.prefill_attention) / (chip.flops * devices)
 
 
-def links_table(attention: Attention, size_bytes: float, prefill: float) -> Table:
+def links_table(config: ModelConfig, size_bytes: float, prefill: float) -> Table:
     """Seconds over every link, and their share of the prefill that could hide them."""
-    table = Table(title=f"{attention.name}: {decimal(size_bytes)} of KV against {seconds(prefill)} of prefill")
+    table = Table(title=f"{config.family}: {decimal(size_bytes)} of KV against {seconds(prefill)} of prefill")
     for name in ("link, one way", "nominal", "time", "measured", "time", "of prefill"):
         table.add_column(name, justify="left" if name == "link, one way" else "right")
     for link in LINKS:
@@ -107,26 +100,26 @@ def links_table(attention: Attention, size_bytes: float, prefill: float) -> Tabl
     return table
 
 
-def report(attention: Attention, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
+def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
     """Everything there is to print."""
-    size, a_token = attention.kv_bytes(tokens, dtype), attention.kv_bytes(1, dtype)
-    prefill = prefill_s(attention, tokens, chip, devices)
+    size, a_token = (config.kv_bytes(count, number_bytes(dtype)) for count in (tokens, 1))
+    prefill = prefill_s(config, tokens, chip, devices)
     pays = least_disaggregation_bytes_per_s(size, prefill)
-    reuse = least_reuse_bytes_per_s(attention, tokens, chip.flops * devices, dtype)
+    reuse = least_reuse_bytes_per_s(config, tokens, chip.flops * devices, dtype)
     return [
-        f"{attention.name} ({attention.kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
+        f"{config.family} ({config.attention_kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
         f"{tokens} tokens: {decimal(size)} = {binary(size)}",
         f"prefill on {devices} x {chip.name}: {seconds(prefill)} ({tokens / prefill:,.0f} tokens/s)",
-        links_table(attention, size, prefill),
+        links_table(config, size, prefill),
         f"a streamed handoff hides behind prefill from {decimal(pays)}/s ({pays * 8 / 1e9:,.1f} Gbit/s), one way",
         f"fetching this KV beats computing it at peak FLOP/s from {decimal(reuse)}/s (Mooncake, eq. 2)",
     ]
 
 
 def run(values: flags.FlagValues) -> int:
-    attention = attention_of(values.model)
+    config = model_of(values.model)
     chip = hardware(values.hardware)
-    for part in report(attention, values.tokens, values.dtype, chip, values.devices):
+    for part in report(config, values.tokens, values.dtype, chip, values.devices):
         Console().print(part, highlight=False)
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.kv_layout import heads_per_shard
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.targets import Chip
 
@@ -42,26 +41,13 @@ class Shard:
     kv_bytes: int
 
     @property
-    def layer_params(self) -> float:
-        """Weights of one layer's matrices that this shard holds."""
-        kv_heads = heads_per_shard(self.model.num_kv_heads, self.tp)
-        heads = 2 * self.model.num_heads // self.tp + 2 * kv_heads
-        return self.model.hidden_size * (heads * self.model.head_dim + 3 * self.model.intermediate_size / self.tp)
-
-    @property
-    def head_params(self) -> float:
-        """Those of the head, whether or not this stage has it."""
-        shards = self.tp if self.model.vocab_size % self.tp == 0 else 1
-        return self.model.vocab_size * self.model.hidden_size / shards
-
-    @property
-    def held_bytes(self) -> float:
+    def held_bytes(self) -> int:
         """Bytes of the weights that this shard keeps: the embedding is whole on every shard of the first stage."""
-        params = len(self.layers) * self.layer_params
+        params = self._layers_params
         if self.layers.start == 0:
-            params += self.model.vocab_size * self.model.hidden_size
-        if self.layers.stop == self.model.num_layers and not self._head_is_embedding:
-            params += self.head_params
+            params += self.model.embedding_params
+        if self._has_head and not self._head_is_embedding:
+            params += self.model.head_params(self.tp)
         return params * self.weight_bytes
 
     @property
@@ -69,9 +55,17 @@ class Shard:
         return self.model.tie_embeddings and self.tp == 1 and self.layers.start == 0
 
     @property
+    def _layers_params(self) -> int:
+        return len(self.layers) * self.model.layer_params(self.tp)
+
+    @property
+    def _has_head(self) -> bool:
+        return self.layers.stop == self.model.num_layers
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Of one layer."""
-        return 2 * heads_per_shard(self.model.num_kv_heads, self.tp) * self.model.head_dim * self.kv_bytes
+        return self.model.layer_kv_size(self.tp) * self.kv_bytes
 
     def seen(self, tokens: int) -> int:
         """Tokens that a query at the end of `tokens` sees, summed over the layers."""
@@ -80,20 +74,22 @@ class Shard:
 
     def decode(self, slots: int, context_tokens: int) -> Work:
         """One token of each of `slots` sequences that hold `context_tokens`; the last stage makes logits as well."""
-        params = len(self.layers) * self.layer_params
-        if self.layers.stop == self.model.num_layers:
-            params += self.head_params
         seen = slots * self.seen(context_tokens)
-        flops = 2 * params * slots + 4 * self.model.q_size / self.tp * seen
-        return Work(params * self.weight_bytes, seen * self.kv_bytes_per_token, flops)
+        layers = self._layers_work(slots, seen, seen)
+        head = self.head(slots) if self._has_head else Work()
+        return Work(layers.weight_bytes + head.weight_bytes, layers.kv_bytes, layers.flops + head.flops)
 
     def prefill(self, tokens: int) -> Work:
         """A chunk that is one whole prompt of `tokens`; the head is a program of its own."""
-        params = len(self.layers) * self.layer_params
         seen = tokens * self.seen(tokens // 2)  # the mean query sees half the prompt
-        flops = 2 * params * tokens + 4 * self.model.q_size / self.tp * seen
-        return Work(params * self.weight_bytes, len(self.layers) * tokens * self.kv_bytes_per_token, flops)
+        return self._layers_work(tokens, seen, len(self.layers) * tokens)
 
     def head(self, rows: int) -> Work:
         """Logits of `rows` rows."""
-        return Work(self.head_params * self.weight_bytes, 0.0, 2 * self.head_params * rows)
+        params = self.model.head_params(self.tp)
+        return Work(params * self.weight_bytes, 0.0, 2 * params * rows)
+
+    def _layers_work(self, tokens: int, pairs: int, read: int) -> Work:
+        """pairs: of a query and a key; read: tokens whose K and V are read; both summed over the layers."""
+        flops = len(self.layers) * self.model.linear_flops(tokens, self.tp) + self.model.attention_flops(pairs, self.tp)
+        return Work(self._layers_params * self.weight_bytes, read * self.kv_bytes_per_token, flops)

@@ -8,7 +8,7 @@ from jdisagg.core.model_config import ModelConfig
 
 def head_cost(config: ModelConfig) -> float:
     """The head's weights in units of one layer's: what the last stage carries besides its layers."""
-    return config.vocab_size * config.hidden_size / config.layer_params()
+    return config.head_params() / config.layer_params()
 
 
 def split_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:

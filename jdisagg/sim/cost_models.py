@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
-from jdisagg.sim.arithmetic import DTYPE_BYTES, Attention, model
+from jdisagg.sim.arithmetic import model, number_bytes
 from jdisagg.sim.hardware import Hardware
 
 DISTSERVE = Path(__file__).parent / "data" / "distserve_a100_80g.json"
@@ -74,18 +75,22 @@ def drawn(plan: PrefillChunks) -> int:
 class Model:
     """What a part of KV is made of."""
 
-    attention: Attention
+    config: ModelConfig
     dtype: str = "bfloat16"
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Of all layers."""
+        return self.config.kv_bytes(tokens, number_bytes(self.dtype))
 
     def part_bytes(self, transfer: KVTransfer) -> float:
         """Bytes of a part's tokens, of its own layers alone."""
-        layers = self.attention.num_layers
+        layers = self.config.num_layers
         first, stop = transfer.layers or (0, layers)
-        return self.attention.kv_bytes(transfer.num_tokens, self.dtype) * (stop - first) / layers
+        return self.kv_bytes(transfer.num_tokens) * (stop - first) / layers
 
     def row_bytes(self, rows: int) -> float:
         """Of the activations that a layer hands on."""
-        return rows * self.attention.hidden_size * DTYPE_BYTES[self.dtype]
+        return rows * self.config.hidden_size * number_bytes(self.dtype)
 
 
 def all_reduce_s(size_bytes: float, tp: int, bytes_per_s: float, fixed_s: float) -> float:
@@ -187,8 +192,8 @@ class Roofline:
     host_s: float = 1e-3  # of the host, a plan
 
     def __post_init__(self) -> None:
-        if self.model.attention.kind == "MLA":
-            raise ConfigError(f"the roofline knows dense models: {self.model.attention.name} has MLA and experts")
+        if self.model.config.attention_kind == "MLA":
+            raise ConfigError(f"the roofline knows dense models: {self.model.config.family} has MLA and experts")
 
     def prefill_s(self, plan: PrefillChunks) -> float:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(drawn(plan))
@@ -210,43 +215,41 @@ class Roofline:
         return self.model.part_bytes(transfer)
 
     def _pairs_s(self, plan: PrefillChunks) -> float:
-        attention = self.model.attention
+        config = self.model.config
         ends = [(chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
-        pairs = attention.attention_flops / 2 * sum(end**2 - start**2 for start, end in ends) * attention.hidden_size
-        return attention.num_layers * pairs / (self.chip.flops * self.tp * self.chip.prefill_attention)
+        flops = config.num_layers * config.attention_flops(sum(end**2 - start**2 for start, end in ends) / 2)
+        return flops / (self.chip.flops * self.tp * self.chip.prefill_attention)
 
     def _read_s(self, context_tokens: int) -> float:
-        kv_bytes = self.model.attention.kv_bytes(context_tokens, self.model.dtype)
+        kv_bytes = self.model.kv_bytes(context_tokens)
         return kv_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.decode_attention)
 
     def _linear_s(self, rows: int) -> float:
-        attention = self.model.attention
-        return self._matrices_s(attention.num_layers * attention.layer_params, rows) + self._collectives_s(rows)
+        config = self.model.config
+        return self._matrices_s(config.num_layers * config.layer_params(), rows) + self._collectives_s(rows)
 
     def _head_s(self, rows: int) -> float:
-        return self._matrices_s(self.model.attention.head_params, rows) if rows else 0.0
+        return self._matrices_s(self.model.config.head_params(), rows) if rows else 0.0
 
     def _matrices_s(self, params: float, rows: int) -> float:
         compute_s = 2 * params * rows / (self.chip.flops_of(self.weight_dtype) * self.tp * self.chip.gemm)
-        read_bytes = params * DTYPE_BYTES[self.weight_dtype]
+        read_bytes = params * number_bytes(self.weight_dtype)
         return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.skinny))
 
     @property
     def weight_bytes(self) -> float:
-        """Of all shards, the embedding as large as the head."""
-        attention = self.model.attention
-        params = attention.num_layers * attention.layer_params + 2 * attention.head_params
-        return params * DTYPE_BYTES[self.weight_dtype]
+        """Of all shards together."""
+        return self.model.config.num_params() * number_bytes(self.weight_dtype)
 
     def _collectives_s(self, rows: int) -> float:
         bytes_per_s = self.chip.link_bytes_per_s * self.chip.link
         one_s = all_reduce_s(self.model.row_bytes(rows), self.tp, bytes_per_s, self.chip.collective_s)
-        return 2 * self.model.attention.num_layers * one_s
+        return 2 * self.model.config.num_layers * one_s
 
     def kv_tokens(self, pp: int = 1) -> int:
         """KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError where the weights do not fit."""
         room = MEMORY_SHARE * self.chip.hbm_bytes * self.tp * pp - self.weight_bytes
         if room <= 0:
             devices = f"{self.tp * pp} x {self.chip.name}"
-            raise ConfigError(f"{self.model.attention.name}: {self.weight_bytes:.3g} bytes of weights, over {devices}")
-        return int(room // self.model.attention.kv_bytes(1, self.model.dtype))
+            raise ConfigError(f"{self.model.config.family}: {self.weight_bytes:.3g} bytes of weights, over {devices}")
+        return int(room // self.model.kv_bytes(1))

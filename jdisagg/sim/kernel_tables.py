@@ -125,10 +125,10 @@ class KernelTables:
         rows = batch + (prefill.num_tokens if prefill else 0)
         sequences = batch + (drawn(prefill) if prefill else 0)
         layer_s = self.kernels.linear.at(rows) + self.kernels.attention_s(prefill, batch, context_tokens)
-        attention = self.model.attention
+        config = self.model.config
         reduce_s = all_reduce_s(self.model.row_bytes(rows), self.tp, self.link_bytes_per_s, self.link_s)
         head_s = self.kernels.head.at(sequences) if sequences else 0.0
-        return self.host_s + attention.num_layers * (layer_s + 2 * reduce_s) + self.kernels.once.at(rows) + head_s
+        return self.host_s + config.num_layers * (layer_s + 2 * reduce_s) + self.kernels.once.at(rows) + head_s
 
 
 # ---------------------------------------------------------------------- reading

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import jax
@@ -14,10 +15,11 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.core.errors import CheckpointError, MeshError, MissingTensor, WrongShape
 from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.roofline import Shard
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import Index, stage_leaves
-from jdisagg.model.params import StageParams, abstract_stage, check_tensors, load_stage
+from jdisagg.model.params import StageParams, abstract_stage, abstract_stage_params, check_tensors, load_stage
 from jdisagg.model.sources import HFSource, RandomSource, Source
 from tests.fixtures.conformance import ROOT, families
 from tests.model.sharded import mesh_of, split_layers
@@ -101,6 +103,20 @@ def test_an_indivisible_vocabulary_is_replicated():
     place = paths.index("head")
     assert params.specs[place] == jax.sharding.PartitionSpec()
     assert params.leaves[place].addressable_shards[3].data.shape == (1023, 256)
+
+
+CUTS = {"llama": BIG, "tied": replace(BIG, tie_embeddings=True), "odd": replace(BIG, vocab_size=1023),
+        "biased": replace(BIG, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("config", CUTS.values(), ids=CUTS)
+def test_the_arithmetic_of_a_model_counts_the_matrices_that_a_shard_loads(config: ModelConfig, tp: int):
+    """Of every stage; norms and biases are not counted. At TP 8 each of the four KV heads is on two shards."""
+    for layers in (range(4), range(2), range(2, 4)):
+        leaves = abstract_stage_params(config, layers, mesh_of(tp), jnp.float32).leaves
+        held = sum(prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves if leaf.ndim > 1)
+        assert Shard(config, layers, tp, 4, 4).held_bytes == 4 * held
 
 
 def test_one_device_has_no_axis_and_its_leaves_lie_there_alone():

@@ -21,11 +21,11 @@ from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import PrefixCache
 from jdisagg.policy.routing import Candidate, RoutingRequest, WorkerSnapshot, choose_pair
-from jdisagg.sim.arithmetic import MOONCAKE_70B
 from jdisagg.sim.cost_models import CostModel, Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.sequence import Sequence as Length
 from jdisagg.sim.traces import Trace
+from tests.published.mooncake import MOONCAKE_70B
 
 DECODER = WorkerSnapshot(WorkerId("decode"), Role.DECODE, 0.0, 0, True)  # of no concern here, and always free
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jdisagg.sim.arithmetic import MOONCAKE_70B, least_reuse_bytes_per_s, model, pool_prices, transfer_s
+from jdisagg.sim.arithmetic import least_reuse_bytes_per_s, model, number_bytes, pool_prices, transfer_s
 from tests.published.gates import absolute, hold, hold_all, relative
+from tests.published.mooncake import MOONCAKE_70B
 
 GIGA = 1e9
 LLAMA_70B = model("llama3-70b")
@@ -105,7 +106,7 @@ def test_splitwises_second_token_waits_for_its_kv_as_published():
     ],
 )
 def test_sizes_that_are_often_quoted_wrongly_are_right(name: str, tokens: int, dtype: str, size_bytes: float):
-    assert model(name).kv_bytes(tokens, dtype) == size_bytes
+    assert model(name).kv_bytes(tokens, number_bytes(dtype)) == size_bytes
 
 
 def test_an_mha_formula_for_a_gqa_model_is_wrong_by_its_group():

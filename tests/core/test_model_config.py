@@ -1,0 +1,55 @@
+"""One arithmetic of a model, held against published figures and against itself cut in shards."""
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+
+LLAMA_3_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 8192)
+MHA = replace(LLAMA_3_70B, num_kv_heads=64)
+
+
+def test_the_weights_of_a_model_are_those_of_its_name():
+    assert LLAMA_3_70B.num_params() == pytest.approx(70.55e9, rel=1e-3)
+    assert replace(LLAMA_3_70B, tie_embeddings=True).num_params() == LLAMA_3_70B.num_params() - 128256 * 8192
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_shards_hold_a_layers_weights_once(tp: int):
+    assert tp * LLAMA_3_70B.layer_params(tp) == LLAMA_3_70B.layer_params()
+    assert tp * LLAMA_3_70B.layer_kv_size(tp) == LLAMA_3_70B.layer_kv_size()
+    assert tp * LLAMA_3_70B.head_params(tp) == LLAMA_3_70B.head_params()
+
+
+def test_more_shards_than_kv_heads_replicate_them_and_a_vocabulary_that_does_not_divide_is_whole():
+    assert LLAMA_3_70B.layer_kv_size(16) == LLAMA_3_70B.layer_kv_size(8)
+    assert 16 * LLAMA_3_70B.layer_params(16) - LLAMA_3_70B.layer_params() == 8192 * 2 * 8 * 128
+    odd = replace(LLAMA_3_70B, vocab_size=128257)
+    assert odd.head_params(8) == odd.head_params()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_leaves_as_many_bytes_as_its_pages_give_it(dtype: str):
+    layout = KVLayout(80, 8, 128, 16, dtype)
+    assert LLAMA_3_70B.kv_bytes(1, {"float32": 4, "bfloat16": 2}[dtype]) == layout.bytes_per_token
+    assert LLAMA_3_70B.kv_bytes(16, 2) == KVLayout(80, 8, 128, 16, "bfloat16").bytes_per_page
+
+
+def test_a_prompts_flops_are_two_for_each_weight_and_four_for_each_pair():
+    assert LLAMA_3_70B.prefill_flops(1) == 80 * (2 * LLAMA_3_70B.layer_params() + 4 * 64 * 128)
+    whole, cached = LLAMA_3_70B.prefill_flops(1000), LLAMA_3_70B.prefill_flops(400)
+    assert LLAMA_3_70B.prefill_flops(1000, cached=400) == whole - cached
+
+
+def test_the_kind_of_attention_is_read_from_the_heads():
+    latent = replace(MHA, latent_size=576)
+    assert [each.attention_kind for each in (LLAMA_3_70B, MHA, latent)] == ["GQA", "MHA", "MLA"]
+    assert latent.layer_kv_size() == 576
+
+
+def test_experts_count_by_what_is_active():
+    active = replace(LLAMA_3_70B, active_layer_params=10_000)
+    assert (active.layer_params(), active.layer_params(4)) == (10_000, 2_500)
+    assert active.linear_flops(3) == 60_000
