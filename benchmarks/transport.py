@@ -34,7 +34,7 @@ from jdisagg.kv.transport.choose import available, open_transport
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.link import Link
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import Parcel, Ticket, read_ticket
+from jdisagg.kv.transport.ticket import Ticket, TransferId, read_ticket
 
 SECRET, IDENTITY = b"a secret of this benchmark alone", Identity("benchmark", "benchmark", "float32")
 LOAD = {"8 KB": (1, 8 << 10), "1 MB": (1, 1 << 20), "64 MB x 8": (8, 8 << 20), "256 MB x 32": (32, 8 << 20)}
@@ -42,7 +42,7 @@ LINKS_GBIT_PER_S = (1, 10, 25, 100, 200)
 SHAPED_GBIT_PER_S = (1, 10)  # faster ones are not shaped well by the kernel, and TCP does not reach them here
 BUCKET, NAMESPACE = "token bucket", "namespace"
 TARGET_GB_PER_S = {"shm": 8.0, "tcp": 2.5}
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 OwnMs = dict[tuple[str, str], float]  # by transport and size: how long it takes without a link
 
 
@@ -78,8 +78,8 @@ class Source:
     """Offers the same arrays again and again, in this process or behind `Remote`."""
 
     def __init__(self, names: Sequence[str], host: str = "127.0.0.1") -> None:
-        terms = TransportConfig(SECRET, IDENTITY, listen=f"{host}:0")
-        self.transports = {name: open_transport(name, terms) for name in names}
+        config = TransportConfig(SECRET, IDENTITY, listen=f"{host}:0")
+        self.transports = {name: open_transport(name, config) for name in names}
         rng, device = np.random.default_rng(0), jax.devices()[-1]
         block = rng.integers(0, 255, max(nbytes for _, nbytes in LOAD.values()), np.uint8)
         self.arrays = {
@@ -90,7 +90,7 @@ class Source:
     def offer(self, name: str, size: str) -> Ticket:
         fresh = [each + np.uint8(0) for each in self.arrays[size]]
         jax.block_until_ready(fresh)
-        return self.transports[name].offer(Parcel(size, 0), fresh, time.monotonic() + PATIENCE_S)
+        return self.transports[name].offer(TransferId(size, 0), fresh, time.monotonic() + TIMEOUT_S)
 
     def cpu_s(self) -> float:
         return time.process_time()
@@ -122,7 +122,7 @@ class Remote:
         return self._ask({"do": "cpu"})
 
     def close(self) -> None:
-        self._process.communicate(timeout=PATIENCE_S)
+        self._process.communicate(timeout=TIMEOUT_S)
 
 
 def be_source(names: Sequence[str], host: str) -> None:
@@ -141,7 +141,7 @@ def pull(transport: Transport, ticket: Ticket) -> float:
     """Seconds until the arrays are ready."""
     devices = jax.devices()[:1] * len(ticket.arrays)
     started_s = time.perf_counter()
-    arrays = transport.pull(ticket, devices, time.monotonic() + PATIENCE_S)
+    arrays = transport.pull(ticket, devices, time.monotonic() + TIMEOUT_S)
     jax.block_until_ready(arrays)
     took_s = time.perf_counter() - started_s
     del arrays

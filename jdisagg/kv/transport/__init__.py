@@ -10,7 +10,7 @@
 
     mine, theirs = capability("cpu"), read_capability(record)      # choose.py: exchanged over the control plane
     transport = open_transport(choose(mine, theirs), TransportConfig(secret, Identity(model, layout, dtype)))
-    ticket = transport.offer(Parcel(handoff, epoch, part), shards, deadline_s)      # source: at once, computed or not
+    ticket = transport.offer(TransferId(handoff, epoch, part), shards, deadline_s)  # source: at once, computed or not
     record = ticket.to_json()                                                # travels with the control messages
     arrays = transport.pull(read_ticket(record), devices, deadline_s)        # destination, blocking, off its driver
     transport.ack(ticket)                                 # after the insert; `cancel` from either end, at any time
@@ -18,7 +18,7 @@
 
 Shard i becomes array i. Every ticket is good for one pull and ends exactly once: acked, cancelled, expired, or broken
 off by a peer that went away; then neither end holds anything for it (`protocol.py` has the signatures and the errors).
-Deadlines are absolute, of the clock in `TransportConfig`; every operation ends by its own. A failed pull is not
+Deadline are absolute, of the clock in `TransportConfig`; every operation ends by its own. A failed pull is not
 retried here: whoever owns the pages offers them again.
 
 Safety: both ends prove a shared secret and show what they run (model, layout, dtype, version) before anything else,

@@ -108,7 +108,7 @@ def _shared(name: str, mine: Capability, theirs: Capability) -> bool:
     return anywhere and name in mine.transports and name in theirs.transports
 
 
-def open_transport(name: str, terms: TransportConfig) -> Transport:
+def open_transport(name: str, config: TransportConfig) -> Transport:
     """A new transport of that name. Raises ConfigError where there is none."""
     makers: dict[str, Callable[[TransportConfig], Transport]] = {
         "inproc": Inproc,
@@ -121,5 +121,5 @@ def open_transport(name: str, terms: TransportConfig) -> Transport:
     if name not in available():
         raise ConfigError(f"transport {name!r} is not to be had here: there are {', '.join(available())}")
     if name == "nixl":  # an extra: its module is only there to import where the wheel is
-        return importlib.import_module("jdisagg.kv.transport.nixl").nixl(terms)
-    return makers[name](terms)
+        return importlib.import_module("jdisagg.kv.transport.nixl").nixl(config)
+    return makers[name](config)

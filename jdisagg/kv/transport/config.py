@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 import jdisagg
 from jdisagg.core.errors import ConfigError
-from jdisagg.kv.transport.deadlines import Clock
+from jdisagg.kv.transport.deadline import Clock
 from jdisagg.kv.transport.link import Link
 
 SHORTEST_SECRET = 16  # bytes
@@ -24,7 +24,7 @@ class Identity:
 
     model: str  # fingerprint of the weights and the configuration
     layout: str  # of the pages: heads, dimension, page size, as both sides must understand them
-    dtype: str  # of the KV on the wire
+    dtype: str  # of the KV on the connection
     version: str = jdisagg.__version__
 
     @property

@@ -1,4 +1,4 @@
-"""The destination's lines: connections to sources, kept and used again, and opened anew where a source restarted."""
+"""The destination's pool: connections to sources, kept and used again, and opened anew where a source restarted."""
 
 from __future__ import annotations
 
@@ -11,50 +11,55 @@ from typing import Any
 
 from jdisagg.core.errors import PeerDead, PeerMismatch
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
-from jdisagg.kv.transport.hello import greet
+from jdisagg.kv.transport.connection import Connection, tune
+from jdisagg.kv.transport.deadline import Deadline
+from jdisagg.kv.transport.handshake import greet
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.kv.transport.wire import Wire, tune
 
 UNIX = "unix:"  # an abstract socket's name follows
 
 
 class ConnectionPool:
-    """Idle wires by address; a wire is nobody else's from `ask` until `give_back` or its end."""
+    """Idle connections by address; a connection is nobody else's from `ask` until `give_back` or its end."""
 
-    def __init__(self, terms: TransportConfig) -> None:
-        self._terms = terms
+    def __init__(self, config: TransportConfig) -> None:
+        self._config = config
         self._lock = threading.Lock()
-        self._idle: dict[str, list[tuple[Wire, float]]] = {}
+        self._idle: dict[str, list[tuple[Connection, float]]] = {}
         self._closed = False
 
-    def ask(self, address: str, record: dict[str, Any], deadlines: Deadlines) -> tuple[Wire, dict[str, Any]]:
-        """The reply, and the wire it came by. A kept wire that has died is replaced by a fresh one, once."""
+    def ask(self, address: str, record: dict[str, Any], deadline: Deadline) -> tuple[Connection, dict[str, Any]]:
+        """The reply, and the connection it came by. A kept one that has died is replaced by a fresh one, once."""
         kept = self._take(address)
         if kept is not None:
             try:
-                return kept, exchange(kept, record, deadlines)
+                return kept, exchange(kept, record, deadline)
             except PeerDead:
                 self._drop(address)
-        wire = self._open(address, deadlines)
-        return wire, exchange(wire, record, deadlines)
+        connection = self._open(address, deadline)
+        return connection, exchange(connection, record, deadline)
 
-    def give_back(self, address: str, wire: Wire) -> None:
+    def give_back(self, address: str, connection: Connection) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.setdefault(address, []).append((wire, self._terms.clock()))
+                self._idle.setdefault(address, []).append((connection, self._config.clock()))
                 return
-        wire.close()
+        connection.close()
 
     def sweep(self, now_s: float) -> None:
         """Closes what was idle too long."""
-        oldest_s = now_s - self._terms.idle_timeout_s
+        oldest_s = now_s - self._config.idle_timeout_s
         with self._lock:
-            stale = [wire for wires in self._idle.values() for wire, since_s in wires if since_s < oldest_s]
-            kept = {at: [each for each in wires if each[1] >= oldest_s] for at, wires in self._idle.items()}
-            self._idle = {at: wires for at, wires in kept.items() if wires}
-        for wire in stale:
-            wire.close()
+            stale = [
+                connection
+                for connections in self._idle.values()
+                for connection, since_s in connections
+                if since_s < oldest_s
+            ]
+            kept = {at: [each for each in connections if each[1] >= oldest_s] for at, connections in self._idle.items()}
+            self._idle = {at: connections for at, connections in kept.items() if connections}
+        for connection in stale:
+            connection.close()
 
     def close(self) -> None:
         self._closed = True
@@ -66,53 +71,55 @@ class ConnectionPool:
     @property
     def connections(self) -> int:
         with self._lock:
-            return sum(len(wires) for wires in self._idle.values())
+            return sum(len(connections) for connections in self._idle.values())
 
-    def _take(self, address: str) -> Wire | None:
+    def _take(self, address: str) -> Connection | None:
         with self._lock:
-            wires = self._idle.get(address)
-            return wires.pop()[0] if wires else None
+            connections = self._idle.get(address)
+            return connections.pop()[0] if connections else None
 
     def _drop(self, address: str) -> None:
-        """All idle wires to a source that has died once are to its earlier life."""
+        """All idle connections to a source that has died once are to its earlier life."""
         with self._lock:
-            wires = self._idle.pop(address, [])
-        for wire, _ in wires:
-            wire.close()
+            connections = self._idle.pop(address, [])
+        for connection, _ in connections:
+            connection.close()
 
-    def _open(self, address: str, deadlines: Deadlines) -> Wire:
-        deadline_s = min(deadlines.deadline_s, self._terms.clock() + self._terms.control_timeout_s)
-        sock = connect(address, deadlines, deadline_s)
-        wire = Wire(sock, f"the source at {address}")
+    def _open(self, address: str, deadline: Deadline) -> Connection:
+        deadline_s = min(deadline.deadline_s, self._config.clock() + self._config.control_timeout_s)
+        sock = connect(address, deadline, deadline_s)
+        connection = Connection(sock, f"the source at {address}")
         try:
-            self._secure(wire, address, deadlines)
-            greet(wire, self._terms, deadlines)
+            self._secure(connection, address, deadline)
+            greet(connection, self._config, deadline)
         except BaseException:
-            wire.close()
+            connection.close()
             raise
-        return wire
+        return connection
 
-    def _secure(self, wire: Wire, address: str, deadlines: Deadlines) -> None:
-        if self._terms.tls_client is not None and not address.startswith(UNIX):
-            wire.socket.settimeout(min(deadlines.left_s(), self._terms.control_timeout_s))
+    def _secure(self, connection: Connection, address: str, deadline: Deadline) -> None:
+        if self._config.tls_client is not None and not address.startswith(UNIX):
+            connection.socket.settimeout(min(deadline.left_s(), self._config.control_timeout_s))
             try:
-                wire.socket = self._terms.tls_client.wrap_socket(wire.socket, server_hostname=split_address(address)[0])
+                connection.socket = self._config.tls_client.wrap_socket(
+                    connection.socket, server_hostname=split_address(address)[0]
+                )
             except (ssl.SSLError, OSError) as error:
-                raise PeerMismatch(f"no TLS with {wire.peer}: {error}") from error
+                raise PeerMismatch(f"no TLS with {connection.peer}: {error}") from error
 
 
-def exchange(wire: Wire, record: dict[str, Any], deadlines: Deadlines) -> dict[str, Any]:
-    """Sends a request and waits for its answer; the wire is closed where either fails."""
+def exchange(connection: Connection, record: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+    """Sends a request and waits for its answer; the connection is closed where either fails."""
     try:
-        wire.send_record(record, deadlines)
-        return wire.receive_record(deadlines)
+        connection.send_record(record, deadline)
+        return connection.receive_record(deadline)
     except BaseException:
-        wire.close()
+        connection.close()
         raise
 
 
-def connect(address: str, deadlines: Deadlines, deadline_s: float) -> socket.socket:
-    """A connected socket. Raises PeerDead where nobody answers by the deadline, or what `deadlines` raises."""
+def connect(address: str, deadline: Deadline, deadline_s: float) -> socket.socket:
+    """A connected socket. Raises PeerDead where nobody answers by the deadline, or what `deadline` raises."""
     family, target = _target(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -120,11 +127,11 @@ def connect(address: str, deadlines: Deadlines, deadline_s: float) -> socket.soc
         sock.connect_ex(target)
         poll = select.poll()
         poll.register(sock, select.POLLOUT)
-        while not poll.poll(1000 * deadlines.slice_s()):
-            if deadlines.clock() >= deadline_s:
-                raise PeerDead(f"{deadlines.what}: nobody answers at {address}")
+        while not poll.poll(1000 * deadline.slice_s()):
+            if deadline.clock() >= deadline_s:
+                raise PeerDead(f"{deadline.what}: nobody answers at {address}")
         if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise PeerDead(f"{deadlines.what}: nobody answers at {address} ({os.strerror(code)})")
+            raise PeerDead(f"{deadline.what}: nobody answers at {address} ({os.strerror(code)})")
         tune(sock)
         return sock
     except BaseException:

@@ -11,10 +11,10 @@ from jax import Array
 
 from jdisagg.core.errors import TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.offers import Ended, Offer, OfferTable
 from jdisagg.kv.transport.protocol import Held
-from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, verify
+from jdisagg.kv.transport.ticket import Ticket, TransferId, issue, verify
 
 
 class Inproc:
@@ -22,24 +22,24 @@ class Inproc:
 
     name = "inproc"
 
-    def __init__(self, terms: TransportConfig) -> None:
-        self.terms = terms
+    def __init__(self, config: TransportConfig) -> None:
+        self.config = config
         self.address = f"inproc:{secrets.token_hex(8)}"
-        self._offers = OfferTable(terms.offer_limit_bytes, terms.clock, _nothing_else_to_free)
+        self._offers = OfferTable(config.offer_limit_bytes, config.clock, _nothing_else_to_free)
 
-    def offer(self, parcel: Parcel, arrays: Sequence[Array], deadline_s: float) -> Ticket:
-        ticket = issue(self.name, self.address, parcel, arrays, self.terms.secret)
+    def offer(self, transfer: TransferId, arrays: Sequence[Array], deadline_s: float) -> Ticket:
+        ticket = issue(self.name, self.address, transfer, arrays, self.config.secret)
         self._offers.add(ticket, list(arrays), deadline_s)
         return ticket
 
     def pull(self, ticket: Ticket, devices: Sequence[Any], deadline_s: float) -> list[Array]:
-        verify(ticket, self.terms.secret)
+        verify(ticket, self.config.secret)
         if ticket.address != self.address:
             raise TransferRefused(f"ticket {ticket.id} is for {ticket.address!r} and not for {self.address!r}")
         assert len(devices) == len(ticket.arrays), (len(devices), len(ticket.arrays))
-        self._offers.expire(self.terms.clock())
-        deadlines = Deadlines(f"pull {ticket.id}", deadline_s, self.terms.clock)
-        deadlines.left_s()
+        self._offers.expire(self.config.clock())
+        deadline = Deadline(f"pull {ticket.id}", deadline_s, self.config.clock)
+        deadline.left_s()
         offer = self._offers.grant(ticket.id)
         sources = list(offer.arrays)
         try:
@@ -47,18 +47,18 @@ class Inproc:
         except RuntimeError as error:
             self._offers.end(ticket.id, Ended.BROKEN)
             raise TransferRefused(f"pull {ticket.id}: an offered array is lost ({error})") from error
-        if self.terms.link is not None:
-            self._crawl(offer, sources, deadlines)
+        if self.config.link is not None:
+            self._crawl(offer, sources, deadline)
         return landed
 
-    def _crawl(self, offer: Offer, sources: list[Array], deadlines: Deadlines) -> None:
+    def _crawl(self, offer: Offer, sources: list[Array], deadline: Deadline) -> None:
         """Takes as long as the emulated link would, from the moment the arrays are computed."""
-        assert self.terms.link is not None
-        offer.on_end = lambda: deadlines.call_off("the ticket ended")
-        if offer.deadlines.is_off:  # it ended before it could tell
+        assert self.config.link is not None
+        offer.on_end = lambda: deadline.call_off("the ticket ended")
+        if offer.deadline.is_off:  # it ended before it could tell
             offer.on_end()
-        deadlines.wait_computed(sources)
-        deadlines.wait_until(self.terms.link.send(self.terms.clock(), offer.ticket.nbytes))
+        deadline.wait_computed(sources)
+        deadline.wait_until(self.config.link.send(self.config.clock(), offer.ticket.nbytes))
 
     def ack(self, ticket: Ticket) -> bool:
         self._offers.end(ticket.id, Ended.ACKED)

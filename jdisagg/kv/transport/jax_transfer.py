@@ -26,29 +26,29 @@ from jax.sharding import SingleDeviceSharding
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferFull
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.connection import Connection
+from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import listen_tcp, split_address
 from jdisagg.kv.transport.offers import Ended, Offer
 from jdisagg.kv.transport.ticket import DTYPES, ID_BITS, Ticket
-from jdisagg.kv.transport.wire import Wire
 
 SOCKETS = 4  # for data; with none it only reaches its own process
 COPIES, CHUNK_BYTES = 8, 4 << 20  # the defaults, 256 MiB chunks, reserve 6.4 GB of addresses and are no faster
 LINGER_S = 5.0  # the server's own timeout is only a net under ours
 
 
-def jax_transfer(terms: TransportConfig) -> Endpoint:
+def jax_transfer(config: TransportConfig) -> Endpoint:
     """Between two processes of one jax version; each array goes between single devices of one platform."""
-    return Endpoint(terms, JaxBackend(terms))
+    return Endpoint(config, JaxBackend(config))
 
 
 class JaxBackend:
     name = "jax_transfer"
 
-    def __init__(self, terms: TransportConfig) -> None:
-        self._terms = terms
-        host = split_address(terms.advertise + ":0" if terms.advertise else terms.listen)[0]
+    def __init__(self, config: TransportConfig) -> None:
+        self._config = config
+        host = split_address(config.advertise + ":0" if config.advertise else config.listen)[0]
         here = f"[{host}]:0" if ":" in host else f"{host}:0"
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(
@@ -65,51 +65,57 @@ class JaxBackend:
         self._tiny = jax.device_put(np.zeros((), np.float32))
 
     def listen(self) -> tuple[socket.socket, str]:
-        return listen_tcp(self._terms)
+        return listen_tcp(self._config)
 
     def prepare_offer(self, offer: Offer) -> None:
         """Nothing yet: an offer that no one has asked for is not the server's to keep."""
 
-    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
         arrays = list(offer.arrays)
-        offer.deadlines.wait_computed(arrays, wire.must_be_quiet)
-        offer.stowed = arrays
-        self._server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.deadlines.left_s() + LINGER_S))
+        offer.deadline.wait_computed(arrays, connection.must_be_quiet)
+        offer.staged = arrays
+        self._server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.deadline.left_s() + LINGER_S))
         return {"server": self._server.address()}
 
-    def send(self, offer: Offer, wire: Wire) -> None:
+    def send(self, offer: Offer, connection: Connection) -> None:
         """The server does, whenever the destination's server asks."""
 
     def prepare(self, ticket: Ticket) -> int:
         with self._lock:
             held_bytes = sum(self._pulling.values())
-            if held_bytes + ticket.nbytes > self._terms.pull_limit_bytes:
+            if held_bytes + ticket.nbytes > self._config.pull_limit_bytes:
                 raise TransferFull(
                     f"{ticket.nbytes} bytes to pull beside {held_bytes} under way is over the limit of "
-                    f"{self._terms.pull_limit_bytes}"
+                    f"{self._config.pull_limit_bytes}"
                 )
             self._pulling[ticket.id] = ticket.nbytes
         return ticket.id
 
     def receive(
-        self, ticket: Ticket, room: int, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
+        self,
+        ticket: Ticket,
+        room: int,
+        grant: dict[str, Any],
+        connection: Connection,
+        devices: Sequence[Any],
+        deadline: Deadline,
     ) -> list[Array]:
         address = grant.get("server")
         if not isinstance(address, str):
-            raise BadTicket(f"{wire.peer} grants {str(grant)[:80]}, which names no transfer server")
-        connection = self._take(address)
+            raise BadTicket(f"{connection.peer} grants {str(grant)[:80]}, which names no transfer server")
+        channel = self._take(address)
         wanted = [
             jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype], sharding=SingleDeviceSharding(device))
             for spec, device in zip(ticket.arrays, devices, strict=True)
         ]
         try:
-            arrays = connection.pull(ticket.id, wanted, timeout=in_seconds(p.left_s() + LINGER_S))
-            wait_landed(arrays, wire, p)
+            arrays = channel.pull(ticket.id, wanted, timeout=in_seconds(deadline.left_s() + LINGER_S))
+            wait_landed(arrays, connection, deadline)
         except BaseException:
-            connection._poison_connection()  # the only way there is to end a pending pull
+            channel._poison_connection()  # the only way there is to end a pending pull
             raise
         with self._lock:
-            self._idle.setdefault(address, []).append(connection)
+            self._idle.setdefault(address, []).append(channel)
         self.abandon(room)
         return arrays
 
@@ -124,7 +130,7 @@ class JaxBackend:
     def release(self, offer: Offer, how: Ended) -> None:
         """Deletes what was handed to the server and not fetched: it would keep it."""
         if how not in (Ended.ACKED, Ended.ACKED_HERE):
-            for array in offer.stowed or ():
+            for array in offer.staged or ():
                 array.delete()
         self._tick()
 
@@ -152,15 +158,17 @@ class JaxBackend:
         self._server.await_pull(secrets.randbits(ID_BITS), [self._tiny], timeout=in_seconds(0.0))
 
 
-def wait_landed(arrays: Sequence[Any], wire: Wire, deadlines: Deadlines) -> None:
-    """Raises PeerDead where the other server went away, or what the deadlines raises."""
+def wait_landed(arrays: Sequence[Any], connection: Connection, deadline: Deadline) -> None:
+    """Raises PeerDead where the other server went away, or what the deadline raises."""
     while not all(array.is_ready() for array in arrays):
-        wire.must_be_quiet()
-        deadlines.sleep(0.0005)
+        connection.must_be_quiet()
+        deadline.sleep(0.0005)
     try:
         jax.block_until_ready(arrays)
     except RuntimeError as error:
-        raise PeerDead(f"{deadlines.what}: the transfer from {wire.peer} broke off ({str(error)[:200]})") from error
+        raise PeerDead(
+            f"{deadline.what}: the transfer from {connection.peer} broke off ({str(error)[:200]})"
+        ) from error
 
 
 def in_seconds(seconds: float) -> datetime.datetime:

@@ -26,7 +26,7 @@ class TokenBucket:
             raise ConfigError(f"a link of {self.bytes_per_s} bytes/s and {self.latency_s} s cannot be")
 
     def send(self, now_s: float, nbytes: int) -> float:
-        """When `nbytes`, put on the wire now behind all that went before, will have landed."""
+        """When `nbytes`, put on the connection now behind all that went before, will have landed."""
         assert nbytes >= 0, nbytes
         if now_s > self._at_s:
             gone = (now_s - self._at_s) * self.bytes_per_s

@@ -13,10 +13,10 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError, TransportError
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
-from jdisagg.kv.transport.hello import answer
-from jdisagg.kv.transport.lobby import Lobby
-from jdisagg.kv.transport.wire import Wire, tune
+from jdisagg.kv.transport.connection import Connection, tune
+from jdisagg.kv.transport.deadline import Deadline
+from jdisagg.kv.transport.handshake import answer
+from jdisagg.kv.transport.pending_handshakes import PendingHandshakes
 
 log = logging.getLogger("jdisagg.kv")
 
@@ -24,12 +24,12 @@ TICK_S = 0.5
 PAUSE_S = 0.05  # where no connection can be taken, for want of descriptors
 BACKLOG = 128
 MAX_STRANGERS = 64  # connections in the middle of their handshake
-Serve = Callable[[Wire, dict[str, Any]], None]
+Serve = Callable[[Connection, dict[str, Any]], None]
 
 
-def listen_tcp(terms: TransportConfig) -> tuple[socket.socket, str]:
+def listen_tcp(config: TransportConfig) -> tuple[socket.socket, str]:
     """The listening socket and the address that tickets name. Raises ConfigError where it cannot be had."""
-    host, port = split_address(terms.listen)
+    host, port = split_address(config.listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -37,9 +37,9 @@ def listen_tcp(terms: TransportConfig) -> tuple[socket.socket, str]:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {terms.listen}: {error}") from error
+        raise ConfigError(f"cannot listen on {config.listen}: {error}") from error
     listener.listen(BACKLOG)
-    named = terms.advertise or host
+    named = config.advertise or host
     return listener, f"[{named}]:{port_of(listener)}" if ":" in named else f"{named}:{port_of(listener)}"
 
 
@@ -56,13 +56,15 @@ def port_of(listener: socket.socket) -> int:
 
 
 class Listener:
-    """`serve(wire, record)` answers one request; `tick` is called about twice a second."""
+    """`serve(connection, record)` answers one request; `tick` is called about twice a second."""
 
-    def __init__(self, listener: socket.socket, terms: TransportConfig, serve: Serve, tick: Callable[[], None]) -> None:
-        self._listener, self._terms, self._serve, self._tick = listener, terms, serve, tick
+    def __init__(
+        self, listener: socket.socket, config: TransportConfig, serve: Serve, tick: Callable[[], None]
+    ) -> None:
+        self._listener, self._config, self._serve, self._tick = listener, config, serve, tick
         self._lock = threading.Lock()
-        self._lobby = Lobby(MAX_STRANGERS, terms.control_timeout_s, terms.clock)
-        self._wires: dict[threading.Thread, Wire] = {}
+        self._handshakes = PendingHandshakes(MAX_STRANGERS, config.control_timeout_s, config.clock)
+        self._connections: dict[threading.Thread, Connection] = {}
         self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
         self._acceptor.start()
@@ -70,7 +72,7 @@ class Listener:
     @property
     def connections(self) -> int:
         with self._lock:
-            return len(self._wires)
+            return len(self._connections)
 
     def close(self) -> None:
         """Hangs up on everybody and waits for the threads."""
@@ -80,20 +82,20 @@ class Listener:
         self._acceptor.join()
         self._listener.close()
         with self._lock:
-            wires = dict(self._wires)
-        for wire in wires.values():
-            wire.cut()
-        for thread in wires:
+            connections = dict(self._connections)
+        for connection in connections.values():
+            connection.cut()
+        for thread in connections:
             thread.join()
 
     def _accept(self) -> None:
         self._listener.settimeout(TICK_S)
-        ticked_s = self._terms.clock()
+        ticked_s = self._config.clock()
         while not self._closed:
             self._accept_one()
-            if self._terms.clock() >= ticked_s + TICK_S:
-                ticked_s = self._terms.clock()
-                self._lobby.sweep()
+            if self._config.clock() >= ticked_s + TICK_S:
+                ticked_s = self._config.clock()
+                self._handshakes.sweep()
                 self._tick()
 
     def _accept_one(self) -> None:
@@ -105,44 +107,44 @@ class Listener:
 
     def _admit(self, sock: socket.socket) -> None:
         tune(sock)
-        wire = Wire(sock, f"the peer at {_name_of(sock)}")
-        thread = threading.Thread(target=self._attend, args=(wire,), name="kv-sender", daemon=True)
+        connection = Connection(sock, f"the peer at {_name_of(sock)}")
+        thread = threading.Thread(target=self._attend, args=(connection,), name="kv-sender", daemon=True)
         with self._lock:
-            if len(self._wires) >= self._terms.max_connections + 2 * MAX_STRANGERS:
-                wire.close()
+            if len(self._connections) >= self._config.max_connections + 2 * MAX_STRANGERS:
+                connection.close()
                 return
-            self._wires[thread] = wire
+            self._connections[thread] = connection
         thread.start()
 
-    def _attend(self, wire: Wire) -> None:
+    def _attend(self, connection: Connection) -> None:
         try:
-            hello = Deadlines("handshake", self._terms.clock() + self._terms.control_timeout_s, self._terms.clock)
-            with self._lobby.seat(_host_of(wire.socket), wire.cut):
-                self._secure(wire, hello)
-                answer(wire, self._terms, hello)
+            handshake = Deadline("handshake", self._config.clock() + self._config.control_timeout_s, self._config.clock)
+            with self._handshakes.admit(_host_of(connection.socket), connection.cut):
+                self._secure(connection, handshake)
+                answer(connection, self._config, handshake)
             while not self._closed:
-                self._serve(wire, wire.receive_record(None))
+                self._serve(connection, connection.receive_record(None))
         except TransportError:
-            wire.cut()  # the peer sees it, and the ticket's own error has been told where there was a ticket
+            connection.cut()  # the peer sees it, and the ticket's own error has been told where there was a ticket
         except Exception as error:  # whatever it said: its connection goes, and nothing else
-            log.warning("%s is cut off: %s: %r", wire.peer, type(error).__name__, str(error)[:200])
-            wire.cut()
+            log.warning("%s is cut off: %s: %r", connection.peer, type(error).__name__, str(error)[:200])
+            connection.cut()
         finally:
-            wire.close()
+            connection.close()
             with self._lock:
-                del self._wires[threading.current_thread()]
+                del self._connections[threading.current_thread()]
 
-    def _secure(self, wire: Wire, deadlines: Deadlines) -> None:
-        if self._terms.tls_server is not None and wire.socket.family != socket.AF_UNIX:
-            wire.socket.settimeout(deadlines.left_s())
+    def _secure(self, connection: Connection, deadline: Deadline) -> None:
+        if self._config.tls_server is not None and connection.socket.family != socket.AF_UNIX:
+            connection.socket.settimeout(deadline.left_s())
             try:
-                secured = self._terms.tls_server.wrap_socket(
-                    wire.socket, server_side=True, do_handshake_on_connect=False
+                secured = self._config.tls_server.wrap_socket(
+                    connection.socket, server_side=True, do_handshake_on_connect=False
                 )
-                wire.socket = secured  # before the handshake: it can be cut
+                connection.socket = secured  # before the handshake: it can be cut
                 secured.do_handshake()
             except (ssl.SSLError, OSError) as error:
-                raise TransportError(f"no TLS with {wire.peer}: {error}") from error
+                raise TransportError(f"no TLS with {connection.peer}: {error}") from error
 
 
 def _host_of(sock: socket.socket) -> str:

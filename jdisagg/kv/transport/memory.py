@@ -1,7 +1,7 @@
-"""Receive buffers: aligned, pooled and lent to jax, which reads them in place.
+"""Receive buffers: aligned, pooled and leased to jax, which reads them in place.
 
 jax adopts a 64-byte aligned buffer without a copy and reads it for as long as the array, or a program that was given
-it, lives. So a buffer is not taken back on anybody's word: a loan ends when nothing refers to the memory any more.
+it, lives. So a buffer is not taken back on anybody's word: a lease ends when nothing refers to the memory any more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def size_class(nbytes: int) -> int:
     return size * 3 // 4 if size * 3 // 4 >= max(nbytes, SMALLEST_BYTES) else size
 
 
-def lend(buffer: Any, specs: Sequence[ArraySpec], note: Callable[[], None]) -> list[np.ndarray]:
+def lease_views(buffer: Any, specs: Sequence[ArraySpec], note: Callable[[], None]) -> list[np.ndarray]:
     """One array per spec, in place; `note` is called when they and whatever jax made of them are gone.
 
     The finaliser hangs on the array that all views stem from: numpy shortens chains of views, and jax keeps that root
@@ -69,7 +69,7 @@ def anonymous(size: int) -> mmap.mmap:
 
 
 class Buffers:
-    """Anonymous memory, at most `limit_bytes` lent and spare together. Any thread may call.
+    """Anonymous memory, at most `limit_bytes` leased and spare together. Any thread may call.
 
     With another `make`, which may register what it maps with some device, buffers are kept until the end.
     """
@@ -78,13 +78,13 @@ class Buffers:
         self.limit_bytes, self._make = limit_bytes, make
         self._keeps_all = make is not anonymous
         self._lock = threading.RLock()
-        self._lent: dict[int, mmap.mmap] = {}
+        self._leased: dict[int, mmap.mmap] = {}
         self._spare: dict[int, list[mmap.mmap]] = {}
         self._dead: deque[int] = deque()
         self._numbers = itertools.count()
 
     def take(self, specs: Sequence[ArraySpec]) -> BufferLease:
-        """Raises TransferFull where it would not fit beside what is lent."""
+        """Raises TransferFull where it would not fit beside what is leased."""
         size = size_class(offsets_of(specs)[1])
         with self._lock:
             held_bytes = self.held_bytes
@@ -100,21 +100,21 @@ class Buffers:
                 self._make_room(size)
                 buffer = self._make(size)
             number = next(self._numbers)
-            self._lent[number] = buffer
-        return BufferLease(number, lend(buffer, specs, lambda: self._dead.append(number)))
+            self._leased[number] = buffer
+        return BufferLease(number, lease_views(buffer, specs, lambda: self._dead.append(number)))
 
-    def give_back(self, loan: BufferLease) -> None:
-        """Ends a loan whose views went nowhere."""
-        loan.views.clear()
-        self._dead.append(loan.id)
+    def give_back(self, lease: BufferLease) -> None:
+        """Ends a lease whose views went nowhere."""
+        lease.views.clear()
+        self._dead.append(lease.id)
         self._collect()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes lent, spare buffers not counted."""
+        """Bytes leased, spare buffers not counted."""
         self._collect()
         with self._lock:
-            return sum(len(buffer) for buffer in self._lent.values())
+            return sum(len(buffer) for buffer in self._leased.values())
 
     @property
     def spare_bytes(self) -> int:
@@ -122,24 +122,24 @@ class Buffers:
             return sum(size * len(buffers) for size, buffers in self._spare.items())
 
     def close(self) -> None:
-        """Lets spare buffers go; lent ones go with their last view."""
+        """Lets spare buffers go; leased ones go with their last view."""
         with self._lock:
             self._spare.clear()
-            self._lent.clear()
+            self._leased.clear()
             self.limit_bytes = 0
 
     def _collect(self) -> None:
         with self._lock:
             while self._dead:
-                buffer = self._lent.pop(self._dead.popleft(), None)
+                buffer = self._leased.pop(self._dead.popleft(), None)
                 if buffer is None:
                     continue
                 if self._keeps_all or self.spare_bytes + len(buffer) <= self.limit_bytes * SPARE_SHARE:
                     self._spare.setdefault(len(buffer), []).append(buffer)
 
     def _make_room(self, size: int) -> None:
-        """Lets spare buffers of other lengths go until lent and spare together stay within the limit."""
-        lent_bytes = sum(len(buffer) for buffer in self._lent.values())
+        """Lets spare buffers of other lengths go until leased and spare together stay within the limit."""
+        lent_bytes = sum(len(buffer) for buffer in self._leased.values())
         if self._keeps_all and lent_bytes + self.spare_bytes + size > self.limit_bytes:
             raise TransferFull(f"{size} bytes beside {lent_bytes + self.spare_bytes} kept: limit {self.limit_bytes}")
         while self.spare_bytes and lent_bytes + self.spare_bytes + size > self.limit_bytes:

@@ -4,7 +4,7 @@ Optional: `pip install --no-deps nixl-cu12` (its declared dependency on torch is
 with them, and what is done about it here:
 - nobody at the source notices a read, so after it the destination asks whether the offer still stood: bytes of a
   buffer that may have been written anew in the meantime are thrown away;
-- a read that was given up may still land: its buffer is lent to nobody until NIXL has let go of the request;
+- a read that was given up may still land: its buffer is leased to nobody until NIXL has let go of the request;
 - memory that a peer may still read must stay mapped: buffers are registered once, used again and kept to the end.
 Descriptors travel as plain numbers; NIXL's own serialisation of them is pickle, and is not used.
 """
@@ -28,87 +28,93 @@ from nixl_cu12 import nixl_agent, nixl_agent_config, nixl_thread_sync_t  # pyrig
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.connection import Connection
 from jdisagg.kv.transport.connection_pool import exchange
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import listen_tcp
 from jdisagg.kv.transport.memory import BufferLease, Buffers, offsets_of
 from jdisagg.kv.transport.offers import Ended, Offer
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
 from jdisagg.kv.transport.ticket import Ticket
-from jdisagg.kv.transport.wire import Wire
 
 POLL_S = 0.0002
 logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints to stdout
 
 
-def nixl(terms: TransportConfig) -> Endpoint:
+def nixl(config: TransportConfig) -> Endpoint:
     """Between two processes that both have the wheel."""
-    return Endpoint(terms, NixlBackend(terms))
+    return Endpoint(config, NixlBackend(config))
 
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """A receive buffer; `loan` is None where a read may still land in it."""
+    """A receive buffer; `lease` is None where a read may still land in it."""
 
-    loan: BufferLease | None
+    lease: BufferLease | None
 
 
 class NixlBackend:
     name = "nixl"
 
-    def __init__(self, terms: TransportConfig) -> None:
-        self._terms = terms
+    def __init__(self, config: TransportConfig) -> None:
+        self._config = config
         self._agent = nixl_agent(
             f"jdisagg-{secrets.token_hex(8)}",  # new with every life of the process
             nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT),
         )
         self._registered: list[Any] = []
-        self._outgoing = Buffers(2 * terms.offer_limit_bytes, self._make)  # lengths are rounded up
-        self._incoming = Buffers(terms.pull_limit_bytes, self._make)
+        self._outgoing = Buffers(2 * config.offer_limit_bytes, self._make)  # lengths are rounded up
+        self._incoming = Buffers(config.pull_limit_bytes, self._make)
         self._lock = threading.Lock()
         self._known: dict[str, bytes] = {}  # other agents and the metadata that was loaded of them
         self._stuck: list[tuple[Any, BufferLease]] = []  # reads that were given up and may still land
 
     def listen(self) -> tuple[socket.socket, str]:
-        return listen_tcp(self._terms)
+        return listen_tcp(self._config)
 
     def prepare_offer(self, offer: Offer) -> None:
         start_host_copies(offer.arrays)
 
-    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
         arrays = list(offer.arrays)
-        offer.deadlines.wait_computed(arrays, wire.must_be_quiet)
-        started_s = offer.deadlines.clock()
-        offer.stowed = loan = self._outgoing.take(offer.ticket.arrays)  # given back as the offer dies
-        for view, array in zip(loan.views, arrays, strict=True):
-            offer.deadlines.left_s()
+        offer.deadline.wait_computed(arrays, connection.must_be_quiet)
+        started_s = offer.deadline.clock()
+        offer.staged = lease = self._outgoing.take(offer.ticket.arrays)  # given back as the offer dies
+        for view, array in zip(lease.views, arrays, strict=True):
+            offer.deadline.left_s()
             np.copyto(view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8))
         offer.arrays.clear()
         with self._lock:
             metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        copied_s = offer.deadlines.clock() - started_s
-        return {"metadata": metadata, "at": loan.views[0].ctypes.data, "copied_s": copied_s}
+        copied_s = offer.deadline.clock() - started_s
+        return {"metadata": metadata, "at": lease.views[0].ctypes.data, "copied_s": copied_s}
 
-    def send(self, offer: Offer, wire: Wire) -> None:
+    def send(self, offer: Offer, connection: Connection) -> None:
         """The destination reads."""
 
     def prepare(self, ticket: Ticket) -> Room:
         return Room(self._incoming.take(ticket.arrays))
 
     def receive(
-        self, ticket: Ticket, room: Room, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
+        self,
+        ticket: Ticket,
+        room: Room,
+        grant: dict[str, Any],
+        connection: Connection,
+        devices: Sequence[Any],
+        deadline: Deadline,
     ) -> list[Array]:
         metadata, at = grant.get("metadata"), grant.get("at")
-        if not isinstance(metadata, str) or not isinstance(at, int) or room.loan is None:
-            raise BadTicket(f"{wire.peer} grants {str(grant)[:80]}, which names no memory of an agent")
+        if not isinstance(metadata, str) or not isinstance(at, int) or room.lease is None:
+            raise BadTicket(f"{connection.peer} grants {str(grant)[:80]}, which names no memory of an agent")
         agent = self._meet(base64.b64decode(metadata))
-        self._read(agent, at, offsets_of(ticket.arrays)[1], room, wire, p)
-        standing = exchange(wire, {"do": "ask", "id": ticket.id, "tag": ticket.tag}, p)
+        self._read(agent, at, offsets_of(ticket.arrays)[1], room, connection, deadline)
+        standing = exchange(connection, {"do": "ask", "id": ticket.id, "tag": ticket.tag}, deadline)
         if standing.get("ended") != "":
-            raise TransferRefused(f"{p.what}: the offer ended while it was read: {standing}")
-        arrays = [jax.device_put(view, device) for view, device in zip(room.loan.views, devices, strict=True)]
-        room.loan.views.clear()  # jax's own references keep the buffer lent
+            raise TransferRefused(f"{deadline.what}: the offer ended while it was read: {standing}")
+        arrays = [jax.device_put(view, device) for view, device in zip(room.lease.views, devices, strict=True)]
+        room.lease.views.clear()  # jax's own references keep the buffer leased
         return arrays
 
     def _meet(self, metadata: bytes) -> str:
@@ -122,27 +128,27 @@ class NixlBackend:
             self._known[name] = metadata
             return name
 
-    def _read(self, agent: str, at: int, nbytes: int, room: Room, wire: Wire, p: Deadlines) -> None:
+    def _read(self, agent: str, at: int, nbytes: int, room: Room, connection: Connection, deadline: Deadline) -> None:
         """Fills the room from the agent's memory, or leaves it where a late read can do no harm."""
-        assert room.loan is not None
-        here = self._agent.get_xfer_descs([(room.loan.views[0].ctypes.data, nbytes, 0)], "DRAM")
+        assert room.lease is not None
+        here = self._agent.get_xfer_descs([(room.lease.views[0].ctypes.data, nbytes, 0)], "DRAM")
         there = self._agent.get_xfer_descs([(at, nbytes, 0)], "DRAM")
         request = self._agent.initialize_xfer("READ", here, there, agent)
         try:
             state = self._agent.transfer(request)
             while state == "PROC":
-                wire.must_be_quiet()
-                p.sleep(POLL_S)
+                connection.must_be_quiet()
+                deadline.sleep(POLL_S)
                 state = self._agent.check_xfer_state(request)
             if state != "DONE":
-                raise PeerDead(f"{p.what}: the read from {wire.peer} ended as {state}")
+                raise PeerDead(f"{deadline.what}: the read from {connection.peer} ended as {state}")
         except BaseException as error:
             self._forget(agent)
-            self._stuck.append((request, room.loan))
-            room.loan = None
+            self._stuck.append((request, room.lease))
+            room.lease = None
             self.sweep()
             if isinstance(error, RuntimeError):  # NIXL's own
-                raise PeerDead(f"{p.what}: the read from {wire.peer} broke off ({error})") from error
+                raise PeerDead(f"{deadline.what}: the read from {connection.peer} broke off ({error})") from error
             raise
         request.release()
 
@@ -153,8 +159,8 @@ class NixlBackend:
                 self._agent.remove_remote_agent(agent)
 
     def abandon(self, room: Room) -> None:
-        if room.loan is not None:
-            self._incoming.give_back(room.loan)
+        if room.lease is not None:
+            self._incoming.give_back(room.lease)
 
     def may_ack(self, ticket: Ticket) -> bool:
         return True
@@ -166,13 +172,13 @@ class NixlBackend:
         """Gives back what NIXL lets go of by now."""
         with self._lock:
             stuck, self._stuck = self._stuck, []
-        for request, loan in stuck:
+        for request, lease in stuck:
             try:
                 request.release()
             except RuntimeError:  # still under way
-                self._stuck.append((request, loan))
+                self._stuck.append((request, lease))
                 continue
-            self._incoming.give_back(loan)
+            self._incoming.give_back(lease)
 
     @property
     def pull_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from jax import Array
 
 from jdisagg.core.errors import TransferFull, TransferRefused
-from jdisagg.kv.transport.deadlines import Clock, Deadlines
+from jdisagg.kv.transport.deadline import Clock, Deadline
 from jdisagg.kv.transport.ticket import Ticket
 
 REMEMBERED = 4096  # ended offers whose end a late pull is told
@@ -28,13 +28,13 @@ class Ended(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Offer:
-    """One ticket's arrays. `deadlines` is called off when the offer ends, so whoever works on it stops."""
+    """One ticket's arrays. `deadline` is called off when the offer ends, so whoever works on it stops."""
 
     ticket: Ticket
     arrays: list[Array]
-    deadlines: Deadlines
+    deadline: Deadline
     pulled: bool = False
-    stowed: Any = None  # what the transport keeps with it
+    staged: Any = None  # what the transport keeps with it
     on_end: Callable[[], None] | None = None  # wakes a pull of the same process
 
 
@@ -42,15 +42,15 @@ class OfferTable:
     """Offers by id. Any thread may call; `release(offer, how)` runs once per offer, outside the lock."""
 
     def __init__(self, limit_bytes: int, clock: Clock, release: Callable[[Offer, Ended], None]) -> None:
-        self.limit_bytes, self._clock, self._let_go = limit_bytes, clock, release
+        self.limit_bytes, self._clock, self._release = limit_bytes, clock, release
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
         self._past: OrderedDict[int, Ended] = OrderedDict()
 
     def add(self, ticket: Ticket, arrays: list[Array], deadline_s: float) -> Offer:
         """Raises TransferFull where the bytes would go over the limit."""
-        deadlines = Deadlines(f"offer {ticket.id} of {ticket.parcel.handoff!r}", deadline_s, self._clock)
-        offer = Offer(ticket, arrays, deadlines)
+        deadline = Deadline(f"offer {ticket.id} of {ticket.transfer.handoff!r}", deadline_s, self._clock)
+        offer = Offer(ticket, arrays, deadline)
         with self._lock:
             held_bytes = sum(each.ticket.nbytes for each in self._offers.values())
             if held_bytes + ticket.nbytes > self.limit_bytes:
@@ -81,17 +81,17 @@ class OfferTable:
             self._past[number] = how
             while len(self._past) > REMEMBERED:
                 self._past.popitem(last=False)
-        offer.deadlines.call_off(how)
+        offer.deadline.call_off(how)
         if offer.on_end is not None:
             offer.on_end()
-        self._let_go(offer, how)
+        self._release(offer, how)
         offer.arrays.clear()
         return True
 
     def expire(self, now_s: float) -> list[Ticket]:
         """Ends what is past its deadline."""
         with self._lock:
-            due = [each.ticket for each in self._offers.values() if each.deadlines.deadline_s <= now_s]
+            due = [each.ticket for each in self._offers.values() if each.deadline.deadline_s <= now_s]
         return [ticket for ticket in due if self.end(ticket.id, Ended.EXPIRED)]
 
     def end_all(self) -> None:

@@ -1,4 +1,4 @@
-"""The one protocol of all transports: how parcels of KV cross from a source to a destination, and how they end.
+"""The one protocol of all transports: how transfers of KV cross from a source to a destination, and how they end.
 
 A transport is both ends: a process offers from it and pulls by it. Every ticket ends exactly once (acked, cancelled,
 expired, or broken off), and then nothing is held for it anywhere.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from jdisagg.kv.transport.ticket import Parcel, Ticket
+from jdisagg.kv.transport.ticket import Ticket, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Held:
 
 
 class Transport(Protocol):
-    """Any thread may call any method. Deadlines are absolute seconds of the transport's clock
+    """Any thread may call any method. Deadline are absolute seconds of the transport's clock
     (`TransportConfig.clock`).
     """
 
     name: str
     address: str  # where its offers are pulled from; tickets carry it
 
-    def offer(self, parcel: Parcel, arrays: Sequence[Array], deadline_s: float) -> Ticket:
+    def offer(self, transfer: TransferId, arrays: Sequence[Array], deadline_s: float) -> Ticket:
         """Source. Holds `arrays`, each on one device, computed or still being computed; returns at once.
 
         They are the transport's until the ticket ends: do not donate or delete them. At `deadline_s` the offer ends

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jdisagg.core.errors import TransferCancelled, TransferFull, TransferRefused
-from jdisagg.kv.transport.deadlines import Clock
-from jdisagg.kv.transport.memory import lend, offsets_of, size_class
+from jdisagg.kv.transport.deadline import Clock
+from jdisagg.kv.transport.memory import lease_views, offsets_of, size_class
 from jdisagg.kv.transport.ticket import ArraySpec
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -35,7 +35,7 @@ class Segment:
     written: bool = False  # with what its ticket offers: nobody writes there any more
 
     def views(self, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
-        return lend(self.memory, specs, _nobody_asks)
+        return lease_views(self.memory, specs, _nobody_asks)
 
 
 def _nobody_asks() -> None:
@@ -131,7 +131,7 @@ class Mappings:
         self._limit_bytes, self._clock = limit_bytes, clock
         self._lock = threading.RLock()
         self._mapped: dict[int, Mapping] = {}
-        self._lent: dict[int, tuple[int, Mapping]] = {}  # ticket -> bytes and where they lie
+        self._leased: dict[int, tuple[int, Mapping]] = {}  # ticket -> bytes and where they lie
         self._dead: deque[int] = deque()
 
     def check_room(self, nbytes: int) -> None:
@@ -155,22 +155,22 @@ class Mappings:
                     mapping = self._mapped[inode] = Mapping(address, memory, 0.0)
                 mapping.used_s = self._clock()
                 mapping.readers.add(number)
-                self._lent[number] = sum(spec.nbytes for spec in specs), mapping
+                self._leased[number] = sum(spec.nbytes for spec in specs), mapping
         finally:
             os.close(descriptor)
-        return lend(mapping.memory, specs, lambda: self._dead.append(number))
+        return lease_views(mapping.memory, specs, lambda: self._dead.append(number))
 
     def is_read(self, number: int) -> bool:
         """Whether arrays of that ticket are still alive here."""
         self._collect()
         with self._lock:
-            return number in self._lent
+            return number in self._leased
 
     @property
     def held_bytes(self) -> int:
         self._collect()
         with self._lock:
-            return sum(nbytes for nbytes, _ in self._lent.values())
+            return sum(nbytes for nbytes, _ in self._leased.values())
 
     def sweep(self) -> None:
         """Lets mappings go that nobody has read for a while."""
@@ -184,14 +184,14 @@ class Mappings:
         """What is read stays mapped until its last reader, who holds the memory itself, has gone."""
         with self._lock:
             self._mapped.clear()
-            self._lent.clear()
+            self._leased.clear()
 
     def _collect(self) -> None:
         with self._lock:
             while self._dead:
                 number = self._dead.popleft()
-                if number in self._lent:
-                    self._lent.pop(number)[1].readers.discard(number)
+                if number in self._leased:
+                    self._leased.pop(number)[1].readers.discard(number)
 
     def _forget(self, address: str, alive: set[int]) -> None:
         gone = [at for at, each in self._mapped.items() if each.address == address and at not in alive]

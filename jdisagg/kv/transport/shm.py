@@ -20,8 +20,9 @@ from jax import Array
 
 from jdisagg.core.errors import BadTicket, PeerDead
 from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.kv.transport.connection import Connection
 from jdisagg.kv.transport.connection_pool import UNIX
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import BACKLOG
 from jdisagg.kv.transport.memory import SPARE_SHARE, offsets_of
@@ -29,25 +30,24 @@ from jdisagg.kv.transport.offers import Ended, Offer
 from jdisagg.kv.transport.segments import Mappings, Segments
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
 from jdisagg.kv.transport.ticket import Ticket
-from jdisagg.kv.transport.wire import Wire
 
 LONG_BYTES = 4 << 20  # worth another thread, and a word ahead
-PIECE_BYTES = 4 << 20  # between two looks at the deadlines
+CHUNK_BYTES = 4 << 20  # between two looks at the deadline
 COPIERS = 1  # beside the connection's own thread
 NOT_YET, WRITTEN = b"\0", b"\1"  # what comes with the descriptor, or after it
 
 
-def shm(terms: TransportConfig) -> Endpoint:
+def shm(config: TransportConfig) -> Endpoint:
     """Between two processes of one Linux host and user."""
-    return Endpoint(terms, ShmBackend(terms))
+    return Endpoint(config, ShmBackend(config))
 
 
 class ShmBackend:
     name = "shm"
 
-    def __init__(self, terms: TransportConfig) -> None:
-        self._segments = Segments(terms.offer_limit_bytes * SPARE_SHARE)
-        self._mappings = Mappings(terms.pull_limit_bytes, terms.clock)
+    def __init__(self, config: TransportConfig) -> None:
+        self._segments = Segments(config.offer_limit_bytes * SPARE_SHARE)
+        self._mappings = Mappings(config.pull_limit_bytes, config.clock)
         self._copiers = ThreadPoolExecutor(COPIERS, "kv-copier")
 
     def listen(self) -> tuple[socket.socket, str]:
@@ -61,58 +61,58 @@ class ShmBackend:
     def prepare_offer(self, offer: Offer) -> None:
         start_host_copies(offer.arrays)
 
-    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
         """Takes a segment; what is in it follows."""
-        offer.deadlines.wait_computed(list(offer.arrays), wire.must_be_quiet)
+        offer.deadline.wait_computed(list(offer.arrays), connection.must_be_quiet)
         number = offer.ticket.id
-        offer.stowed = self._segments.take(number, offsets_of(offer.ticket.arrays)[1])
+        offer.staged = self._segments.take(number, offsets_of(offer.ticket.arrays)[1])
         try:
-            offer.deadlines.left_s()
+            offer.deadline.left_s()
         except BaseException:
             self._segments.release(number, reuse=False)  # the ticket ended before the segment was taken
             raise
         return {"segments": self._segments.inodes()}
 
-    def send(self, offer: Offer, wire: Wire) -> None:
+    def send(self, offer: Offer, connection: Connection) -> None:
         """Copies, and then lets the arrays go: from there on the segment is what the ticket holds.
 
         A long copy is announced by the descriptor, so that the destination maps the segment meanwhile.
         """
-        arrays, segment, long = list(offer.arrays), offer.stowed, offer.ticket.nbytes >= LONG_BYTES
-        offer.deadlines.left_s()  # an offer is called off before its arrays are dropped: now these are all
+        arrays, segment, long = list(offer.arrays), offer.staged, offer.ticket.nbytes >= LONG_BYTES
+        offer.deadline.left_s()  # an offer is called off before its arrays are dropped: now these are all
         if long:
-            self._send_descriptor(offer, wire, NOT_YET)
-        self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.deadlines)
+            self._send_descriptor(offer, connection, NOT_YET)
+        self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.deadline)
         segment.written = True
         if long:
-            wire.send(memoryview(WRITTEN), offer.deadlines)
+            connection.send(memoryview(WRITTEN), offer.deadline)
         else:
-            self._send_descriptor(offer, wire, WRITTEN)
+            self._send_descriptor(offer, connection, WRITTEN)
         offer.arrays.clear()  # after the word: to unmap what was copied takes as long as to copy it
 
-    def _send_descriptor(self, offer: Offer, wire: Wire, state: bytes) -> None:
+    def _send_descriptor(self, offer: Offer, connection: Connection, state: bytes) -> None:
         descriptor = self._segments.descriptor(offer.ticket.id)
         try:
-            wire.socket.settimeout(offer.deadlines.left_s())
-            socket.send_fds(wire.socket, [state], [descriptor])
+            connection.socket.settimeout(offer.deadline.left_s())
+            socket.send_fds(connection.socket, [state], [descriptor])
         except OSError as error:
-            raise PeerDead(f"{offer.deadlines.what}: {wire.peer} is gone ({error})") from error
+            raise PeerDead(f"{offer.deadline.what}: {connection.peer} is gone ({error})") from error
         finally:
             os.close(descriptor)
 
-    def _copy(self, pairs: Sequence[tuple[np.ndarray, Array]], deadlines: Deadlines) -> None:
+    def _copy(self, pairs: Sequence[tuple[np.ndarray, Array]], deadline: Deadline) -> None:
         """By several threads where there is much of it: one alone does not fill the memory's bandwidth."""
-        pieces = iter([piece for view, array in pairs for piece in _pieces(view, array)])
+        chunks = iter([chunk for view, array in pairs for chunk in _chunks(view, array)])
         lock = threading.Lock()
 
         def copy_what_is_left() -> None:
             while True:
                 with lock:
-                    piece = next(pieces, None)
-                if piece is None:
+                    chunk = next(chunks, None)
+                if chunk is None:
                     return
-                deadlines.left_s()
-                np.copyto(*piece)
+                deadline.left_s()
+                np.copyto(*chunk)
 
         more = sum(view.nbytes for view, _ in pairs) // LONG_BYTES
         others = [self._copiers.submit(copy_what_is_left) for _ in range(min(more, COPIERS))]
@@ -130,17 +130,25 @@ class ShmBackend:
         self._mappings.check_room(ticket.nbytes)
 
     def receive(
-        self, ticket: Ticket, room: None, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
+        self,
+        ticket: Ticket,
+        room: None,
+        grant: dict[str, Any],
+        connection: Connection,
+        devices: Sequence[Any],
+        deadline: Deadline,
     ) -> list[Array]:
         alive = grant.get("segments")
         if not isinstance(alive, list):
-            raise BadTicket(f"{wire.peer} grants {str(grant)[:80]}, which names no segments")
-        descriptor, state = wire.receive_descriptor(p)
+            raise BadTicket(f"{connection.peer} grants {str(grant)[:80]}, which names no segments")
+        descriptor, state = connection.receive_descriptor(deadline)
         views = self._mappings.adopt(ticket.id, ticket.address, descriptor, ticket.arrays, alive)
         if state == NOT_YET:
-            state = wire.receive_byte(p)
+            state = connection.receive_byte(deadline)
         if state != WRITTEN:
-            raise BadTicket(f"{wire.peer} says {state!r} of a segment, which is neither {NOT_YET!r} nor {WRITTEN!r}")
+            raise BadTicket(
+                f"{connection.peer} says {state!r} of a segment, which is neither {NOT_YET!r} nor {WRITTEN!r}"
+            )
         return [jax.device_put(view, device) for view, device in zip(views, devices, strict=True)]
 
     def abandon(self, room: None) -> None:
@@ -150,7 +158,7 @@ class ShmBackend:
         return not self._mappings.is_read(ticket.id)
 
     def release(self, offer: Offer, how: Ended) -> None:
-        segment = offer.stowed
+        segment = offer.staged
         self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED and segment is not None and segment.written)
 
     def sweep(self) -> None:
@@ -166,8 +174,8 @@ class ShmBackend:
         self._mappings.close()
 
 
-def _pieces(view: np.ndarray, array: Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _chunks(view: np.ndarray, array: Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(destination, source) of a computed array, bytes, a few MiB each."""
     there, here = view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8)
-    for start in range(0, here.size, PIECE_BYTES):
-        yield there[start : start + PIECE_BYTES], here[start : start + PIECE_BYTES]
+    for start in range(0, here.size, CHUNK_BYTES):
+        yield there[start : start + CHUNK_BYTES], here[start : start + CHUNK_BYTES]

@@ -16,52 +16,58 @@ import numpy as np
 from jax import Array
 
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.connection import Connection
+from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import listen_tcp
 from jdisagg.kv.transport.memory import BufferLease, Buffers
 from jdisagg.kv.transport.offers import Ended, Offer
 from jdisagg.kv.transport.ticket import Ticket
-from jdisagg.kv.transport.wire import Wire
 
 
-def tcp(terms: TransportConfig) -> Endpoint:
+def tcp(config: TransportConfig) -> Endpoint:
     """The default between hosts."""
-    return Endpoint(terms, TcpBackend(terms))
+    return Endpoint(config, TcpBackend(config))
 
 
 class TcpBackend:
     name = "tcp"
 
-    def __init__(self, terms: TransportConfig) -> None:
-        self._terms = terms
-        self._buffers = Buffers(terms.pull_limit_bytes)
+    def __init__(self, config: TransportConfig) -> None:
+        self._config = config
+        self._buffers = Buffers(config.pull_limit_bytes)
 
     def listen(self) -> tuple[socket.socket, str]:
-        return listen_tcp(self._terms)
+        return listen_tcp(self._config)
 
     def prepare_offer(self, offer: Offer) -> None:
         """Accelerators begin to copy to the host as soon as they have computed; on a CPU there is nothing to do."""
         start_host_copies(offer.arrays)
 
-    def grant(self, offer: Offer, wire: Wire) -> dict[str, Any]:
-        offer.deadlines.wait_computed(list(offer.arrays), wire.must_be_quiet)
+    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
+        offer.deadline.wait_computed(list(offer.arrays), connection.must_be_quiet)
         return {}
 
-    def send(self, offer: Offer, wire: Wire) -> None:
+    def send(self, offer: Offer, connection: Connection) -> None:
         for array in list(offer.arrays):
-            wire.send(host_bytes(array), offer.deadlines)
+            connection.send(host_bytes(array), offer.deadline)
 
     def prepare(self, ticket: Ticket) -> BufferLease:
         return self._buffers.take(ticket.arrays)
 
     def receive(
-        self, ticket: Ticket, room: BufferLease, grant: dict[str, Any], wire: Wire, devices: Sequence[Any], p: Deadlines
+        self,
+        ticket: Ticket,
+        room: BufferLease,
+        grant: dict[str, Any],
+        connection: Connection,
+        devices: Sequence[Any],
+        deadline: Deadline,
     ) -> list[Array]:
         for view in room.views:
-            wire.receive_into(view.reshape(-1).view(np.uint8).data, p)
+            connection.receive_into(view.reshape(-1).view(np.uint8).data, deadline)
         arrays = [jax.device_put(view, device) for view, device in zip(room.views, devices, strict=True)]
-        room.views.clear()  # jax's own references keep the buffer lent
+        room.views.clear()  # jax's own references keep the buffer leased
         return arrays
 
     def abandon(self, room: BufferLease) -> None:

@@ -1,4 +1,4 @@
-"""Tickets: what the source hands to the destination, by way of the control plane, for one parcel of KV.
+"""Tickets: what the source hands to the destination, by way of the control plane, for one transfer of KV.
 
 A ticket is JSON (never pickle), names no memory, is good for one pull, and carries an HMAC-SHA256 of all its fields,
 so that a destination connects nowhere and allocates nothing on the word of a stranger.
@@ -41,7 +41,7 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class TransferId:
     """What is in a transfer: `part` of the handoff (chunk, layer group or attempt: the sender's numbering)."""
 
     handoff: str
@@ -56,7 +56,7 @@ class Ticket:
     transport: str
     address: str  # where the source answers
     id: int  # random, ID_BITS bits
-    parcel: Parcel
+    transfer: TransferId
     arrays: tuple[ArraySpec, ...]
     tag: str = ""  # hex HMAC-SHA256 of everything above
 
@@ -69,10 +69,10 @@ class Ticket:
         return asdict(self)
 
 
-def issue(transport: str, address: str, parcel: Parcel, arrays: Sequence[Array], secret: bytes) -> Ticket:
+def issue(transport: str, address: str, transfer: TransferId, arrays: Sequence[Array], secret: bytes) -> Ticket:
     """A signed ticket with a fresh id. Raises BadTicket naming what no ticket can carry."""
     specs = tuple(spec_of(array) for array in arrays)
-    ticket = Ticket(transport, address, secrets.randbits(ID_BITS), parcel, specs)
+    ticket = Ticket(transport, address, secrets.randbits(ID_BITS), transfer, specs)
     return replace(check(ticket), tag=tag_of(ticket, secret))
 
 
@@ -84,8 +84,10 @@ def spec_of(array: Array) -> ArraySpec:
 
 
 def tag_of(ticket: Ticket, secret: bytes) -> str:
-    parcel = ticket.parcel  # spelled out, field by field: `asdict` takes ten times as long, at both ends of every pull
-    fields = [ticket.transport, ticket.address, ticket.id, parcel.handoff, parcel.epoch, parcel.part]
+    transfer = (
+        ticket.transfer
+    )  # spelled out, field by field: `asdict` takes ten times as long, at both ends of every pull
+    fields = [ticket.transport, ticket.address, ticket.id, transfer.handoff, transfer.epoch, transfer.part]
     text = json.dumps([*fields, *([each.shape, each.dtype, each.nbytes] for each in ticket.arrays)])
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
@@ -103,13 +105,13 @@ def read_ticket(record: Any) -> Ticket:
             ArraySpec(tuple(_number(n, 1 << 40) for n in each["shape"]), _text(each["dtype"]), _number(each["nbytes"]))
             for each in record["arrays"]
         )
-        parcel = record["parcel"]
+        transfer = record["transfer"]
         return check(
             Ticket(
                 _text(record["transport"]),
                 _text(record["address"]),
                 _number(record["id"], 1 << ID_BITS),
-                Parcel(_text(parcel["handoff"]), _number(parcel["epoch"]), _number(parcel["part"])),
+                TransferId(_text(transfer["handoff"]), _number(transfer["epoch"]), _number(transfer["part"])),
                 arrays,
                 _text(record["tag"]),
             )

@@ -21,8 +21,8 @@ import grpc
 from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch
 from jdisagg.kv.transport.config import Identity
-from jdisagg.kv.transport.hello import compare
-from jdisagg.kv.transport.lobby import Lobby
+from jdisagg.kv.transport.handshake import compare
+from jdisagg.kv.transport.pending_handshakes import PendingHandshakes
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
     METHOD,
@@ -83,7 +83,7 @@ class ControlServer:
             callbacks,
             heartbeat or Heartbeat(),
         )
-        self._lobby = Lobby(MAX_STRANGERS, handshake_s)
+        self._handshakes = PendingHandshakes(MAX_STRANGERS, handshake_s)
         self._links: dict[Link, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
         self._checker = PeriodicTask(min(handshake_s, self._heartbeat.silence_s) / 5, self._end_overdue)
@@ -113,7 +113,7 @@ class ControlServer:
 
     def _end_overdue(self) -> None:
         """Shows out strangers who take too long, and ends the calls of links that do not end by themselves."""
-        self._lobby.sweep()
+        self._handshakes.sweep()
         with self._lock:
             links = list(self._links.items())
         for link, call in links:
@@ -125,7 +125,7 @@ class ControlServer:
         if len(self._links) >= MAX_PEERS:
             call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} processes have joined, the most there may be")
         try:
-            with self._lobby.seat(_host_of(call.peer()), call.cancel):
+            with self._handshakes.admit(_host_of(call.peer()), call.cancel):
                 nonces = yield from self._challenge(records)
                 link = Link(
                     AuthenticatedChannel(self._secret, nonces, "router"),

@@ -128,7 +128,7 @@ def remote_jobs(deployment: Deployment, machine: MeshExecutor) -> list[Job]:
 
 def remote_kv_of(deployment: Deployment, settings: Settings) -> RemoteKV:
     server, client = kv_contexts(settings)
-    terms = TransportConfig(
+    transport = TransportConfig(
         read_secret(settings),
         identity_of(deployment, settings),
         listen=settings.kv_listen,
@@ -137,7 +137,7 @@ def remote_kv_of(deployment: Deployment, settings: Settings) -> RemoteKV:
         tls_client=client,
     )
     mine = capability(jax.devices()[0].platform)
-    return RemoteKV(terms, mine, settings.transport, settings.handoff_timeout_s)
+    return RemoteKV(transport, mine, settings.transport, settings.handoff_timeout_s)
 
 
 def peers_of(machines: Mapping[WorkerId, MeshExecutor], remote_kv: RemoteKV) -> list[PeerRecord]:
@@ -211,8 +211,10 @@ def build_workers(
         remote=node,
     )
     post_compression_costs(node.driver, deployment, machines)
-    terms, heartbeat = remote_kv.terms, heartbeat_of(settings)
-    client = ControlClient(settings.router, terms.secret, terms.identity, node, heartbeat, credentials, refused=ended)
+    transport, heartbeat = remote_kv.config, heartbeat_of(settings)
+    client = ControlClient(
+        settings.router, transport.secret, transport.identity, node, heartbeat, credentials, refused=ended
+    )
     return WorkerProcess(node, client)
 
 
@@ -261,8 +263,10 @@ def build_router(
     machines = load_executors(deployment, settings, devices, own)
     node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv))
     address = f"{settings.host}:{settings.control_port}"
-    terms = remote_kv.terms
-    control_server = ControlServer(address, terms.secret, terms.identity, node, heartbeat_of(settings), credentials)
+    transport = remote_kv.config
+    control_server = ControlServer(
+        address, transport.secret, transport.identity, node, heartbeat_of(settings), credentials
+    )
     warm(machines, progress, partial(remote_jobs, deployment))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
     records = Records(settings.debug_keep)

@@ -32,7 +32,7 @@ from jdisagg.kv.shipping import LandedKV, PackedKV, devices_of, joined
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import Parcel, read_ticket
+from jdisagg.kv.transport.ticket import TransferId, read_ticket
 from jdisagg.serve.cluster.tickets import Tickets
 
 log = logging.getLogger("jdisagg.cluster")
@@ -86,8 +86,10 @@ def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransf
     except (KeyError, TypeError, ValueError, DecodeError) as error:
         raise SenselessWord(f"a notice that cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
     check_transfer(transfer, sender, to)
-    if ticket.parcel != Parcel(transfer.handoff, transfer.epoch, transfer.part):
-        raise SenselessWord(f"a notice of part {transfer.part} of {transfer.handoff!r} offers another: {ticket.parcel}")
+    if ticket.transfer != TransferId(transfer.handoff, transfer.epoch, transfer.part):
+        raise SenselessWord(
+            f"a notice of part {transfer.part} of {transfer.handoff!r} offers another: {ticket.transfer}"
+        )
     for pages in rows:
         if not {NULL_PAGE, *transfer.destination_pages}.issuperset(pages):
             raise SenselessWord(f"a notice of {transfer.handoff!r} is for pages that are not the transfer's")
@@ -126,9 +128,11 @@ class RemoteShipment:
 class RemoteKV:
     """This process's transports, opened when first used. Any thread may call."""
 
-    def __init__(self, terms: TransportConfig, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, config: TransportConfig, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0
+    ) -> None:
         """`wanted` names the transport to use with everybody; offers and pulls end after `timeout_s`."""
-        self.terms, self.mine, self.wanted, self._timeout_s = terms, mine, wanted, timeout_s
+        self.config, self.mine, self.wanted, self._timeout_s = config, mine, wanted, timeout_s
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._tickets = Tickets(lambda ticket: self._transports[ticket.transport].cancel(ticket))
@@ -139,10 +143,10 @@ class RemoteKV:
         """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
         packed = machine.pack(transfer, peer.stages)
         transport = self._open(choose(self.mine, peer.capability, self.wanted))
-        parcel = Parcel(transfer.handoff, transfer.epoch, transfer.part)
+        transfer_id = TransferId(transfer.handoff, transfer.epoch, transfer.part)
         arrays = [array for each in packed for array in each.device_arrays]
         until_s = time.monotonic() + self._timeout_s
-        ticket = transport.offer(parcel, arrays, until_s)
+        ticket = transport.offer(transfer_id, arrays, until_s)
         self._tickets.add(ticket, peer.worker, until_s)
         moves = [_move_json(each) for each in packed]
         return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
@@ -189,7 +193,7 @@ class RemoteKV:
     def _open(self, name: str) -> Transport:
         with self._lock:
             if name not in self._transports:
-                self._transports[name] = open_transport(name, self.terms)
+                self._transports[name] = open_transport(name, self.config)
                 log.info("KV crosses by %s, offered at %s", name, self._transports[name].address)
             return self._transports[name]
 

@@ -29,7 +29,7 @@ class Tickets:
     def add(self, ticket: Ticket, destination: WorkerId, until_s: float) -> None:
         with self._lock:
             self._forget_old()
-            key = ticket.parcel.handoff, ticket.parcel.epoch
+            key = ticket.transfer.handoff, ticket.transfer.epoch
             self._given.setdefault(key, []).append(_Given(ticket, destination, until_s))
 
     def end(self, handoff: str, epoch: int) -> None:

@@ -19,7 +19,7 @@ from jdisagg.core.errors import JdisaggError
 from jdisagg.kv.transport.choose import open_transport
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import DTYPES, Parcel, read_ticket
+from jdisagg.kv.transport.ticket import DTYPES, TransferId, read_ticket
 
 SECRET = b"a secret of the conformance tests"
 IDENTITY = Identity("model-a", "8x64x32", "float32")
@@ -57,22 +57,22 @@ def open_descriptors() -> int:
 class Side:
     """One process's transports, driven by commands; the tests use one of their own in their own process."""
 
-    def __init__(self, names: list[str], listen: dict[str, str] | None = None, **terms: Any) -> None:
+    def __init__(self, names: list[str], listen: dict[str, str] | None = None, **options: Any) -> None:
         self.before = open_descriptors()
         self.transports: dict[str, Transport] = {}
         for name in names:
             at = (listen or {}).get(name, "127.0.0.1:0")
-            config = TransportConfig(SECRET, IDENTITY, at, **{"control_timeout_s": CONTROL_S, **terms})
+            config = TransportConfig(SECRET, IDENTITY, at, **{"control_timeout_s": CONTROL_S, **options})
             self.transports[name] = open_transport(name, config)
 
-    def offer(self, transport: str, in_s: float = 120.0, parcel: str = "h", **what: Any) -> dict[str, Any]:
+    def offer(self, transport: str, in_s: float = 120.0, transfer: str = "h", **what: Any) -> dict[str, Any]:
         arrays = make_arrays(**what)
-        ticket = self.transports[transport].offer(Parcel(parcel, 1), arrays, time.monotonic() + in_s)
+        ticket = self.transports[transport].offer(TransferId(transfer, 1), arrays, time.monotonic() + in_s)
         return {"ticket": ticket.to_json()} | ({} if what.get("late") else {"digests": digests(arrays)})
 
     def offer_deleted(self, transport: str, **what: Any) -> dict[str, Any]:
         arrays = make_arrays(**what)
-        ticket = self.transports[transport].offer(Parcel("h", 1), arrays, time.monotonic() + 120)
+        ticket = self.transports[transport].offer(TransferId("h", 1), arrays, time.monotonic() + 120)
         arrays[-1].delete()
         return {"ticket": ticket.to_json()}
 

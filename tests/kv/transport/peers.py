@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[3]
 class Peer:
     """A process that runs peer.py; `ask` waits for its answer."""
 
-    def __init__(self, names: list[str], inside: Sequence[str] = (), **terms: Any) -> None:
+    def __init__(self, names: list[str], inside: Sequence[str] = (), **config: Any) -> None:
         """`inside` comes before its command."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         }
-        options = json.dumps({"names": names} | terms)
+        options = json.dumps({"names": names} | config)
         self.process = subprocess.Popen(
             [*inside, sys.executable, str(Path(__file__).parent / "peer.py"), options],
             stdin=subprocess.PIPE,

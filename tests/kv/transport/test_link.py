@@ -16,7 +16,7 @@ from jdisagg.core.errors import ConfigError, TransferCancelled, TransferTimeout
 from jdisagg.kv.transport.choose import open_transport
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.link import Link, TokenBucket
-from jdisagg.kv.transport.ticket import Parcel
+from jdisagg.kv.transport.ticket import TransferId
 from tests.kv.transport.peer import IDENTITY, SECRET
 
 MB = 1_000_000
@@ -63,7 +63,7 @@ def test_a_transport_over_an_emulated_link_takes_as_long_as_the_link_within_a_te
     wanted_s = 0.05 + 5 * MB * 8 / (gbit_per_s * 1e9)
     quickest_s = math.inf
     for part in range(20):  # other users of the machine make any one of them late
-        ticket = transport.offer(Parcel("h", 1, part), [array], time.monotonic() + 60)
+        ticket = transport.offer(TransferId("h", 1, part), [array], time.monotonic() + 60)
         started_s = time.monotonic()
         transport.pull(ticket, jax.devices()[:1], time.monotonic() + 60)
         took_s = time.monotonic() - started_s
@@ -80,7 +80,7 @@ def test_a_transport_over_an_emulated_link_takes_as_long_as_the_link_within_a_te
 def test_a_slow_link_gives_way_to_the_deadline_and_to_a_cancel(name: str):
     transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(0.0001)))
     array = jax.device_put(np.zeros(MB, np.int8))
-    first, second = (transport.offer(Parcel("h", 1, part), [array], time.monotonic() + 120) for part in (0, 1))
+    first, second = (transport.offer(TransferId("h", 1, part), [array], time.monotonic() + 120) for part in (0, 1))
     started_s = time.monotonic()
     with pytest.raises(TransferTimeout):
         transport.pull(first, jax.devices()[:1], time.monotonic() + 0.1)

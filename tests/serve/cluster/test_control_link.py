@@ -24,7 +24,7 @@ from jdisagg.core.errors import ConfigError, TransportError
 from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.tcp import tcp
-from jdisagg.kv.transport.ticket import Parcel
+from jdisagg.kv.transport.ticket import TransferId
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
@@ -474,10 +474,10 @@ def test_by_tls_a_worker_joins_and_one_without_a_certificate_does_not(open_serve
 def test_kv_crosses_by_the_same_certificates(certified: Settings):
     server, connect = kv_contexts(certified)
     source = tcp(TransportConfig(SECRET, KIND, tls_server=server, tls_client=connect))
-    sink, unencrypted = tcp(source.terms), tcp(TransportConfig(SECRET, KIND))
+    sink, unencrypted = tcp(source.config), tcp(TransportConfig(SECRET, KIND))
     try:
         array = jnp.arange(1000.0)
-        ticket = source.offer(Parcel("r", 1, 0), [array], time.monotonic() + 20)
+        ticket = source.offer(TransferId("r", 1, 0), [array], time.monotonic() + 20)
         with pytest.raises(TransportError):
             unencrypted.pull(ticket, jax.devices()[:1], time.monotonic() + 3)
         (pulled,) = sink.pull(ticket, jax.devices()[:1], time.monotonic() + 20)

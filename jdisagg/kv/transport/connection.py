@@ -1,4 +1,4 @@
-"""A wire: one connected socket, read and written by one thread at a time, every wait of it under a `Deadlines`.
+"""A connection: one connected socket, read and written by one thread at a time, every wait of it under a `Deadline`.
 
 Two kinds of things cross it: records (four bytes of length, then JSON of at most 1 MiB, checked before a byte of it is
 allocated) and raw bytes whose number both ends know.
@@ -14,65 +14,65 @@ import socket
 from typing import Any
 
 from jdisagg.core.errors import BadTicket, PeerDead
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.deadline import Deadline
 
 MAX_RECORD_BYTES = 1 << 20
-SEND_BYTES = 1 << 20  # in one call: short enough to look at the deadlines between two
+SEND_BYTES = 1 << 20  # in one call: short enough to look at the deadline between two
 
 
-class Wire:
+class Connection:
     """`peer` says in errors who is at the other end."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.socket, self.peer = sock, peer
 
-    def send(self, data: memoryview, deadlines: Deadlines) -> None:
-        """All of it. Raises PeerDead, or what `deadlines` raises."""
+    def send(self, data: memoryview, deadline: Deadline) -> None:
+        """All of it. Raises PeerDead, or what `deadline` raises."""
         done = 0
         while done < len(data):
             try:
-                self.socket.settimeout(deadlines.slice_s())
+                self.socket.settimeout(deadline.slice_s())
                 done += self.socket.send(data[done : done + SEND_BYTES])
             except OSError as error:
-                self._judge(error, deadlines, f"{done} of {len(data)} bytes sent")
+                self._judge(error, deadline, f"{done} of {len(data)} bytes sent")
 
-    def receive_into(self, data: memoryview, deadlines: Deadlines | None) -> None:
-        """Fills `data`. Without deadlines it waits until the wire is cut."""
+    def receive_into(self, data: memoryview, deadline: Deadline | None) -> None:
+        """Fills `data`. Without deadline it waits until the connection is cut."""
         done = 0
         while done < len(data):
             try:
-                self.socket.settimeout(deadlines.slice_s() if deadlines else None)
+                self.socket.settimeout(deadline.slice_s() if deadline else None)
                 count = self.socket.recv_into(data[done:])
             except OSError as error:
-                self._judge(error, deadlines, f"{done} of {len(data)} bytes received")
+                self._judge(error, deadline, f"{done} of {len(data)} bytes received")
                 continue
             if not count:
-                self._judge(ConnectionResetError("closed"), deadlines, f"{done} of {len(data)} bytes received")
+                self._judge(ConnectionResetError("closed"), deadline, f"{done} of {len(data)} bytes received")
             done += count
 
-    def _judge(self, error: OSError, deadlines: Deadlines | None, so_far: str) -> None:
+    def _judge(self, error: OSError, deadline: Deadline | None, so_far: str) -> None:
         """Returns where it was only a slice of the wait that ran out."""
-        if deadlines is not None:
-            deadlines.left_s()
+        if deadline is not None:
+            deadline.left_s()
         if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-            what = f"{deadlines.what}: " if deadlines else ""
+            what = f"{deadline.what}: " if deadline else ""
             raise PeerDead(f"{what}{self.peer} is gone ({error}), {so_far}") from error
 
-    def send_record(self, record: dict[str, Any], deadlines: Deadlines) -> None:
+    def send_record(self, record: dict[str, Any], deadline: Deadline) -> None:
         text = json.dumps(record, separators=(",", ":")).encode()
         if len(text) > MAX_RECORD_BYTES:
             raise BadTicket(f"a record of {len(text)} bytes is over the limit of {MAX_RECORD_BYTES}")
-        self.send(memoryview(len(text).to_bytes(4, "big") + text), deadlines)
+        self.send(memoryview(len(text).to_bytes(4, "big") + text), deadline)
 
-    def receive_record(self, deadlines: Deadlines | None, limit_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+    def receive_record(self, deadline: Deadline | None, limit_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
         """Raises BadTicket where it is no record, or too long a one."""
         head = bytearray(4)
-        self.receive_into(memoryview(head), deadlines)
+        self.receive_into(memoryview(head), deadline)
         length = int.from_bytes(head, "big")
         if length > limit_bytes:
             raise BadTicket(f"{self.peer} announces a record of {length} bytes, the limit is {limit_bytes}")
         text = bytearray(length)
-        self.receive_into(memoryview(text), deadlines)
+        self.receive_into(memoryview(text), deadline)
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -81,22 +81,22 @@ class Wire:
             raise BadTicket(f"{self.peer} sent {bytes(text[:40])!r}, which is no record")
         return record
 
-    def receive_byte(self, deadlines: Deadlines) -> bytes:
+    def receive_byte(self, deadline: Deadline) -> bytes:
         data = bytearray(1)
-        self.receive_into(memoryview(data), deadlines)
+        self.receive_into(memoryview(data), deadline)
         return bytes(data)
 
-    def receive_descriptor(self, deadlines: Deadlines) -> tuple[int, bytes]:
+    def receive_descriptor(self, deadline: Deadline) -> tuple[int, bytes]:
         """An open file and the byte that comes with it, over a Unix socket. The caller closes the file."""
         while True:
             try:
-                self.socket.settimeout(deadlines.slice_s())
+                self.socket.settimeout(deadline.slice_s())
                 data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
-                self._judge(error, deadlines, "no descriptor received")
+                self._judge(error, deadline, "no descriptor received")
                 continue
             if not data:
-                self._judge(ConnectionResetError("closed"), deadlines, "no descriptor received")
+                self._judge(ConnectionResetError("closed"), deadline, "no descriptor received")
             if len(descriptors) != 1:
                 raise BadTicket(f"{self.peer} sent {len(descriptors)} descriptors where 1 was due")
             return descriptors[0], data
@@ -109,7 +109,7 @@ class Wire:
             raise PeerDead(f"{self.peer} hung up before it was answered")
 
     def cut(self) -> None:
-        """From any thread: whoever waits on the wire wakes with PeerDead."""
+        """From any thread: whoever waits on the connection wakes with PeerDead."""
         with contextlib.suppress(OSError):  # never connected, or closed meanwhile
             socket.socket.shutdown(
                 self.socket, socket.SHUT_RDWR

@@ -1,4 +1,4 @@
-"""Deadlines: one operation's deadline and its off switch, asked by everything that waits.
+"""Deadline: one operation's deadline and its off switch, asked by everything that waits.
 
 No wait of this package is longer than `TICK_S` without asking again, so an operation ends within its deadline and
 soon after it is called off, whatever the other end does.
@@ -20,7 +20,7 @@ TICK_S = 0.05
 POLL_S = (0.00005, 0.001)  # first and longest pause between two looks at an array that is being computed
 
 
-class Deadlines:
+class Deadline:
     """Ends at `deadline_s` of `clock`, or when `call_off` is called from any thread."""
 
     def __init__(self, what: str, deadline_s: float, clock: Clock = time.monotonic) -> None:

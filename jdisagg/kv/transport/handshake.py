@@ -15,38 +15,38 @@ from typing import Any
 
 from jdisagg.core.errors import BadTicket, PeerMismatch
 from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
-from jdisagg.kv.transport.wire import Wire
+from jdisagg.kv.transport.connection import Connection
+from jdisagg.kv.transport.deadline import Deadline
 
 PROTOCOL = 1
 NONCE_BYTES = 32
-HELLO_BYTES = 8 << 10  # the longest record of a handshake
+HANDSHAKE_BYTES = 8 << 10  # the longest record of a handshake
 
 
-def answer(wire: Wire, terms: TransportConfig, deadlines: Deadlines) -> None:
+def answer(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
     """The source's part. Raises PeerMismatch after telling the peer."""
     nonce = secrets.token_hex(NONCE_BYTES)
-    wire.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, deadlines)
-    theirs = wire.receive_record(deadlines, HELLO_BYTES)
-    if not _proves(theirs, "pulls", nonce + _nonce(theirs), terms.secret):
-        wire.send_record({"refused": "secret"}, deadlines)
-        raise PeerMismatch(f"{wire.peer} does not share our secret")
-    wire.send_record(_proof("offers", nonce + _nonce(theirs), terms), deadlines)
-    compare(terms.identity, theirs["identity"], wire.peer)
+    connection.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, deadline)
+    theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if not _proves(theirs, "pulls", nonce + _nonce(theirs), config.secret):
+        connection.send_record({"refused": "secret"}, deadline)
+        raise PeerMismatch(f"{connection.peer} does not share our secret")
+    connection.send_record(_proof("offers", nonce + _nonce(theirs), config), deadline)
+    compare(config.identity, theirs["identity"], connection.peer)
 
 
-def greet(wire: Wire, terms: TransportConfig, deadlines: Deadlines) -> None:
+def greet(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
     """The destination's part. Raises PeerMismatch."""
-    theirs = wire.receive_record(deadlines, HELLO_BYTES)
+    theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
     if theirs.get("jdisagg") != PROTOCOL:
-        raise PeerMismatch(f"{wire.peer} speaks protocol {theirs.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
+        raise PeerMismatch(f"{connection.peer} speaks protocol {theirs.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
     nonce = secrets.token_hex(NONCE_BYTES)
     both = _nonce(theirs) + nonce
-    wire.send_record({"nonce": nonce} | _proof("pulls", both, terms), deadlines)
-    reply = wire.receive_record(deadlines, HELLO_BYTES)
-    if not _proves(reply, "offers", both, terms.secret):
-        raise PeerMismatch(f"{wire.peer} does not share our secret")
-    compare(terms.identity, reply["identity"], wire.peer)
+    connection.send_record({"nonce": nonce} | _proof("pulls", both, config), deadline)
+    reply = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if not _proves(reply, "offers", both, config.secret):
+        raise PeerMismatch(f"{connection.peer} does not share our secret")
+    compare(config.identity, reply["identity"], connection.peer)
 
 
 def compare(ours: Identity, record: Any, peer: str) -> None:
@@ -69,9 +69,9 @@ def _nonce(record: dict[str, Any]) -> str:
     return nonce
 
 
-def _proof(role: str, nonces: str, terms: TransportConfig) -> dict[str, Any]:
-    identity = asdict(terms.identity)
-    return {"identity": identity, "mac": _mac(role, nonces, identity, terms.secret)}
+def _proof(role: str, nonces: str, config: TransportConfig) -> dict[str, Any]:
+    identity = asdict(config.identity)
+    return {"identity": identity, "mac": _mac(role, nonces, identity, config.secret)}
 
 
 def _proves(record: dict[str, Any], role: str, nonces: str, secret: bytes) -> bool:

@@ -21,36 +21,36 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import BadTicket, ConfigError, PeerDead, PeerMismatch, TransferRefused
-from jdisagg.kv.transport import hello
+from jdisagg.kv.transport import handshake
 from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.deadlines import Deadlines
+from jdisagg.kv.transport.connection import MAX_RECORD_BYTES, Connection
+from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.kv.transport.segments import make_segment
 from jdisagg.kv.transport.tcp import tcp
-from jdisagg.kv.transport.ticket import Parcel, Ticket, issue, read_ticket, tag_of, verify
-from jdisagg.kv.transport.wire import MAX_RECORD_BYTES, Wire
+from jdisagg.kv.transport.ticket import Ticket, TransferId, issue, read_ticket, tag_of, verify
 from tests.kv.transport.peer import IDENTITY, SECRET
 from tests.kv.transport.peers import Peer
 
-TERMS = TransportConfig(SECRET, IDENTITY, control_timeout_s=30.0)
-QUICK = replace(TERMS, control_timeout_s=1.0)  # where running out of it is the subject
+CONFIG = TransportConfig(SECRET, IDENTITY, control_timeout_s=30.0)
+QUICK = replace(CONFIG, control_timeout_s=1.0)  # where running out of it is the subject
 
 
 @pytest.fixture
 def source() -> Iterator[Endpoint]:
-    transport = tcp(TERMS)
+    transport = tcp(CONFIG)
     yield transport
     transport.close()
 
 
 def offered(transport: Endpoint) -> Ticket:
     array = jax.device_put(np.arange(1024, dtype=np.float32))
-    return transport.offer(Parcel("h", 1), [array], time.monotonic() + 120)
+    return transport.offer(TransferId("h", 1), [array], time.monotonic() + 120)
 
 
-def pull_by(terms: TransportConfig, ticket: Ticket) -> None:
-    other = tcp(terms)
+def pull_by(config: TransportConfig, ticket: Ticket) -> None:
+    other = tcp(config)
     try:
         other.pull(ticket, jax.devices()[:1], time.monotonic() + 60)
     finally:
@@ -59,12 +59,12 @@ def pull_by(terms: TransportConfig, ticket: Ticket) -> None:
         other.close()
 
 
-def dialled(source: Endpoint) -> Wire:
-    return Wire(socket.create_connection(split_address(source.address)), "the source")
+def dialled(source: Endpoint) -> Connection:
+    return Connection(socket.create_connection(split_address(source.address)), "the source")
 
 
-def soon(what: str = "test") -> Deadlines:
-    return Deadlines(what, time.monotonic() + 60)
+def soon(what: str = "test") -> Deadline:
+    return Deadline(what, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize(
@@ -83,25 +83,25 @@ def test_a_peer_of_another_secret_learns_nothing(source: Endpoint):
     with pytest.raises(BadTicket, match="not signed by our secret"):
         pull_by(TransportConfig(b"another secret of any length", IDENTITY), ticket)
     stranger = TransportConfig(b"another secret of any length", IDENTITY)
-    wire = dialled(source)
+    connection = dialled(source)
     with pytest.raises(PeerMismatch, match="does not share our secret"):
-        hello.greet(wire, stranger, soon())
+        handshake.greet(connection, stranger, soon())
     with pytest.raises(PeerDead):
-        wire.receive_record(soon())
-    wire.close()
+        connection.receive_record(soon())
+    connection.close()
 
 
 def test_a_recorded_handshake_is_worth_nothing_the_next_time(source: Endpoint):
-    heard, wire = [], dialled(source)
-    send = wire.send_record
+    heard, connection = [], dialled(source)
+    send = connection.send_record
 
-    def recorded(record: dict[str, Any], deadlines: Deadlines) -> None:
+    def recorded(record: dict[str, Any], deadline: Deadline) -> None:
         heard.append(record)
-        send(record, deadlines)
+        send(record, deadline)
 
-    wire.send_record = recorded  # an eavesdropper
-    hello.greet(wire, TERMS, soon())
-    wire.close()
+    connection.send_record = recorded  # an eavesdropper
+    handshake.greet(connection, CONFIG, soon())
+    connection.close()
     again = dialled(source)
     again.receive_record(soon())
     again.send_record(heard[0], soon())
@@ -113,18 +113,18 @@ def test_a_source_that_only_repeats_our_proof_is_not_believed():
     listener = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(listener.getsockname())
     server, _ = listener.accept()
-    mirror, wire = Wire(server, "a mirror"), Wire(client, "the source")
+    mirror, connection = Connection(server, "a mirror"), Connection(client, "the source")
 
     def reflect() -> None:
-        mirror.send_record({"jdisagg": hello.PROTOCOL, "nonce": "0" * 64}, soon())
+        mirror.send_record({"jdisagg": handshake.PROTOCOL, "nonce": "0" * 64}, soon())
         mirror.send_record(mirror.receive_record(soon()), soon())
 
     thread = threading.Thread(target=reflect)
     thread.start()
     with pytest.raises(PeerMismatch, match="does not share our secret"):
-        hello.greet(wire, TERMS, soon())
+        handshake.greet(connection, CONFIG, soon())
     thread.join()
-    for each in (mirror, wire, listener):
+    for each in (mirror, connection, listener):
         each.close()
 
 
@@ -137,35 +137,35 @@ NOISE = {
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_noise_at_the_desk_ends_its_connection_and_nothing_else(source: Endpoint, noise: bytes):
+def test_noise_at_the_listener_ends_its_connection_and_nothing_else(source: Endpoint, noise: bytes):
     ticket = offered(source)
-    wire = dialled(source)
-    wire.socket.sendall(noise)
-    wire.receive_record(soon())  # the greeting
+    connection = dialled(source)
+    connection.socket.sendall(noise)
+    connection.receive_record(soon())  # the greeting
     with pytest.raises(PeerDead):
-        wire.receive_record(soon())
-    wire.close()
-    pull_by(TERMS, ticket)
+        connection.receive_record(soon())
+    connection.close()
+    pull_by(CONFIG, ticket)
 
 
-def test_a_guest_who_says_nothing_is_shown_out_after_the_control_timeout():
+def test_a_peer_that_says_nothing_is_cut_off_after_the_control_timeout():
     transport = tcp(QUICK)
-    wire = dialled(transport)
-    wire.receive_record(soon())
+    connection = dialled(transport)
+    connection.receive_record(soon())
     started_s = time.monotonic()
     with pytest.raises(PeerDead):
-        wire.receive_record(soon())
+        connection.receive_record(soon())
     assert time.monotonic() - started_s < 20.0
-    wire.close()
+    connection.close()
     transport.close()
 
 
 def test_half_open_connections_do_not_keep_a_peer_out():
-    transport = tcp(TERMS)
+    transport = tcp(CONFIG)
     ticket = offered(transport)
     strangers = [socket.create_connection(split_address(transport.address)) for _ in range(300)]
     try:
-        pull_by(TERMS, ticket)
+        pull_by(CONFIG, ticket)
         assert transport.held().connections < 200
     finally:
         for each in strangers:
@@ -178,8 +178,8 @@ def test_a_handshake_that_trickles_in_ends_in_its_time_by_tls_too(certificate: t
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(chain, key)
     client = ssl.create_default_context(cafile=str(chain))
-    for terms in (QUICK, replace(QUICK, tls_server=server, tls_client=client)):
-        transport = tcp(terms)
+    for config in (QUICK, replace(QUICK, tls_server=server, tls_client=client)):
+        transport = tcp(config)
         stranger = socket.create_connection(split_address(transport.address))
         started_s = time.monotonic()
         with pytest.raises(OSError):
@@ -192,24 +192,24 @@ def test_a_handshake_that_trickles_in_ends_in_its_time_by_tls_too(certificate: t
 
 
 def test_a_stranger_may_not_announce_more_than_a_handshake_needs(source: Endpoint):
-    wire = dialled(source)
-    wire.receive_record(soon())
-    wire.socket.sendall((hello.HELLO_BYTES + 1).to_bytes(4, "big"))
+    connection = dialled(source)
+    connection.receive_record(soon())
+    connection.socket.sendall((handshake.HANDSHAKE_BYTES + 1).to_bytes(4, "big"))
     with pytest.raises(PeerDead):
-        wire.receive_record(soon())
-    wire.close()
+        connection.receive_record(soon())
+    connection.close()
 
 
-def test_a_desk_without_descriptors_waits_for_one_and_does_not_spin(source: Endpoint):
-    wire = Wire(socket.socket(), "the source")
+def test_a_listener_without_descriptors_waits_for_one_and_does_not_spin(source: Endpoint):
+    connection = Connection(socket.socket(), "the source")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wire.socket.fileno() + 50, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (connection.socket.fileno() + 50, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
             while True:
                 taken.append(os.dup(0))
-        wire.socket.connect(split_address(source.address))
+        connection.socket.connect(split_address(source.address))
         began_s = time.process_time()
         time.sleep(0.6)
         assert time.process_time() - began_s < 0.1
@@ -217,8 +217,8 @@ def test_a_desk_without_descriptors_waits_for_one_and_does_not_spin(source: Endp
         for each in taken:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    hello.greet(wire, TERMS, soon())
-    wire.close()
+    handshake.greet(connection, CONFIG, soon())
+    connection.close()
 
 
 def test_segments_are_their_owners_alone_and_have_no_name():
@@ -242,13 +242,13 @@ def test_a_peer_that_is_killed_leaves_no_segment_and_no_socket_and_the_next_one_
 
 def test_a_guessed_id_without_its_tag_is_unknown(source: Endpoint):
     ticket = offered(source)
-    wire = dialled(source)
-    hello.greet(wire, TERMS, soon())
+    connection = dialled(source)
+    handshake.greet(connection, CONFIG, soon())
     for what in ("pull", "ack", "cancel", "ask"):
-        wire.send_record({"do": what, "id": ticket.id, "tag": "f" * 64}, soon())
-        assert wire.receive_record(soon())["refused"] == "TransferRefused"
-    wire.close()
-    pull_by(TERMS, ticket)
+        connection.send_record({"do": what, "id": ticket.id, "tag": "f" * 64}, soon())
+        assert connection.receive_record(soon())["refused"] == "TransferRefused"
+    connection.close()
+    pull_by(CONFIG, ticket)
 
 
 @pytest.mark.parametrize(
@@ -256,17 +256,17 @@ def test_a_guessed_id_without_its_tag_is_unknown(source: Endpoint):
     [
         {"address": "10.0.0.1:1"},
         {"id": 5},
-        {"parcel": {"handoff": "other", "epoch": 1, "part": 0}},
-        {"parcel": {"handoff": "h", "epoch": 2, "part": 0}},
+        {"transfer": {"handoff": "other", "epoch": 1, "part": 0}},
+        {"transfer": {"handoff": "h", "epoch": 2, "part": 0}},
         {"arrays": [{"shape": [2048], "dtype": "float32", "nbytes": 8192}]},
         {"tag": "é"},
     ],
 )
 def test_a_ticket_altered_anywhere_is_refused_before_anything_is_connected_or_allocated(forge: dict[str, Any]):
     array = jax.device_put(np.arange(1024, dtype=np.float32))
-    record = issue("tcp", "127.0.0.1:9", Parcel("h", 1), [array], SECRET).to_json() | forge
+    record = issue("tcp", "127.0.0.1:9", TransferId("h", 1), [array], SECRET).to_json() | forge
     with pytest.raises(BadTicket, match="not signed by our secret"):
-        pull_by(TERMS, read_ticket(json.loads(json.dumps(record))))
+        pull_by(CONFIG, read_ticket(json.loads(json.dumps(record))))
 
 
 @pytest.mark.parametrize(
@@ -281,13 +281,13 @@ def test_a_ticket_altered_anywhere_is_refused_before_anything_is_connected_or_al
         {"arrays": [{"shape": [1] * 9, "dtype": "float32", "nbytes": 4}]},
         {"id": 1 << 60},
         {"address": "x" * 1000},
-        {"parcel": None},
+        {"transfer": None},
         {"tag": 7},
     ],
 )
 def test_a_ticket_that_cannot_be_is_refused_as_it_is_read(forge: dict[str, Any]):
     array = jax.device_put(np.arange(4, dtype=np.float32))
-    record = issue("tcp", "127.0.0.1:9", Parcel("h", 1), [array], SECRET).to_json()
+    record = issue("tcp", "127.0.0.1:9", TransferId("h", 1), [array], SECRET).to_json()
     assert read_ticket(json.loads(json.dumps(record))) == read_ticket(record)
     with pytest.raises(BadTicket):
         read_ticket(record | forge)
@@ -298,14 +298,14 @@ def test_a_ticket_of_another_transport_is_refused(source: Endpoint):
     ticket = replace(ticket, tag=tag_of(ticket, SECRET))
     verify(ticket, SECRET)
     with pytest.raises(TransferRefused, match=r"'shm', this is 'tcp'"):
-        pull_by(TERMS, ticket)
+        pull_by(CONFIG, ticket)
 
 
 def test_a_sharded_array_is_offered_by_its_shards(source: Endpoint):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
     whole = jax.device_put(np.zeros(8, np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp")))
     with pytest.raises(BadTicket, match="2 devices"):
-        source.offer(Parcel("h", 1), [whole], time.monotonic() + 1)
+        source.offer(TransferId("h", 1), [whole], time.monotonic() + 1)
     assert source.held().offers == 0
 
 
@@ -314,7 +314,7 @@ def test_short_secrets_and_half_a_tls_are_refused():
         TransportConfig(b"short", IDENTITY)
     with pytest.raises(ConfigError, match="TLS"):
         TransportConfig(SECRET, IDENTITY, tls_client=ssl.create_default_context())
-    assert SECRET.decode() not in repr(TERMS)
+    assert SECRET.decode() not in repr(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -332,16 +332,16 @@ def test_bytes_cross_by_tls_and_a_peer_without_it_or_with_another_root_gets_noth
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(chain, key)
     client = ssl.create_default_context(cafile=str(chain))
-    safe = replace(TERMS, tls_server=server, tls_client=client)
+    safe = replace(CONFIG, tls_server=server, tls_client=client)
     source, other = tcp(safe), tcp(safe)
     values = np.random.default_rng(0).normal(size=(3, 1 << 20)).astype(np.float32)
     for part in range(2):
-        ticket = source.offer(Parcel("h", 1, part), [jax.device_put(values)], time.monotonic() + 120)
+        ticket = source.offer(TransferId("h", 1, part), [jax.device_put(values)], time.monotonic() + 120)
         (array,) = other.pull(ticket, jax.devices()[:1], time.monotonic() + 120)
         assert np.array_equal(np.asarray(array), values) and other.ack(ticket)
-    ticket = source.offer(Parcel("h", 2), [jax.device_put(values)], time.monotonic() + 120)
+    ticket = source.offer(TransferId("h", 2), [jax.device_put(values)], time.monotonic() + 120)
     with pytest.raises((PeerDead, PeerMismatch, BadTicket)):
-        pull_by(TERMS, ticket)
+        pull_by(CONFIG, ticket)
     with pytest.raises(PeerMismatch, match="no TLS"):
         pull_by(replace(safe, tls_client=ssl.create_default_context()), ticket)
     for each in (source, other):
