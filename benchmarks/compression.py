@@ -26,7 +26,7 @@ from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import RAW
@@ -94,9 +94,7 @@ class Stage:
         size, lost = 0, np.zeros(self.source.model.num_layers)
         for index in range(len(self.texts)):
             transfer = KVTransfer(
-                str(index),
-                0,
-                RequestId(str(index)),
+                Attempt(RequestId(str(index)), 0),
                 self.source.config.worker,
                 WorkerId("decode"),
                 self._pages(self.source, index, self.prompt_tokens),

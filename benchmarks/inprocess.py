@@ -43,11 +43,11 @@ class Local:
         request = Request(name, tuple(tokens), sampling, arrival_s=self.service.now_s())
         arrivals, num_tokens, finish = [], 0, None
         try:
-            async for delta in self.service.stream(request):
-                if delta.sampled:
+            async for update in self.service.stream(request):
+                if update.delta.sampled:
                     arrivals.append(time.perf_counter())
-                    num_tokens += len(delta.sampled)
-                finish = delta.finish or finish
+                    num_tokens += len(update.delta.sampled)
+                finish = update.finish or finish
         except JdisaggError as error:
             return Sample(sent_s, error=f"{type(error).__name__}: {error}", ended_s=time.perf_counter())
         if finish is None or finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):

@@ -197,7 +197,7 @@ async def complete_one(service: Service, settings: Settings, console: Console) -
     num_tokens, finish = 0, None
     async for piece in offline.stream(service, settings.prompt, sampling):
         print(piece.text, end="", flush=True)
-        num_tokens, finish = num_tokens + len(piece.sampled), piece.finish
+        num_tokens, finish = num_tokens + len(piece.delta.sampled), piece.finish
     print(flush=True)
     if finish is not None:
         console.print(banner.ledger_table(finish.ledger, num_tokens))

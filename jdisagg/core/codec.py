@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from jdisagg.core import events, messages, steps
 from jdisagg.core.errors import DecodeError
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.request import Request, Sampled, SamplingParams
+from jdisagg.core.request import Attempt, Request, Sampled, SamplingParams
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -44,7 +44,7 @@ NOUNS: dict[str, type] = {
         *_dataclasses_of(steps),
         *_dataclasses_of(messages),
         *_dataclasses_of(events),
-        *(Request, SamplingParams, Sampled, Ledger, WorkerConfig, RouterConfig),
+        *(Attempt, Request, SamplingParams, Sampled, Ledger, WorkerConfig, RouterConfig),
     )
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.messages import Message
-from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.messages import Message, TokenDelta
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -110,12 +110,11 @@ class WiresTimed:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """An engine raised; `step_id` is None for a transfer, whose handoff is then named."""
+    """An engine raised: over a step, or over a part of an attempt's KV, which may be shipped again."""
 
     step_id: int | None
-    handoff: str | None
     reason: str
-    epoch: int | None = None  # of the transfer that failed, and its part: it may be shipped again
+    attempt: Attempt | None = None
     part: int | None = None
 
 
@@ -177,10 +176,9 @@ class DropKV:
 
 @dataclass(frozen=True, slots=True)
 class OpenGates:
-    """No step waits for parts of this handoff any longer: what waited runs now, before its pages may be another's."""
+    """No step waits for parts of this attempt any longer: what waited runs now, before its pages may be another's."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +191,14 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    """Tokens for the client, in order. `prompt` comes once, before the first, where prompt logprobs were asked for."""
+    """Tokens for the client, in order, none missing and none twice."""
 
-    request_id: RequestId
-    sampled: tuple[Sampled, ...]
-    worker: WorkerId
-    prompt: tuple[Sampled, ...] = ()
+    delta: TokenDelta
+    worker: WorkerId  # that drew the last of them
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.delta.attempt.request_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,24 @@
 """What actors say to each other: the handoff's words first, then what keeps the router's view true.
 
 RESERVE -> RESERVED -> (parts of KV shipped) -> COMMIT -> ACK, and ABORT, acknowledged, from anywhere. Every message of
-a handoff carries its epoch: one of another epoch is late and is dropped. Epochs are the router's and never come again.
-Times to come are durations: actors of several processes share no clock.
+one try carries its `Attempt`: one of an earlier try is late and is dropped. Times to come are durations: actors of
+several processes share no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.ledger import Mark
-from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
     """Router to decode worker: hold pages and a slot for this request; the lease is renewed by what arrives."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     request: Request  # as it is to be prefilled: earlier output joined to the prompt
     num_output: int  # output tokens already given to the client (a resumed request has some)
     prefill_worker: WorkerId
@@ -29,8 +29,7 @@ class Reserve:
 class Reserved:
     """Decode worker to router: these pages are held. The KV of the first `cached_pages` is in them already."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     pages: tuple[int, ...]
     cached_pages: int = 0
     page_size: int = 0  # tokens a page; 0: as the prefill worker's
@@ -40,8 +39,7 @@ class Reserved:
 class Refused:
     """Decode worker to router: no reservation now."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     detail: str
 
 
@@ -49,8 +47,7 @@ class Refused:
 class StartPrefill:
     """Router to prefill worker: compute this prompt and ship its KV to those pages of that worker."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     request: Request
     num_output: int
     decode_worker: WorkerId
@@ -65,8 +62,7 @@ class StartPrefill:
 class Commit:
     """Prefill to decode worker: the manifest of what was shipped; this token was drawn and is fed next."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     first: Sampled
     num_tokens: int  # tokens of KV, those in pages that the destination held already included
     num_parts: int  # parts 0 to num_parts - 1 were shipped
@@ -78,8 +74,7 @@ class Commit:
 class Ack:
     """Decode to prefill worker: committed and complete; the source pages may go."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     wire_s: float = 0.0  # that its parts were on their way
 
 
@@ -87,8 +82,7 @@ class Ack:
 class Resend:
     """Decode to prefill worker: this part came broken, or did not come; ship it again."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     part: int
 
 
@@ -98,32 +92,28 @@ class Renew:
     Abort answers.
     """
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Any actor to another: give back what this handoff holds, then say AbortAck. From a worker: it has done so."""
 
-    handoff: str
-    epoch: int
+    attempt: Attempt
     detail: str
     reason: FinishReason = FinishReason.ERROR  # what the client is told where trying again is no use
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAck:
-    handoff: str
-    epoch: int
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Worker to router: a request reached an instant of its ledger."""
 
-    request_id: RequestId
-    epoch: int
+    attempt: Attempt
     mark: Mark
     at_s: float
     wire_s: float = 0.0  # with COMMITTED: that parts of its KV were on their way
@@ -131,11 +121,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """Tokens of one request, drawn since the last word of it. `index` is the place of the first in its whole output."""
+class TokenDelta:
+    """Tokens of one request, drawn since the last word of it: from the worker by the router to who asked for them.
 
-    request_id: RequestId
-    epoch: int
+    `index` is the place of the first in the request's whole output.
+    """
+
+    attempt: Attempt
     index: int
     sampled: tuple[Sampled, ...]
     prompt: tuple[Sampled, ...] = ()  # once, before output 0, where prompt logprobs were asked for
@@ -145,15 +137,26 @@ class Draw:
 class Drawn:
     """Worker to router: what one plan drew. The router alone tells clients, so that no token is told twice."""
 
-    draws: tuple[Draw, ...]
+    deltas: tuple[TokenDelta, ...]
+
+
+NO_TOKENS = TokenDelta(Attempt(RequestId(""), 0), 0, ())
+
+
+def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Deltas of one request that follow each other as one, perhaps of several attempts: the last one's."""
+    if len(deltas) <= 1:
+        return deltas[0] if deltas else NO_TOKENS
+    sampled = tuple(each for delta in deltas for each in delta.sampled)
+    prompt = tuple(each for delta in deltas for each in delta.prompt)
+    return TokenDelta(deltas[-1].attempt, deltas[0].index, sampled, prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Worker to router: the sequence came to its end on this worker, `num_output` tokens out in all."""
 
-    request_id: RequestId
-    epoch: int
+    attempt: Attempt
     reason: FinishReason
     at_s: float
     num_output: int
@@ -164,8 +167,7 @@ class Ended:
 class Preempted:
     """Decode worker to router: pages ran out, this sequence gave its own back; prefill it again with its output."""
 
-    request_id: RequestId
-    epoch: int
+    attempt: Attempt
     output: tuple[int, ...]  # every token drawn since the last StartPrefill, in order
     detail: str
 

@@ -30,6 +30,7 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
+from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 
@@ -54,10 +55,10 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             _check_reservation(message, sender)
         case View() if sender is not None and message.free_pages > sender.num_pages:
             raise _senseless(message, f"free_pages is {message.free_pages} of {sender.num_pages}")
-        case Drawn(draws):
-            for draw in draws:
-                _check_tokens(message, [each.token for each in (*draw.sampled, *draw.prompt)])
-                _check_most(message, "index", draw.index)
+        case Drawn(deltas):
+            for delta in deltas:
+                _check_tokens(message, [each.token for each in (*delta.sampled, *delta.prompt)])
+                _check_most(message, "index", delta.index)
         case Preempted(output=output):
             _check_tokens(message, output)
         case Commit():
@@ -108,11 +109,13 @@ def _words_between(sender: WorkerConfig | None, to: WorkerConfig | None) -> tupl
 
 
 def _numbers_of(word: Any) -> Iterable[tuple[str, float]]:
-    """Its own numbers, in order; those of what it carries are not counted."""
+    """Its own numbers, in order, and its attempt's; those of what else it carries are not counted."""
     for each in dataclasses.fields(word):
         value = getattr(word, each.name)
         if type(value) in (int, float):
             yield each.name, value
+        elif isinstance(value, Attempt):
+            yield "epoch", value.epoch
 
 
 def _check_reservation(message: Reserved, sender: WorkerConfig) -> None:

@@ -154,6 +154,18 @@ class Request:
             _check_range("queue_deadline_s", self.queue_deadline_s, -math.inf, math.inf)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Attempt:
+    """One try at one request: what every message of it carries.
+
+    Epochs are the router's and never come again, so that a late word of an earlier try is known by its epoch and owns
+    nothing.
+    """
+
+    request_id: RequestId
+    epoch: int
+
+
 class Phase(StrEnum):
     QUEUED = "queued"
     PREFILLING = "prefilling"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import RAW
 
 
@@ -72,14 +72,13 @@ class PageGrant:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Parts of a handoff that must be in their pages before this stage of a step may run.
+    """Parts of an attempt's KV that must be in their pages before this stage of a step may run.
 
     OpenGates opens it for good: its sequence goes on no further then, and what the stage makes of it counts nothing.
     """
 
     stage: int
-    handoff: str
-    epoch: int
+    attempt: Attempt
     parts: tuple[int, ...]
 
 
@@ -127,7 +126,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """One part of a request's KV, from pages of one worker to pages of another. `epoch` fences late writers.
+    """One part of a request's KV, from pages of one worker to pages of another. `attempt` fences late writers.
 
     The two lists begin at the same token and hold the same tokens, each in pages of its own worker's size, so that one
     may be longer than the other. A destination page of 0 is not written: the destination holds its KV already.
@@ -135,9 +134,7 @@ class KVTransfer:
     arrive in any order, and hold the same tokens however often they are shipped.
     """
 
-    handoff: str
-    epoch: int
-    request_id: RequestId
+    attempt: Attempt
     source: WorkerId
     destination: WorkerId
     source_pages: tuple[int, ...]
@@ -145,7 +142,7 @@ class KVTransfer:
     num_tokens: int  # whose KV these pages hold
     part: int = 0
     layers: tuple[int, int] | None = None  # first and one past the last, numbered over the model; None: all
-    attempt: int = 0  # times this part was shipped before
+    resends: int = 0  # times this part was shipped before
     wire: str = RAW  # what its numbers are to travel as; layers that lose too much by it go raw all the same
 
 

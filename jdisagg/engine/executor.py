@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdisagg.core.events import StepDone
+from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -51,8 +52,8 @@ class Executor(Protocol):
         """
         ...
 
-    def open_gates(self, handoff: str, epoch: int) -> None:
-        """Steps that wait for parts of this handoff run now, whatever is in those pages."""
+    def open_gates(self, attempt: Attempt) -> None:
+        """Steps that wait for parts of this attempt run now, whatever is in those pages."""
         ...
 
     def ship(self, transfer: KVTransfer, destination: Any) -> Shipment:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from jdisagg.core.events import StepDone
+from jdisagg.core.request import Attempt
 from jdisagg.core.steps import Gate, KVTransfer
 from jdisagg.engine.executor import PendingStep
 
@@ -32,16 +33,16 @@ class HeldStep:
     """A step with gates; see `executor.PendingStep`."""
 
     def __init__(self, gates: Sequence[Gate], stages: Stages[PendingStep]) -> None:
-        self._gates = {gate.stage: (gate.handoff, gate.epoch, set(gate.parts)) for gate in gates}
+        self._gates = {gate.stage: (gate.attempt, set(gate.parts)) for gate in gates}
         self._stages = stages
         self._stage = next(stages)  # that is not dispatched yet
         self._result: Future[PendingStep] = Future()
 
-    def waits_for(self, handoff: str, epoch: int) -> bool:
-        return any(gate[:2] == (handoff, epoch) for gate in self._gates.values())
+    def waits_for(self, attempt: Attempt) -> bool:
+        return any(whose == attempt for whose, _ in self._gates.values())
 
     def inserted(self, part: int) -> None:
-        for _, _, parts in self._gates.values():
+        for _, parts in self._gates.values():
             parts.discard(part)
 
     def open(self) -> None:
@@ -49,7 +50,7 @@ class HeldStep:
 
     def advance(self) -> bool:
         """Dispatches the stages whose parts are in; whether that was all."""
-        while self._stage not in self._gates or not self._gates[self._stage][2]:
+        while self._stage not in self._gates or not self._gates[self._stage][1]:
             try:
                 self._stage = next(self._stages)
             except StopIteration as end:
@@ -85,17 +86,17 @@ class Gates:
 
     def inserted(self, transfer: KVTransfer) -> None:
         """The part is in its pages."""
-        for held in self._of(transfer.handoff, transfer.epoch):
+        for held in self._of(transfer.attempt):
             held.inserted(transfer.part)
             self._pump(held)
 
-    def open(self, handoff: str, epoch: int) -> None:
-        for held in self._of(handoff, epoch):
+    def open(self, attempt: Attempt) -> None:
+        for held in self._of(attempt):
             held.open()
             self._pump(held)
 
-    def _of(self, handoff: str, epoch: int) -> list[HeldStep]:
-        return [held for held in self._held if held.waits_for(handoff, epoch)]
+    def _of(self, attempt: Attempt) -> list[HeldStep]:
+        return [held for held in self._held if held.waits_for(attempt)]
 
     def _pump(self, held: HeldStep) -> None:
         try:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.events import WireCost
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Attempt
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -108,8 +109,8 @@ class MeshExecutor:
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         return self.runner.run(plan, group_done)
 
-    def open_gates(self, handoff: str, epoch: int) -> None:
-        self.runner.gates.open(handoff, epoch)
+    def open_gates(self, attempt: Attempt) -> None:
+        self.runner.gates.open(attempt)
 
     def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshShipment:
         packed = self.pack(transfer, shapes_of(destination.pages))

@@ -15,7 +15,7 @@ from typing import Any
 
 from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.request import Sampled, SamplingParams
+from jdisagg.core.request import Attempt, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
@@ -121,8 +121,8 @@ class ToyExecutor:
             raise ToyFault(f"told to fail at plan {plan.step_id}")
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
-    def open_gates(self, handoff: str, epoch: int) -> None:
-        self.gates.open(handoff, epoch)
+    def open_gates(self, attempt: Attempt) -> None:
+        self.gates.open(attempt)
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[ToyStep]:
         """A stage writes and reads the pages of its layer group."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from jdisagg.core.events import SetTimer
 from jdisagg.core.messages import Abort
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner
 
 
 class Aborts:
@@ -17,11 +16,11 @@ class Aborts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(self, worker: WorkerId, owner: Owner, detail: str, now_s: float) -> None:
-        self._send(_key(worker, owner), worker, Abort(*owner, detail), 1, now_s)
+    def send(self, worker: WorkerId, attempt: Attempt, detail: str, now_s: float) -> None:
+        self._send(_key(worker, attempt), worker, Abort(attempt, detail), 1, now_s)
 
-    def acknowledged(self, worker: WorkerId, owner: Owner) -> None:
-        self._open.pop(_key(worker, owner), None)
+    def acknowledged(self, worker: WorkerId, attempt: Attempt) -> None:
+        self._open.pop(_key(worker, attempt), None)
 
     def timer(self, key: str, now_s: float) -> None:
         worker, abort, sent = self._open.pop(key, (None, None, 0))
@@ -39,5 +38,5 @@ class Aborts:
         self.out.put(SetTimer(now_s + self.timeout_s, key))
 
 
-def _key(worker: WorkerId, owner: Owner) -> str:
-    return f"abort/{worker}/{owner.epoch}/{owner.handoff}"
+def _key(worker: WorkerId, attempt: Attempt) -> str:
+    return f"abort/{worker}/{attempt.epoch}/{attempt.request_id}"

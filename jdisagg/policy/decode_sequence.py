@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.request import FinishReason, Request, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, Sampled, WorkerId
 from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.policy.handoff import Handoff, Signal, State
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order, history_of
 from jdisagg.policy.prefix_cache import Handle
 from jdisagg.policy.shared_pages import NOTHING
@@ -77,7 +76,7 @@ class DecodeSequence:
     stepped: bool = False  # a decoded token has been read
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> Attempt:
         return self.handoff.owner
 
     @property

@@ -11,14 +11,14 @@ from bisect import insort
 
 from jdisagg.core.events import DropKV, InsertKV, KVArrived, StepDone
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Ack, Commit, Draw, Preempted, Refused, Renew, Resend, Reserve, Reserved
-from jdisagg.core.request import FinishReason, Sampled, WorkerId
+from jdisagg.core.messages import Abort, Ack, Commit, Preempted, Refused, Renew, Resend, Reserve, Reserved, TokenDelta
+from jdisagg.core.request import Attempt, FinishReason, Sampled, WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, end_of
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PageState
+from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.planning import full_tokens, order_of, predicted_pages
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
@@ -31,7 +31,7 @@ class DecodeSide:
         self.config, self.shared, self.out = config, shared, out
         self.pool = shared.pool
         self.slots: Slots[DecodeSequence] = Slots(config)
-        self.sequences: dict[Owner, DecodeSequence] = {}
+        self.sequences: dict[Attempt, DecodeSequence] = {}
         self.steps: dict[int, Step] = {}
         self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
         self.ahead = EarlyAdmission(config, self.slots, self.steps, out)
@@ -60,17 +60,17 @@ class DecodeSide:
     # ------------------------------------------------------------ the handoff
 
     def reserve(self, message: Reserve, now_s: float) -> None:
-        owner = Owner(message.handoff, message.epoch)
+        owner = message.attempt
         sequence = self.sequences.get(owner)
         if sequence is None:
             sequence = self._make_sequence(owner, message, now_s)
         if sequence is None:
             detail = f"{self.free_slots} slots and {self.reservable_pages} pages are free"
-            self.out.tell_router(Refused(*owner, detail))
+            self.out.tell_router(Refused(owner, detail))
         elif sequence.handoff.state is State.RESERVED:
-            self.out.tell_router(Reserved(*owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
+            self.out.tell_router(Reserved(owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
 
-    def _make_sequence(self, owner: Owner, message: Reserve, now_s: float) -> DecodeSequence | None:
+    def _make_sequence(self, owner: Attempt, message: Reserve, now_s: float) -> DecodeSequence | None:
         here = message.prefill_worker == self.config.worker
         names, total = self.shared.to_read(message.request, here=here), predicted_pages(message.request, self.config)
         found, cost = self.shared.room_for(names, total)
@@ -98,21 +98,21 @@ class DecodeSide:
 
     def renew(self, message: Renew, source: WorkerId, now_s: float) -> None:
         """The source is at it still; one that waits for an Ack though the sequence is complete has missed it."""
-        sequence = self.sequences.get(Owner(message.handoff, message.epoch))
+        sequence = self.sequences.get(message.attempt)
         if sequence is None:
-            self.out.send(source, Abort(message.handoff, message.epoch, "no such reservation"))
+            self.out.send(source, Abort(message.attempt, "no such reservation"))
         elif admitted(sequence):
-            self.out.send(source, Ack(*sequence.owner, sequence.arrivals.wire_s))
+            self.out.send(source, Ack(sequence.owner, sequence.arrivals.wire_s))
         else:
             sequence.renew(now_s)
 
     def commit(self, message: Commit, source: WorkerId, now_s: float) -> None:
-        owner = Owner(message.handoff, message.epoch)
+        owner = message.attempt
         sequence = self.sequences.get(owner)
         if sequence is None or sequence.source != source:
-            self.out.send(source, Abort(*owner, "no such reservation"))
+            self.out.send(source, Abort(owner, "no such reservation"))
         elif admitted(sequence):
-            self.out.send(source, Ack(*owner, sequence.arrivals.wire_s))  # said twice: the Ack may have been lost
+            self.out.send(source, Ack(owner, sequence.arrivals.wire_s))  # said twice: the Ack may have been lost
         elif sequence.handoff.can_take(Signal.COMMIT):
             self._commit(sequence, message, now_s)
 
@@ -135,7 +135,7 @@ class DecodeSide:
     def arrive(self, event: KVArrived, now_s: float) -> None:
         """A part landed: inserted where its sequence still waits for it, dropped where it is late or came before."""
         transfer = event.transfer
-        sequence = self.sequences.get(Owner(transfer.handoff, transfer.epoch))
+        sequence = self.sequences.get(transfer.attempt)
         if sequence is None or not sequence.wants(transfer.part) or not sequence.is_for(transfer):
             self.out.put(DropKV(transfer))
             return
@@ -161,7 +161,7 @@ class DecodeSide:
             return
         for part in parts:
             sequence.arrivals.asked[part] += 1
-            self.out.send(sequence.source, Resend(*sequence.owner, part))
+            self.out.send(sequence.source, Resend(sequence.owner, part))
 
     def _give_up(self, sequence: DecodeSequence, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
         self.end(sequence.owner, Signal.ABORT)
@@ -171,7 +171,7 @@ class DecodeSide:
         sequence.arrivals.moved_s = now_s
         self.out.set_timer(now_s + self.config.part_timeout_s, timer_of(Timer.PARTS, sequence.owner))
 
-    def parts_late(self, owner: Owner, now_s: float) -> None:
+    def parts_late(self, owner: Attempt, now_s: float) -> None:
         """Asks for what COMMIT counted and did not come, once nothing has come for a while."""
         sequence = self.sequences.get(owner)
         if sequence is None or sequence.handoff.state is not State.COMMITTED:
@@ -186,7 +186,7 @@ class DecodeSide:
 
     # ------------------------------------------------------------ admission
 
-    def commit_here(self, owner: Owner, first: Sampled, now_s: float) -> None:
+    def commit_here(self, owner: Attempt, first: Sampled, now_s: float) -> None:
         """The colocated handoff: the KV was computed in the sequence's own pages."""
         sequence = self.sequences[owner]
         sequence.commit(first, len(sequence.request.prompt), 0)
@@ -197,24 +197,24 @@ class DecodeSide:
             return False
         sequence.handoff.take(Signal.COMPLETE)
         if sequence.source != self.config.worker:
-            self.out.send(sequence.source, Ack(*sequence.owner, sequence.arrivals.wire_s))
+            self.out.send(sequence.source, Ack(sequence.owner, sequence.arrivals.wire_s))
         self.pool.move(sequence.own_pages, sequence.owner, PageState.HELD)
         if not self.ahead.whole(sequence):
             insort(self._ready, sequence, key=lambda each: each.order)
         elif sequence.drained:
             self.drain(sequence)
-        self.out.reach(sequence.request.request_id, sequence.owner, Mark.COMMITTED, now_s, sequence.arrivals.wire_s)
+        self.out.reach(sequence.owner, Mark.COMMITTED, now_s, sequence.arrivals.wire_s)
         return True
 
-    def reservation_waits(self, owner: Owner) -> bool:
+    def reservation_waits(self, owner: Attempt) -> bool:
         """Whether the sequence is reserved and nothing has come for it yet."""
         sequence = self.sequences.get(owner)
         return sequence is not None and sequence.handoff.state is State.RESERVED
 
-    def pages_of(self, owner: Owner) -> tuple[int, ...]:
+    def pages_of(self, owner: Attempt) -> tuple[int, ...]:
         return tuple(self.sequences[owner].pages)
 
-    def end(self, owner: Owner, signal: Signal, *, good: bool = False) -> bool:
+    def end(self, owner: Attempt, signal: Signal, *, good: bool = False) -> bool:
         """Gives back all that the sequence holds; False where there is none, or the signal is not for its state.
 
         Where its KV is `good`, nothing having failed, its full pages are kept for their content.
@@ -230,12 +230,12 @@ class DecodeSide:
         self._give_back(sequence, good=good)
         return True
 
-    def keep(self, owner: Owner, now_s: float) -> None:
+    def keep(self, owner: Attempt, now_s: float) -> None:
         """Renews the lease of a sequence, where there is one."""
         if owner in self.sequences:
             self.sequences[owner].renew(now_s)
 
-    def expire(self, owner: Owner, now_s: float) -> bool:
+    def expire(self, owner: Attempt, now_s: float) -> bool:
         sequence = self.sequences.get(owner)
         if sequence is None or not sequence.handoff.can_take(Signal.EXPIRE):
             return False
@@ -291,9 +291,7 @@ class DecodeSide:
     def preempt(self, sequence: DecodeSequence) -> None:
         """It gives back all it holds; the router begins it again with the tokens that are out."""
         detail = f"no free page of {self.pool.num_pages} for a request of higher rank"
-        self.out.tell_router(
-            Preempted(sequence.request.request_id, sequence.owner.epoch, tuple(sequence.output), detail)
-        )
+        self.out.tell_router(Preempted(sequence.owner, tuple(sequence.output), detail))
         self.end(sequence.owner, Signal.RELEASE, good=True)
 
     # ------------------------------------------------------------ results
@@ -301,7 +299,7 @@ class DecodeSide:
     def step_done(self, event: StepDone, now_s: float) -> None:
         step = self.steps.pop(event.step_id)
         self.slots.end_step(step.microbatch)
-        draws: list[Draw] = []
+        draws: list[TokenDelta] = []
         over: list[tuple[DecodeSequence, FinishReason]] = []
         for slot, drawn in event.decode:
             sequence = step.sequences.get(slot)
@@ -314,7 +312,7 @@ class DecodeSide:
             if kept:
                 index = sequence.num_output + len(sequence.output)
                 sequence.output.extend(sampled.token for sampled in kept)
-                draws.append(Draw(sequence.request.request_id, sequence.owner.epoch, index, kept))
+                draws.append(TokenDelta(sequence.owner, index, kept))
             if reason is not None:
                 over.append((sequence, reason))
             elif sequence.drained and sequence.slot is not None:
@@ -322,7 +320,7 @@ class DecodeSide:
         self.out.draw(draws)
         for sequence, reason in over:
             num_output = sequence.num_output + len(sequence.output)
-            self.out.end(sequence.request.request_id, sequence.owner, reason, num_output, now_s)
+            self.out.end(sequence.owner, reason, num_output, now_s)
             self.end(sequence.owner, Signal.RELEASE, good=reason is not FinishReason.ERROR)
 
     def _until_end(
@@ -338,7 +336,7 @@ class DecodeSide:
     def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
         if not sequence.stepped:
             sequence.stepped = True
-            self.out.reach(sequence.request.request_id, sequence.owner, Mark.FIRST_STEP, now_s)
+            self.out.reach(sequence.owner, Mark.FIRST_STEP, now_s)
 
     def step_failed(self, step_id: int, reason: str) -> None:
         step = self.steps.pop(step_id)

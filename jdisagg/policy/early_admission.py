@@ -22,7 +22,7 @@ def gates_of(sequence: DecodeSequence, stages: tuple[tuple[int, int], ...]) -> t
     """For each stage whose layers are not all in, the parts that it has to wait for."""
     arrivals = sequence.arrivals
     waits = [tuple(part for part in arrivals.missing if arrivals.part_holds(part, layers)) for layers in stages]
-    return tuple(Gate(stage, *sequence.owner, parts) for stage, parts in enumerate(waits) if parts)
+    return tuple(Gate(stage, sequence.owner, parts) for stage, parts in enumerate(waits) if parts)
 
 
 class EarlyAdmission:
@@ -92,7 +92,7 @@ class EarlyAdmission:
         """What its step draws is nobody's, and the step waits no longer: it runs before its pages can be another's."""
         if not self._forget(sequence) or not sequence.on_device:
             return
-        self.out.put(OpenGates(*sequence.owner))
+        self.out.put(OpenGates(sequence.owner))
         for step in self.steps.values():
             for slot in [slot for slot, each in step.sequences.items() if each is sequence]:
                 del step.sequences[slot]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from jdisagg.core.events import RunStep
-from jdisagg.core.messages import Draw
+from jdisagg.core.messages import TokenDelta
 from jdisagg.core.request import Sampled
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import bucket
@@ -90,7 +90,7 @@ def repeat(decode_side: DecodeSide, steps: int, sampled: Sampled, new_step_id: C
     """Ends `steps` quiet steps in which everybody drew `sampled`; puts one `Drawn`, and the steps dispatched last."""
     flight, busy = list(decode_side.steps.items()), decode_side.slots.busy_microbatches
     rows = [_rows(decode_side, step) for _, step in flight[:busy]]
-    draws: list[Draw] = []
+    draws: list[TokenDelta] = []
     for place, (_, step) in enumerate(flight[:busy]):
         count = len(range(place, steps, busy))
         draws += [_take(sequence, count, sampled) for sequence in step.sequences.values() if count]
@@ -105,8 +105,8 @@ def repeat(decode_side: DecodeSide, steps: int, sampled: Sampled, new_step_id: C
         decode_side.out.put(RunStep(StepPlan(step_id, rows[index % busy])))
 
 
-def _take(sequence: DecodeSequence, count: int, sampled: Sampled) -> Draw:
+def _take(sequence: DecodeSequence, count: int, sampled: Sampled) -> TokenDelta:
     index = sequence.num_output + len(sequence.output)
     sequence.output.extend([sampled.token] * count)
     sequence.dispatched += count
-    return Draw(sequence.request.request_id, sequence.owner.epoch, index, (sampled,) * count)
+    return TokenDelta(sequence.owner, index, (sampled,) * count)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jdisagg.core.errors import IllegalTransition
-from jdisagg.policy.page_pool import Owner
+from jdisagg.core.request import Attempt, RequestId
 
 
 class End(StrEnum):
@@ -115,7 +115,7 @@ def next_state(end: End, state: State, signal: Signal) -> State:
 class Handoff:
     """One end of one handoff. `deadline_s` ends the wait it is in (seconds of the driver's clock)."""
 
-    owner: Owner
+    owner: Attempt
     end: End
     deadline_s: float
     state: State = State.IDLE
@@ -144,14 +144,14 @@ class Timer(StrEnum):
     PARTS = "parts"  # a reservation asks for the parts that have not come
 
 
-def timer_of(kind: Timer, owner: Owner) -> str:
-    return f"{kind}/{owner.epoch}/{owner.handoff}"
+def timer_of(kind: Timer, owner: Attempt) -> str:
+    return f"{kind}/{owner.epoch}/{owner.request_id}"
 
 
-def owner_of_timer(key: str) -> tuple[Timer, Owner]:
-    """The kind and the handoff that a timer's key names."""
-    kind, epoch, handoff = key.split("/", 2)
-    return Timer(kind), Owner(handoff, int(epoch))
+def owner_of_timer(key: str) -> tuple[Timer, Attempt]:
+    """The kind and the attempt that a timer's key names."""
+    kind, epoch, request_id = key.split("/", 2)
+    return Timer(kind), Attempt(RequestId(request_id), int(epoch))
 
 
 def mermaid(end: End) -> str:

@@ -9,14 +9,13 @@ from jdisagg.policy.request_state import RequestState
 
 def reserve(row: RequestState, config: RouterConfig) -> Reserve:
     assert row.prefill is not None, "a reservation is for what some worker computes"
-    return Reserve(*row.owner, row.to_prefill(), row.num_before, row.prefill, config.lease_s)
+    return Reserve(row.attempt, row.to_prefill(), row.num_before, row.prefill, config.lease_s)
 
 
 def start_prefill(row: RequestState, reservation: Reserved, config: RouterConfig) -> StartPrefill:
     assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
     return StartPrefill(
-        handoff=row.owner.handoff,
-        epoch=row.epoch,
+        attempt=row.attempt,
         request=row.to_prefill(),
         num_output=row.num_before,
         decode_worker=row.decode,

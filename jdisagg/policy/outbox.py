@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from jdisagg.core.events import ROUTER, Effect, Send, SetTimer
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Draw, Drawn, Ended, Message, Progress
-from jdisagg.core.request import FinishReason, RequestId, WorkerId
+from jdisagg.core.messages import Abort, Drawn, Ended, Message, Progress, TokenDelta
+from jdisagg.core.request import Attempt, FinishReason, WorkerId
 from jdisagg.policy.handoff import Handoff
-from jdisagg.policy.page_pool import Owner
 
 
 class Outbox:
@@ -25,21 +24,21 @@ class Outbox:
     def tell_router(self, message: Message) -> None:
         self._effects.append(Send(ROUTER, message))
 
-    def reach(self, request_id: RequestId, owner: Owner, mark: Mark, now_s: float, wire_s: float = 0.0) -> None:
-        self.tell_router(Progress(request_id, owner.epoch, mark, now_s, wire_s))
+    def reach(self, attempt: Attempt, mark: Mark, now_s: float, wire_s: float = 0.0) -> None:
+        self.tell_router(Progress(attempt, mark, now_s, wire_s))
 
-    def draw(self, draws: list[Draw]) -> None:
-        if draws:
-            self.tell_router(Drawn(tuple(draws)))
+    def draw(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self.tell_router(Drawn(tuple(deltas)))
 
-    def end(self, request_id: RequestId, owner: Owner, reason: FinishReason, num_output: int, now_s: float) -> None:
+    def end(self, attempt: Attempt, reason: FinishReason, num_output: int, now_s: float) -> None:
         """`num_output` tokens are out in all. As an error it ends where its logits were no numbers."""
         detail = "the model's logits were no numbers (NaN or infinite)" if reason is FinishReason.ERROR else ""
-        self.tell_router(Ended(request_id, owner.epoch, reason, now_s, num_output, detail))
+        self.tell_router(Ended(attempt, reason, now_s, num_output, detail))
 
-    def abort(self, owner: Owner, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
+    def abort(self, attempt: Attempt, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
         """Tells the router that this end of a handoff is gone."""
-        self.tell_router(Abort(owner.handoff, owner.epoch, detail, reason))
+        self.tell_router(Abort(attempt, detail, reason))
 
     def set_timer(self, at_s: float, key: str) -> None:
         self._effects.append(SetTimer(at_s, key))

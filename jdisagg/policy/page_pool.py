@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
 
-
-class Owner(NamedTuple):
-    """One attempt at one request. Epochs never come again, so a late word of an earlier attempt owns nothing."""
-
-    handoff: str
-    epoch: int
+from jdisagg.core.request import Attempt
 
 
 class PageState(StrEnum):
@@ -32,7 +26,7 @@ class PagePool:
         self.num_pages = num_pages
         self._free: list[int] = []  # pages that were given back
         self._first_new = 1  # it and those after it were never taken: a large pool that is never full costs nothing
-        self._owners: dict[int, tuple[Owner, PageState]] = {}
+        self._owners: dict[int, tuple[Attempt, PageState]] = {}
         self._counts: Counter[PageState] = Counter({PageState.FREE: num_pages})
 
     @property
@@ -42,7 +36,7 @@ class PagePool:
     def count(self, state: PageState) -> int:
         return self._counts[state]
 
-    def take(self, count: int, owner: Owner, state: PageState) -> tuple[int, ...] | None:
+    def take(self, count: int, owner: Attempt, state: PageState) -> tuple[int, ...] | None:
         """`count` pages, or None where fewer are free: then nothing is taken."""
         assert count >= 0 and state is not PageState.FREE, f"{owner} cannot take {count} pages as {state}"
         if count > self.free_pages:
@@ -55,29 +49,29 @@ class PagePool:
         self._count(PageState.FREE, state, count)
         return pages
 
-    def move(self, pages: Sequence[int], owner: Owner, state: PageState) -> None:
+    def move(self, pages: Sequence[int], owner: Attempt, state: PageState) -> None:
         """Books the owner's pages under another state."""
         assert state is not PageState.FREE, "pages become free by give_back"
         for before, count in self._states_of(pages, owner).items():
             self._count(before, state, count)
         self._owners.update(dict.fromkeys(pages, (owner, state)))
 
-    def hand_over(self, pages: Sequence[int], owner: Owner, to: Owner, state: PageState) -> None:
+    def hand_over(self, pages: Sequence[int], owner: Attempt, to: Attempt, state: PageState) -> None:
         """The owner's pages become another's, under `state`."""
         self.move(pages, owner, state)
         self._owners.update(dict.fromkeys(pages, (to, state)))
 
-    def give_back(self, pages: Sequence[int], owner: Owner) -> None:
+    def give_back(self, pages: Sequence[int], owner: Attempt) -> None:
         for before, count in self._states_of(pages, owner).items():
             self._count(before, PageState.FREE, count)
         for page in pages:
             del self._owners[page]
         self._free.extend(pages)
 
-    def pages_of(self, owner: Owner) -> set[int]:
+    def pages_of(self, owner: Attempt) -> set[int]:
         return {page for page, (holder, _) in self._owners.items() if holder == owner}
 
-    def owners(self, state: PageState | None = None) -> set[Owner]:
+    def owners(self, state: PageState | None = None) -> set[Attempt]:
         """Those who have any page, or any in `state`."""
         return {owner for owner, held in self._owners.values() if state in (None, held)}
 
@@ -93,7 +87,7 @@ class PagePool:
             assert counted == self._counts[state], f"{state}: {counted} pages, {self._counts[state]} in the ledger"
         assert sum(self._counts.values()) == self.num_pages, f"{dict(self._counts)} is not {self.num_pages} in all"
 
-    def _states_of(self, pages: Sequence[int], owner: Owner) -> Counter[PageState]:
+    def _states_of(self, pages: Sequence[int], owner: Attempt) -> Counter[PageState]:
         """How many of the owner's pages are in each state."""
         found: Counter[PageState] = Counter()
         left = [self._owners.get(page, NOBODYS) for page in pages]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.request import Attempt, Request, Sampled, WorkerId
 from jdisagg.core.reshard import PageGroup, pages_elsewhere
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.policy.handoff import Handoff
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.parts import Piece
 from jdisagg.policy.planning import Order
 from jdisagg.policy.prefix_cache import Handle, PageHash
@@ -41,7 +40,7 @@ class PrefillSequence:
     scored: list[Sampled] = field(default_factory=list[Sampled])  # prompt logprobs so far
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> Attempt:
         return self.handoff.owner
 
     @property

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from jdisagg.core.events import ShipKV, StepDone
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Ack, Commit, Draw, Progress, Renew, Resend, StartPrefill
-from jdisagg.core.request import Sampled, WorkerId
+from jdisagg.core.messages import Abort, Ack, Commit, Progress, Renew, Resend, StartPrefill, TokenDelta
+from jdisagg.core.request import Attempt, Sampled, WorkerId
 from jdisagg.core.reshard import group_pages
 from jdisagg.core.steps import History, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig, bucket
@@ -22,7 +22,7 @@ from jdisagg.policy.decode_sequence import end_of
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PageState
+from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.parts import Piece, layers_of, pieces
 from jdisagg.policy.planning import PromptView, history_of, order_of, pick_chunks, readable_pages
 from jdisagg.policy.prefill_sequence import PrefillSequence
@@ -46,7 +46,7 @@ class PrefillSide:
     ) -> None:
         self.config, self.shared, self.out = config, shared, out
         self.decode_side = decode_side
-        self.sequences: dict[Owner, PrefillSequence] = {}
+        self.sequences: dict[Attempt, PrefillSequence] = {}
         self.steps: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the step's order
         auto = config.role is Role.PREFILL and config.transfer is TransferMode.AUTO
         self.streaming = Streaming(config) if auto else None
@@ -56,7 +56,7 @@ class PrefillSide:
         self._computing: dict[PageHash, PrefillSequence] = {}  # pages that will be published, and by whom first
 
     def start(self, message: StartPrefill, now_s: float) -> None:
-        owner = Owner(message.handoff, message.epoch)
+        owner = message.attempt
         here = message.decode_worker == self.config.worker
         if owner in self.sequences or (here and not self.decode_side.reservation_waits(owner)):
             return  # said twice, or its reservation is gone
@@ -162,7 +162,7 @@ class PrefillSide:
         prompt.planned = cached
         self.waiting_tokens -= cached
         prompt.mode = self._mode(prompt)
-        reached = Progress(prompt.request.request_id, prompt.owner.epoch, Mark.PREFILL_STARTED, now_s)
+        reached = Progress(prompt.owner, Mark.PREFILL_STARTED, now_s)
         self.out.tell_router(replace(reached, cached_tokens=cached))
 
     def _take_pages(self, prompt: PrefillSequence) -> int:
@@ -215,9 +215,7 @@ class PrefillSide:
 
     def _part(self, prompt: PrefillSequence, piece: Piece, index: int) -> KVTransfer:
         return KVTransfer(
-            handoff=prompt.owner.handoff,
-            epoch=prompt.owner.epoch,
-            request_id=prompt.request.request_id,
+            attempt=prompt.owner,
             source=self.config.worker,
             destination=prompt.decode_worker,
             source_pages=prompt.pages[piece.start : piece.stop],
@@ -241,7 +239,7 @@ class PrefillSide:
         done = [(prompt, _worst([*prompt.scored, first])) for prompt, first in done]
         self.out.draw([_first_draw(prompt, first) for prompt, first in done if not first.broken])
         for prompt, first in done:
-            self.out.reach(prompt.request.request_id, prompt.owner, Mark.FIRST_TOKEN, now_s)
+            self.out.reach(prompt.owner, Mark.FIRST_TOKEN, now_s)
             self._hand_over(prompt, first, now_s)
 
     def _hand_over(self, prompt: PrefillSequence, first: Sampled, now_s: float) -> None:
@@ -251,7 +249,7 @@ class PrefillSide:
             if not first.broken:
                 self._publish(prompt)
             num_output = prompt.num_output + (not first.broken)
-            self.out.end(prompt.request.request_id, owner, reason, num_output, now_s)
+            self.out.end(owner, reason, num_output, now_s)
             self.end(owner, Signal.RELEASE)
             if here:
                 self.decode_side.end(owner, Signal.RELEASE, good=not first.broken)
@@ -271,7 +269,7 @@ class PrefillSide:
         prompt.handoff.take(Signal.COMMIT)
         num_tokens, num_parts = len(prompt.request.prompt), len(prompt.parts)
         layers = layers_of(prompt.mode, self.config)
-        manifest = Commit(*prompt.owner, first, num_tokens, num_parts, self.config.kv_layout, layers)
+        manifest = Commit(prompt.owner, first, num_tokens, num_parts, self.config.kv_layout, layers)
         self.out.send(prompt.decode_worker, manifest)
         prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
         self.out.arm(prompt.handoff)
@@ -293,21 +291,21 @@ class PrefillSide:
 
     def acknowledged(self, message: Ack) -> None:
         """The destination has it all: the pages may go."""
-        owner = Owner(message.handoff, message.epoch)
+        owner = message.attempt
         prompt = self.sequences.get(owner)
         parts = [] if prompt is None else prompt.parts
-        if not self.end(owner, Signal.ACK) or any(part.attempt for part in parts):
+        if not self.end(owner, Signal.ACK) or any(part.resends for part in parts):
             return
         self.wires.shipped(parts, message.wire_s)
         if self.streaming is not None:
             pages = {page for part in parts for page in part.source_pages}
             self.streaming.shipped(len(parts), len(pages), message.wire_s)
 
-    def beat(self, owner: Owner, now_s: float) -> None:
+    def beat(self, owner: Attempt, now_s: float) -> None:
         """Renews the reservation's lease while this end lives, so that a lease may be short though a prompt is long."""
         prompt = self.sequences.get(owner)
         if prompt is not None:
-            self.out.send(prompt.decode_worker, Renew(*owner))
+            self.out.send(prompt.decode_worker, Renew(owner))
             self._beat_later(prompt, now_s)
 
     def _beat_later(self, prompt: PrefillSequence, now_s: float) -> None:
@@ -316,16 +314,16 @@ class PrefillSide:
 
     def resend(self, message: Resend, destination: WorkerId, now_s: float) -> None:
         """Ships a part again: its pages are held until all of them are acknowledged. What lost too much comes raw."""
-        prompt = self.sequences.get(Owner(message.handoff, message.epoch))
+        prompt = self.sequences.get(message.attempt)
         if prompt is None:
-            self.out.send(destination, Abort(message.handoff, message.epoch, "no such prompt"))
+            self.out.send(destination, Abort(message.attempt, "no such prompt"))
         else:
             self._reship(prompt, message.part, now_s)
 
-    def ship_failed(self, owner: Owner, part: int, now_s: float) -> bool:
+    def ship_failed(self, owner: Attempt, part: int, now_s: float) -> bool:
         """Ships the part again; False where it has failed too often, or nothing is known of it."""
         prompt = self.sequences.get(owner)
-        if prompt is None or part >= len(prompt.parts) or prompt.parts[part].attempt >= self.config.part_tries:
+        if prompt is None or part >= len(prompt.parts) or prompt.parts[part].resends >= self.config.part_tries:
             return False
         self._reship(prompt, part, now_s)
         return True
@@ -333,7 +331,7 @@ class PrefillSide:
     def _reship(self, prompt: PrefillSequence, part: int, now_s: float) -> None:
         if part >= len(prompt.parts):
             return  # it never left
-        again = replace(prompt.parts[part], attempt=prompt.parts[part].attempt + 1, wire=RAW)
+        again = replace(prompt.parts[part], resends=prompt.parts[part].resends + 1, wire=RAW)
         prompt.parts[part] = again
         self.out.put(ShipKV(again))
         if prompt.handoff.state is State.SHIPPED:
@@ -350,7 +348,7 @@ class PrefillSide:
 
     # ------------------------------------------------------------ ends
 
-    def end(self, owner: Owner, signal: Signal) -> bool:
+    def end(self, owner: Attempt, signal: Signal) -> bool:
         """Gives back all that the prompt holds; False where there is none, or where the signal is not for its state."""
         prompt = self.sequences.get(owner)
         if prompt is None or not prompt.handoff.can_take(signal):
@@ -366,7 +364,7 @@ class PrefillSide:
         prompt.pages, prompt.own, prompt.held = (), (), NOTHING
         return True
 
-    def expire(self, owner: Owner, now_s: float) -> bool:
+    def expire(self, owner: Attempt, now_s: float) -> bool:
         prompt = self.sequences.get(owner)
         if prompt is None or not prompt.handoff.can_take(Signal.EXPIRE):
             return False
@@ -381,7 +379,7 @@ def _worst(drawn: list[Sampled]) -> Sampled:
     return next((each for each in drawn if each.broken), drawn[-1])
 
 
-def _first_draw(prompt: PrefillSequence, first: Sampled) -> Draw:
+def _first_draw(prompt: PrefillSequence, first: Sampled) -> TokenDelta:
     """What the client learns after prefill; prompt logprobs only before its very first token."""
     scored = tuple(prompt.scored) if prompt.num_output == 0 else ()
-    return Draw(prompt.request.request_id, prompt.owner.epoch, prompt.num_output, (first,), scored)
+    return TokenDelta(prompt.owner, prompt.num_output, (first,), scored)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger, Mark
-from jdisagg.core.messages import Draw, Ended
-from jdisagg.core.request import FinishReason, Phase, Request, RequestId, Sampled, WorkerId, continued, next_phase
+from jdisagg.core.messages import Ended, TokenDelta
+from jdisagg.core.request import (
+    Attempt,
+    FinishReason,
+    Phase,
+    Request,
+    RequestId,
+    Sampled,
+    WorkerId,
+    continued,
+    next_phase,
+)
 from jdisagg.policy.failures import FailureKind
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order
 from jdisagg.policy.prefix_cache import PageHash, page_hashes
 
@@ -74,8 +83,9 @@ class RequestState:
     )
 
     @property
-    def owner(self) -> Owner:
-        return Owner(self.request.request_id, self.epoch)
+    def attempt(self) -> Attempt:
+        """The present try."""
+        return Attempt(self.request.request_id, self.epoch)
 
     @property
     def request_id(self) -> RequestId:
@@ -96,19 +106,20 @@ class RequestState:
     def enter(self, phase: Phase) -> None:
         self.phase = next_phase(self.phase, phase)
 
-    def take(self, draw: Draw) -> tuple[Sampled, ...]:
+    def take(self, delta: TokenDelta) -> TokenDelta:
         """Books drawn tokens; returns those that the client is to get now: in order, none missing, none twice."""
-        if draw.index == len(self.output) and not self.early:
-            self.output.extend([sampled.token for sampled in draw.sampled])
-            return draw.sampled
-        for place, sampled in enumerate(draw.sampled, draw.index):
-            if len(self.output) <= place < self.request.sampling.max_tokens:
+        first = len(self.output)
+        if delta.index == first and not self.early:
+            self.output.extend([sampled.token for sampled in delta.sampled])
+            return delta
+        for place, sampled in enumerate(delta.sampled, delta.index):
+            if first <= place < self.request.sampling.max_tokens:
                 self.early[place] = sampled
         told = list[Sampled]()
         while (sampled := self.early.pop(len(self.output), None)) is not None:
             self.output.append(sampled.token)
             told.append(sampled)
-        return tuple(told)
+        return replace(delta, index=first, sampled=tuple(told))
 
     def mark(self, mark: Mark, at_s: float, wire_s: float = 0.0) -> None:
         """Notes what a worker says it has reached; a word that comes late or twice would charge the wrong part."""

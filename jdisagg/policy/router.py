@@ -30,7 +30,6 @@ from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import (
     Abort,
     AbortAck,
-    Draw,
     Drawn,
     Ended,
     Message,
@@ -38,9 +37,10 @@ from jdisagg.core.messages import (
     Progress,
     Refused,
     Reserved,
+    TokenDelta,
     View,
 )
-from jdisagg.core.request import FinishReason, Phase, Request, RequestId, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy import deadlines, message_builders
@@ -56,7 +56,6 @@ from jdisagg.policy.admission import (
 from jdisagg.policy.decisions import Decision, Verdict, unheard
 from jdisagg.policy.failures import Failure, FailureKind, Recovery, recovery
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.pair_selection import PairSelection
 from jdisagg.policy.planning import order_of
 from jdisagg.policy.request_state import END_PHASE, FAILURE_OF_WAIT, PHASE_OF_MARK, RequestState, Waiting
@@ -161,7 +160,7 @@ class Router:
         decode_tokens = request.sampling.max_tokens * self.config.decode_token_weight
         self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
-        self.peers[pair.decode].ask(row.owner, request)
+        self.peers[pair.decode].ask(row.attempt, request)
         self.out.send(pair.decode, message_builders.reserve(row, self.config))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self._wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
@@ -177,47 +176,44 @@ class Router:
 
     def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
         match message:
-            case Drawn(draws):
-                for draw in draws:
-                    self._drawn(sender, draw, now_s)
+            case Drawn(deltas):
+                for delta in deltas:
+                    self._drawn(sender, delta, now_s)
             case View():
                 if sender in self.peers:
                     self.peers[sender].hear(message)
             case Reserved() | Refused():
                 self._answered(sender, message, now_s)
-            case Abort(handoff, epoch):
-                self.out.send(sender, AbortAck(handoff, epoch))
+            case Abort(attempt):
+                self.out.send(sender, AbortAck(attempt))
                 self._aborted(sender, message, now_s)
-            case AbortAck(handoff, epoch):
-                self.aborts.acknowledged(sender, Owner(handoff, epoch))
+            case AbortAck(attempt):
+                self.aborts.acknowledged(sender, attempt)
             case Progress() | Ended() | Preempted():
-                row = self._begun_row(sender, Owner(message.request_id, message.epoch))
+                row = self._begun_row(sender, message.attempt)
                 if row is not None:
                     self._follow(row, sender, message, now_s)
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a router")
 
-    def _row_of(self, sender: WorkerId, owner: Owner) -> RequestState | None:
-        """The attempt, where it runs still and `sender` has a part in it."""
-        row = self.rows.get(RequestId(owner.handoff))
-        ours = row is not None and row.epoch == owner.epoch and sender in (row.prefill, row.decode)
+    def _row_of(self, sender: WorkerId, attempt: Attempt) -> RequestState | None:
+        """Its row, where it runs still and `sender` has a part in it."""
+        row = self.rows.get(attempt.request_id)
+        ours = row is not None and row.epoch == attempt.epoch and sender in (row.prefill, row.decode)
         return row if ours else None
 
-    def _begun_row(self, sender: WorkerId, owner: Owner) -> RequestState | None:
+    def _begun_row(self, sender: WorkerId, attempt: Attempt) -> RequestState | None:
         """As `_row_of`, where its prefill was ordered: of what nobody has begun there is nothing to say."""
-        row = self._row_of(sender, owner)
+        row = self._row_of(sender, attempt)
         return None if row is None or row.phase is Phase.QUEUED else row
 
     def _answered(self, sender: WorkerId, message: Reserved | Refused, now_s: float) -> None:
-        owner = Owner(message.handoff, message.epoch)
-        held = isinstance(message, Reserved)
+        attempt, held = message.attempt, isinstance(message, Reserved)
         if sender in self.peers:
-            self.peers[sender].answered(owner, held=held)
-        row = self._row_of(sender, owner)
-        if row is None and held:
-            self.aborts.send(
-                sender, owner, "nobody waits for this reservation any more", now_s
-            )  # it was asked for late
+            self.peers[sender].answered(attempt, held=held)
+        row = self._row_of(sender, attempt)
+        if row is None and held:  # it was asked for late
+            self.aborts.send(sender, attempt, "nobody waits for this reservation any more", now_s)
         if row is None or row.waiting is not Waiting.ANSWER or sender != row.decode:
             return
         if isinstance(message, Reserved):
@@ -238,16 +234,16 @@ class Router:
             case Preempted():
                 self._enqueue(row, now_s)
 
-    def _drawn(self, sender: WorkerId, draw: Draw, now_s: float) -> None:
-        row = self._begun_row(sender, Owner(draw.request_id, draw.epoch))
+    def _drawn(self, sender: WorkerId, delta: TokenDelta, now_s: float) -> None:
+        row = self._begun_row(sender, delta.attempt)
         if row is None:
             return
-        self._reach(row, Phase.SHIPPING if draw.index == row.num_before else Phase.DECODING, now_s)
+        self._reach(row, Phase.SHIPPING if delta.index == row.num_before else Phase.DECODING, now_s)
         if row.waiting is Waiting.TOKEN:
             row.deadline_s = now_s + self.config.stall_timeout_s  # the timer finds this out when it fires
-        told = row.take(draw)
-        if told:
-            self.out.put(EmitTokens(row.request_id, told, sender, draw.prompt))
+        told = row.take(delta)
+        if told.sampled:
+            self.out.put(EmitTokens(told, sender))
             self._end_if_complete(row, sender, now_s)
 
     def _reach(self, row: RequestState, phase: Phase, now_s: float) -> None:
@@ -269,7 +265,7 @@ class Router:
             self._finish(row, row.ended.reason, row.ended.detail, now_s, gone=sender)
 
     def _aborted(self, sender: WorkerId, message: Abort, now_s: float) -> None:
-        row = self._row_of(sender, Owner(message.handoff, message.epoch))
+        row = self._row_of(sender, message.attempt)
         if row is not None:
             kind = FailureKind.DECODE_GAVE_UP if sender == row.decode else FailureKind.PREFILL_GAVE_UP
             avoid = row.blamed(sender) if message.reason is FinishReason.TIMEOUT else sender
@@ -362,7 +358,7 @@ class Router:
             peer = self.peers.get(worker) if worker is not None else None
             if peer is not None:
                 peer.release(row.request_id)
-                peer.unanswered.pop(row.owner, None)
+                peer.unanswered.pop(row.attempt, None)
 
     def _abort_attempt(self, row: RequestState, detail: str, now_s: float, gone: WorkerId | None) -> None:
         """Tells every worker that still holds something of the attempt; `gone` holds nothing any more."""
@@ -370,7 +366,7 @@ class Router:
         if row.phase in (Phase.PREFILLING, Phase.SHIPPING):
             holders.add(row.prefill)
         for worker in sorted(each for each in holders if each is not None and each != gone and each in self.peers):
-            self.aborts.send(worker, row.owner, detail, now_s)
+            self.aborts.send(worker, row.attempt, detail, now_s)
 
     def _finish(
         self, row: RequestState, reason: FinishReason, detail: str, now_s: float, *, gone: WorkerId | None = None

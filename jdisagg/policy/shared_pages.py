@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from jdisagg.core.request import Request
+from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, page_hashes
 
-KEEPER = Owner("kept for its content", 0)  # in whose name the pool books pages of the prefix cache
+KEEPER = Attempt(RequestId("kept for its content"), 0)  # in whose name the pool books pages of the prefix cache
 NOTHING = Handle((), ())
 
 
@@ -31,7 +31,7 @@ class SharedPages:
         """Pages that `take` could give: free ones, and kept ones that nobody reads."""
         return self.pool.free_pages + self.cache.evictable_pages
 
-    def take(self, count: int, owner: Owner, state: PageState) -> tuple[int, ...] | None:
+    def take(self, count: int, owner: Attempt, state: PageState) -> tuple[int, ...] | None:
         """`count` pages, for which the least recently used kept ones make room; None, and nothing changed, where
         fewer are available."""
         if count > self.available:
@@ -71,7 +71,7 @@ class SharedPages:
             self.cache.release(handle)
 
     def publish(
-        self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Owner
+        self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Attempt
     ) -> tuple[Handle, tuple[int, ...]]:
         """Lets others read the pages that `names` name, from now on written by nobody: (a lock on all of them, what of
         the owner's `own` pages stays its own). A page whose content the cache has already stays its owner's."""
@@ -80,7 +80,7 @@ class SharedPages:
         self.pool.hand_over(tuple(shown), owner, KEEPER, PageState.CACHED)
         return self.lock(names), tuple(page for page in own if page not in shown)
 
-    def keep(self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Owner) -> None:
+    def keep(self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Attempt) -> None:
         """A sequence is done with its pages: those that `names` name are kept, the rest of its own are free."""
         handle, left = self.publish(names, pages, own, owner) if names else (NOTHING, own)
         self.pool.give_back(tuple(left), owner)

@@ -34,14 +34,14 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
-from jdisagg.core.request import FinishReason, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Sampled, WorkerId
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.fast_forward import next_rows, repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.prefill_side import PrefillSide
 from jdisagg.policy.scheduler import Scheduler
 from jdisagg.policy.shared_pages import SharedPages
@@ -121,19 +121,19 @@ class Worker:
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
-    def _end(self, owner: Owner, signal: Signal, *, good: bool = False) -> bool:
+    def _end(self, owner: Attempt, signal: Signal, *, good: bool = False) -> bool:
         prompt_ended = self.prefill_side.end(owner, signal)
         return self.decode_side.end(owner, signal, good=good) or prompt_ended
 
     def _aborted(self, message: Abort, sender: WorkerId) -> None:
         """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
-        owner = Owner(message.handoff, message.epoch)
+        owner = message.attempt
         cancelled = sender == ROUTER  # what it had is whole; another's abort may tell of a failure
         if self._end(owner, Signal.ABORT, good=cancelled) and not cancelled:
             self.out.abort(owner, f"{sender}: {message.detail}", message.reason)
-        self.out.send(sender, AbortAck(*owner))
+        self.out.send(sender, AbortAck(owner))
 
-    def _timer(self, kind: Timer, owner: Owner, now_s: float) -> None:
+    def _timer(self, kind: Timer, owner: Attempt, now_s: float) -> None:
         match kind:
             case Timer.RENEW:
                 self.prefill_side.beat(owner, now_s)
@@ -142,7 +142,7 @@ class Worker:
             case _:
                 self._expire(owner, now_s)
 
-    def _expire(self, owner: Owner, now_s: float) -> None:
+    def _expire(self, owner: Attempt, now_s: float) -> None:
         gone = self.prefill_side.expire(owner, now_s)
         if owner in self.prefill_side.sequences:
             self.decode_side.keep(owner, now_s)  # a colocated sequence, whose prompt still waits or runs here
@@ -155,8 +155,8 @@ class Worker:
         reason = f"{self.config.worker} failed: {event.reason}"
         if event.step_id is not None:
             self._step_failed(event.step_id, reason)
-        elif event.handoff is not None and event.epoch is not None and event.part is not None:
-            self._transfer_failed(Owner(event.handoff, event.epoch), event.part, reason, now_s)
+        elif event.attempt is not None and event.part is not None:
+            self._transfer_failed(event.attempt, event.part, reason, now_s)
 
     def _step_failed(self, step_id: int, reason: str) -> None:
         if step_id in self.decode_side.steps:
@@ -164,7 +164,7 @@ class Worker:
         if step_id in self.prefill_side.steps:
             self.prefill_side.step_failed(step_id, reason)
 
-    def _transfer_failed(self, owner: Owner, part: int, reason: str, now_s: float) -> None:
+    def _transfer_failed(self, owner: Attempt, part: int, reason: str, now_s: float) -> None:
         """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
         if not self.prefill_side.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
             self.out.abort(owner, reason)

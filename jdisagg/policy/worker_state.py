@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from jdisagg.core.messages import View
-from jdisagg.core.request import Request, RequestId
+from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import predicted_pages
 from jdisagg.policy.routing import WorkerSnapshot
 
@@ -24,7 +23,7 @@ class WorkerState:
     config: WorkerConfig
     view: View = field(init=False)
     # pages of reservations asked for, not yet answered
-    unanswered: dict[Owner, int] = field(default_factory=dict[Owner, int])
+    unanswered: dict[Attempt, int] = field(default_factory=dict[Attempt, int])
     full: bool = False  # it refused since its last word
     leaving: bool = False  # it ends what it has, and is sent nothing more
     served: int = 0
@@ -39,11 +38,11 @@ class WorkerState:
 
     # ------------------------------------------------------------ reservations
 
-    def ask(self, owner: Owner, request: Request) -> None:
-        self.unanswered[owner] = predicted_pages(request, self.config)
+    def ask(self, attempt: Attempt, request: Request) -> None:
+        self.unanswered[attempt] = predicted_pages(request, self.config)
 
-    def answered(self, owner: Owner, *, held: bool) -> None:
-        pages = self.unanswered.pop(owner, 0)
+    def answered(self, attempt: Attempt, *, held: bool) -> None:
+        pages = self.unanswered.pop(attempt, 0)
         if held:
             free_slots, free_pages = self.view.free_slots - 1, self.view.free_pages - pages
             self.view = replace(self.view, free_pages=free_pages, free_slots=free_slots)

@@ -15,7 +15,7 @@ from itertools import count
 
 import jax
 
-from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.request import Attempt, RequestId, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -202,7 +202,7 @@ def time_transfer(
     tokens = pages * group.source * source.config.page_size
     here, there = source.config.worker, destination.config.worker
     lists = pages_for(source.config, tokens), pages_for(destination.config, tokens)
-    transfer = KVTransfer("timing", 1, NOBODY, here, there, *lists, tokens, layers=layers, wire=wire)
+    transfer = KVTransfer(Attempt(NOBODY, 1), here, there, *lists, tokens, layers=layers, wire=wire)
     began_s = time.perf_counter()
     shipment = source.ship(transfer, destination)
     shipment.wait_packed()

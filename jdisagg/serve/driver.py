@@ -294,8 +294,8 @@ class LiveDriver:
                 self._insert(actor, self._landed.pop(transfer))
             case DropKV(transfer):
                 self._landed.pop(transfer, None)
-            case OpenGates(handoff, epoch):
-                self._machines[actor].open_gates(handoff, epoch)
+            case OpenGates(attempt):
+                self._machines[actor].open_gates(attempt)
             case SetTimer(at_s, key):
                 self._timers.set(at_s, actor, key)
             case _:
@@ -364,7 +364,7 @@ class LiveDriver:
             self._machines[actor].insert(shipment)
         except Exception as error:
             self._broken.append((actor, _failure(actor, error, transfer=shipment.transfer)))
-            self._machines[actor].open_gates(shipment.transfer.handoff, shipment.transfer.epoch)  # the handoff ends
+            self._machines[actor].open_gates(shipment.transfer.attempt)  # the handoff ends
 
 
 def _failure(
@@ -373,5 +373,5 @@ def _failure(
     log.error("%s failed: %s: %s", worker, type(error).__name__, error)
     reason = f"{type(error).__name__}: {error}"
     if transfer is None:
-        return EngineFailed(step_id, None, reason)
-    return EngineFailed(None, transfer.handoff, reason, transfer.epoch, transfer.part)
+        return EngineFailed(step_id, reason)
+    return EngineFailed(None, reason, transfer.attempt, transfer.part)

@@ -13,7 +13,7 @@ from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import FinishReason, Request, RequestId
-from jdisagg.serve.service import Delta, Rejected, Service
+from jdisagg.serve.service import Rejected, Service, Update
 from jdisagg.serve.text import Piece, TextOptions, Transcript
 
 CANCEL_WAIT_S = 2.0  # for the ledger of an answer that a stop string ended
@@ -39,24 +39,24 @@ async def pieces(service: Service, request: Request, options: TextOptions) -> As
     Raises what `Service.stream` raises, before the first piece.
     """
     transcript = Transcript(service.tokenizer, options)
-    async with aclosing(service.stream(request)) as deltas:
-        async for delta in deltas:
-            piece = transcript.take(delta)
+    async with aclosing(service.stream(request)) as updates:
+        async for update in updates:
+            piece = transcript.take(update)
             if transcript.stopped and piece.finish is None:
                 service.cancel(request.request_id, FinishReason.STOP)
-                piece.finish = await _finish_of(deltas)
+                piece.finish = await _finish_of(updates)
             yield piece
             if piece.finish_reason is not None:
                 return
 
 
-async def _finish_of(deltas: AsyncGenerator[Delta]) -> Finish | None:
+async def _finish_of(updates: AsyncGenerator[Update]) -> Finish | None:
     """The finish of a request that was just cancelled; None if it does not come in time."""
     try:
         async with asyncio.timeout(CANCEL_WAIT_S):
-            async for delta in deltas:
-                if delta.finish is not None:
-                    return delta.finish
+            async for update in updates:
+                if update.finish is not None:
+                    return update.finish
     except TimeoutError:
         return None
     return None

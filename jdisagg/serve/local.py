@@ -12,6 +12,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.events import ROUTER, Cancel, EmitTokens, Finish, Reject, Submit
 from jdisagg.core.journal import Journal
 from jdisagg.core.ledger import Ledger
+from jdisagg.core.messages import joined
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.engine.executor import Executor
@@ -19,7 +20,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome, RemoteWorkers
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.records import DebugState
-from jdisagg.serve.service import Capacity, Delta, Draining, Rejected
+from jdisagg.serve.service import Capacity, Draining, Rejected, Update
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
 
@@ -126,7 +127,7 @@ class LocalService:
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         self.driver.post(ROUTER, Cancel(request_id, reason))
 
-    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
+    async def stream(self, request: Request) -> AsyncGenerator[Update]:
         """See `Service.stream`."""
         if not (self.ready or (self._open and self._others_may_join)):  # those who wait for a worker wait in the queue
             raise Draining(UNREADY)
@@ -140,9 +141,9 @@ class LocalService:
             if self._dead:  # since `ready` was asked: who came after `_died` looked round would wait for ever
                 raise Draining(UNREADY)
             while not ended:
-                delta = _joined(await mailbox.take())
-                ended = delta.finish is not None
-                yield delta
+                update = _joined(await mailbox.take())
+                ended = update.finish is not None
+                yield update
         except Rejected:
             ended = True
             raise
@@ -190,16 +191,15 @@ def _put_all(items: list[tuple[Mailbox, Outcome]]) -> None:
         mailbox.put(item)
 
 
-def _joined(items: list[Outcome]) -> Delta:
-    """One delta of all outcomes since the last; a `Reject` is raised as `Rejected`."""
-    sampled, prompt, finish = [], [], None
+def _joined(items: list[Outcome]) -> Update:
+    """One update of all outcomes since the last; a `Reject` is raised as `Rejected`."""
+    deltas, finish = [], None
     for item in items:
         match item:
-            case EmitTokens():
-                sampled.extend(item.sampled)
-                prompt.extend(item.prompt)
+            case EmitTokens(delta):
+                deltas.append(delta)
             case Finish():
                 finish = item
             case Reject():
                 raise Rejected(item.detail, item.retry_after_s)
-    return Delta(tuple(sampled), tuple(prompt), finish)
+    return Update(joined(deltas), finish)

@@ -145,8 +145,8 @@ class _Answer:
 
     def take(self, piece: Piece) -> None:
         self.texts.append(piece.text)
-        self.sampled.extend(piece.sampled)
-        self.prompt = self.prompt or piece.prompt
+        self.sampled.extend(piece.delta.sampled)
+        self.prompt = self.prompt or piece.delta.prompt
         self.last = piece
 
     def choice(self, index: int, sampling: SamplingParams) -> Choice:

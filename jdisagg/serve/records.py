@@ -26,7 +26,7 @@ from jdisagg.core.events import (
     Submit,
 )
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.messages import Drawn, Preempted, Progress, Renew, Reserve, StartPrefill, View
+from jdisagg.core.messages import Drawn, Message, Preempted, Progress, Renew, Reserve, StartPrefill, View
 from jdisagg.core.request import Phase, Request, RequestId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.policy.decisions import Decision
@@ -163,10 +163,10 @@ class Records:
         if actor == ROUTER:
             self._message(item.sender, actor, item.message, now_s)
 
-    def _message(self, speaker: str, to: str, message: Any, now_s: float) -> None:
+    def _message(self, speaker: str, to: str, message: Message, now_s: float) -> None:
         if isinstance(message, NOT_KEPT):
             return
-        trace = self._traces.get(getattr(message, "handoff", None) or getattr(message, "request_id", ""))
+        trace = self._traces.get(message.attempt.request_id)
         if trace is None:
             return
         if isinstance(message, tuple(PHASE_OF_MESSAGE)) and trace.ending is None:
@@ -174,8 +174,8 @@ class Records:
         if isinstance(message, Progress) and trace.ending is None:
             trace.phase = PHASE_OF_MARK.get(message.mark, trace.phase)
         details = {name: getattr(message, name) for name in SHOWN_FIELDS if getattr(message, name, None)}
-        row = {"at_s": now_s, "from": speaker, "to": to, "message": type(message).__name__, "attempt": message.epoch}
-        trace.add(trace.messages, row | details)
+        named = {"message": type(message).__name__, "attempt": message.attempt.epoch}
+        trace.add(trace.messages, {"at_s": now_s, "from": speaker, "to": to} | named | details)
 
     def _step(self, actor: str, item: RunStep, now_s: float) -> None:
         for chunk in item.plan.prefill.chunks if item.plan.prefill else ():
@@ -187,7 +187,7 @@ class Records:
             self._part("to leave", transfer, now_s)
 
     def _part(self, what: str, transfer: KVTransfer, now_s: float, **more: float) -> None:
-        trace = self._traces.get(transfer.request_id)
+        trace = self._traces.get(transfer.attempt.request_id)
         if trace is None:
             return
         row = {
@@ -199,14 +199,14 @@ class Records:
             "pages": len(transfer.source_pages),
             "layers": transfer.layers,
             "wire": transfer.wire,
-            "attempt": transfer.attempt,
+            "resends": transfer.resends,
         }
         trace.add(trace.parts, row | more)
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
         trace = self._traces.get(item.request_id)
         if trace is not None:
-            trace.tokens += len(item.sampled)
+            trace.tokens += len(item.delta.sampled)
             trace.first_token_s = now_s if trace.first_token_s is None else trace.first_token_s
             trace.last_token_s = now_s
 

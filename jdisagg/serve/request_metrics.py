@@ -102,7 +102,7 @@ class RequestMetrics:
             self._waiting -= 1
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
-        times, count = self._running.get(item.request_id), len(item.sampled)
+        times, count = self._running.get(item.request_id), len(item.delta.sampled)
         self._output_tokens.inc(count)
         if times is None or count == 0:
             return

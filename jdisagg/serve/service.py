@@ -1,4 +1,4 @@
-"""What the fronts (HTTP, gRPC, the `LLM` class) know of a running stack: tokens in, deltas out."""
+"""What the fronts (HTTP, gRPC, the `LLM` class) know of a running stack: tokens in, updates out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Protocol
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
+from jdisagg.core.messages import NO_TOKENS, TokenDelta
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import FinishReason, Request, RequestId, Sampled
+from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.model.tokenizer import Tokenizer
 
 
@@ -26,11 +27,10 @@ class Draining(JdisaggError):
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """What became known at once: tokens drawn, and with the last delta of a request, how it finished."""
+class Update:
+    """What became known of a request at once: tokens drawn, and with its last update, how it finished."""
 
-    sampled: tuple[Sampled, ...] = ()
-    prompt: tuple[Sampled, ...] = ()  # prompt logprobs, once, where they were asked for
+    delta: TokenDelta = NO_TOKENS
     finish: Finish | None = None
 
 
@@ -70,10 +70,10 @@ class Service(Protocol):
         """The driver's clock, for Request.arrival_s."""
         ...
 
-    def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """Deltas until one has `finish`. Closing the generator early cancels the request and frees what it held.
+    def stream(self, request: Request) -> AsyncGenerator[Update]:
+        """Updates until one has `finish`. Closing the generator early cancels the request and frees what it held.
 
-        Raises RequestError (bad request), Rejected or Draining before the first delta.
+        Raises RequestError (bad request), Rejected or Draining before the first.
         """
         ...
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.core.events import Finish
+from jdisagg.core.messages import NO_TOKENS, TokenDelta
 from jdisagg.core.request import FinishReason, Sampled
 from jdisagg.model.tokenizer import Detokenizer, Tokenizer
-from jdisagg.serve.service import Delta
+from jdisagg.serve.service import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,10 @@ class TextOptions:
 
 @dataclass(slots=True)
 class Piece:
-    """What one delta adds to an answer. The last piece has `finish_reason`, and `finish` where the driver sent it."""
+    """What one update adds to an answer. The last piece has `finish_reason`, and `finish` where the driver sent it."""
 
     text: str = ""
-    sampled: tuple[Sampled, ...] = ()  # counted as output, the stop token included
-    prompt: tuple[Sampled, ...] = ()
+    delta: TokenDelta = NO_TOKENS  # counted as output, the stop token included
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: str | int | None = None  # the stop string, or the id of a stop token the client named
     finish: Finish | None = None
@@ -106,7 +106,7 @@ FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # all
 
 
 class Transcript:
-    """One answer as it grows: deltas in, pieces out."""
+    """One answer as it grows: updates in, pieces out."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
@@ -120,15 +120,17 @@ class Transcript:
         """A stop string was found: whatever the driver still sends is not part of the answer."""
         return self._stops is not None and self._stops.found is not None
 
-    def take(self, delta: Delta) -> Piece:
-        """The text, tokens and end that one delta brings."""
+    def take(self, update: Update) -> Piece:
+        """The text, tokens and end that one update brings."""
+        delta = update.delta
         if self._stops is None:
-            text, sampled = self._push(delta.sampled), delta.sampled
+            text = self._push(delta.sampled)
         else:
             text, sampled = self._push_watching(self._stops, delta.sampled)
-        piece = Piece(text, sampled, delta.prompt, finish=delta.finish)
-        if delta.finish is not None or self.stopped:
-            self._end(piece, delta.finish)
+            delta = replace(delta, sampled=sampled)
+        piece = Piece(text, delta, finish=update.finish)
+        if update.finish is not None or self.stopped:
+            self._end(piece, update.finish)
         return piece
 
     def _push(self, sampled: Sequence[Sampled]) -> str:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from jdisagg.core.events import InsertKV, OpenGates, RunStep
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Attempt, WorkerId
 
 
 class HeldSteps:
-    """Of all workers, by the handoff that they wait for."""
+    """Of all workers, by the attempt that they wait for."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[WorkerId, str, int], tuple[RunStep, set[int]]] = {}
+        self._held: dict[tuple[WorkerId, Attempt], tuple[RunStep, set[int]]] = {}
 
     def hold(self, actor: WorkerId, effect: RunStep) -> bool:
         """Whether the step has to wait."""
         gates = effect.plan.decode.gates if effect.plan.decode else ()
         if gates:
             parts = {part for gate in gates for part in gate.parts}
-            self._held[actor, gates[0].handoff, gates[0].epoch] = (effect, parts)
+            self._held[actor, gates[0].attempt] = (effect, parts)
         return bool(gates)
 
     def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunStep | None:
         """The step that waits for nothing any more."""
         whose = effect.transfer if isinstance(effect, InsertKV) else effect
-        key = actor, whose.handoff, whose.epoch
+        key = actor, whose.attempt
         if key not in self._held:
             return None
         step, parts = self._held[key]

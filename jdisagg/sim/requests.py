@@ -50,7 +50,7 @@ class Requests:
         assert not record.ends, f"{effect.request_id} got tokens after its end"
         if not record.told_tokens:
             record.first_s = now_s
-        record.told_tokens += len(effect.sampled)
+        record.told_tokens += len(effect.delta.sampled)
         record.last_s = now_s
 
     def end(self, effect: Finish | Reject, now_s: float) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.counters import Counters
 from jdisagg.core.events import RunStep, ShipKV, StepDone
-from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, KVTransfer
 from tests.steps import decode_plan, prefill_plan
 
@@ -85,7 +85,7 @@ def test_a_prefill_in_flight_keeps_the_device_busy() -> None:
 
 def test_shipped_bytes_are_pages_times_their_bytes() -> None:
     told = Told()
-    transfer = KVTransfer("h", 0, RequestId("r"), WorkerId("a"), WorkerId("b"), (1, 2, 3), (4, 5, 6), 40)
+    transfer = KVTransfer(Attempt(RequestId("r"), 0), WorkerId("a"), WorkerId("b"), (1, 2, 3), (4, 5, 6), 40)
     told.tell(0.0, ShipKV(transfer))
     told.tell(0.0, ShipKV(transfer))
     figures = told.counters.figures()

@@ -14,10 +14,12 @@ from jdisagg.core.codec import NOUNS, decode, decode_as, encode, shown
 from jdisagg.core.errors import DecodeError
 from jdisagg.core.events import Event, Finish, Received
 from jdisagg.core.ledger import Ledger, Mark
-from jdisagg.core.messages import Abort, Commit, Draw, Message, Reserved, View
-from jdisagg.core.request import FinishReason, RequestId, Sampled, WorkerId
+from jdisagg.core.messages import Abort, Commit, Message, Reserved, TokenDelta, View
+from jdisagg.core.request import Attempt, FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request
+
+A1 = Attempt(RequestId("a"), 1)
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(str, st.text(max_size=8))
@@ -70,7 +72,8 @@ def test_what_is_at_its_default_is_not_written():
 
 
 VIEW = encode(View(1, 2, 3, 4))
-COMMIT = encode(Commit("a", 1, Sampled(3), 6, 1, layers=((0, 2),)))
+ATTEMPT = encode(A1)
+COMMIT = encode(Commit(A1, Sampled(3), 6, 1, layers=((0, 2),)))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +88,19 @@ COMMIT = encode(Commit("a", 1, Sampled(3), 6, 1, layers=((0, 2),)))
         ({"is": "View"}, "View lacks free_pages, free_slots, running, waiting_tokens"),
         ({"is": "Views"}, "names no noun"),
         ({"is": ["View"]}, "names no noun"),
+        (COMMIT | {"attempt": "a"}, "Commit.attempt: 'a' names no noun"),
         (COMMIT | {"first": VIEW}, "Commit.first: View is not what belongs here"),
         (COMMIT | {"layers": [[1, 2, 3]]}, "Commit.layers: 3 values where 2 belong"),
         (COMMIT | {"layers": "ab"}, "Commit.layers: 'ab' is no list"),
-        (COMMIT | {"handoff": None}, "Commit.handoff: None is no text"),
-        (COMMIT | {"handoff": "\ud800"}, "half a character"),
+        (COMMIT | {"attempt": ATTEMPT | {"epoch": "1"}}, "Commit.attempt: Attempt.epoch: '1' is no whole number"),
+        (COMMIT | {"attempt": ATTEMPT | {"request_id": "\ud800"}}, "half a character"),
         (encode(Sampled(1)) | {"logprob": math.nan}, "Sampled.logprob: nan is no number"),
-        (encode(Abort("a", 1, "x")) | {"reason": "fun"}, "Abort.reason: 'fun' is no FinishReason"),
-        (encode(Reserved("a", 1, (1,))) | {"pages": [1, "2"]}, "Reserved.pages: '2' is no whole number"),
-        (encode(Draw(RequestId("a"), 1, 0, ())) | {"sampled": {}}, "Draw.sampled: {} is no list"),
+        (encode(Abort(A1, "x")) | {"reason": "fun"}, "Abort.reason: 'fun' is no FinishReason"),
+        (
+            encode(Reserved(A1, (1,))) | {"pages": [1, "2"]},
+            "Reserved.pages: '2' is no whole number",
+        ),
+        (encode(TokenDelta(A1, 0, ())) | {"sampled": {}}, "TokenDelta.sampled: {} is no list"),
         (encode(Received(WorkerId("w"), View(1, 1, 0, 0))) | {"message": encode(Sampled(1))}, "Received.message"),
         (encode(WorkerConfig(WorkerId("w"), Role.DECODE, 8, 4, 64)) | {"page_size": "x"}, "WorkerConfig.page_size"),
     ],

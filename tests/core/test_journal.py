@@ -3,7 +3,8 @@ import pytest
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import ROUTER, EmitTokens, SetTimer, Submit, TimerFired
 from jdisagg.core.journal import Header, Journal, digest, read_lines
-from jdisagg.core.request import RequestId, Sampled, WorkerId
+from jdisagg.core.messages import TokenDelta
+from jdisagg.core.request import Attempt, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request, worker
@@ -30,7 +31,7 @@ def test_the_ring_forgets_the_oldest_and_the_file_keeps_all():
 def test_effects_shown_one_by_one_belong_to_the_event_before_them():
     lines: list[str] = []
     journal = Journal(HEADER, sink=lines.append)
-    effects = [SetTimer(2.0, "x"), EmitTokens(RequestId("a"), (Sampled(1),), WorkerId("w"))]
+    effects = [SetTimer(2.0, "x"), EmitTokens(TokenDelta(Attempt(RequestId("a"), 1), 0, (Sampled(1),)), WorkerId("w"))]
     journal.observe(ROUTER, Submit(request("a")), 1.0)
     for effect in effects:
         journal.observe(ROUTER, effect, 1.0)
@@ -46,7 +47,7 @@ def test_effects_shown_one_by_one_belong_to_the_event_before_them():
         ([], "line 1 is not JSON"),
         (["{"], "line 1 is not JSON"),
         (["[1]"], "line 1 is no record"),
-        (['{"version": 99}'], "version 99, this program reads 1"),
+        (['{"version": 99}'], "version 99, this program reads 2"),
         ([HEADER.to_line(), '{"at_s": 1}'], "line 2 lacks actor, decided, event"),
         ([HEADER.to_line(), '{"at_s": 1, "actor": "a", "event": {"is": "Nothing"}, "decided": ""}'], "cannot read"),
         ([HEADER.to_line(), '{"at_s": 1, "actor": "a", "event": {"is": "Cancel"}, "decided": ""}'], "cannot read"),

@@ -11,25 +11,36 @@ import pytest
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Message, Renew, Resend, Reserve, StartPrefill, View
 from jdisagg.core.protocol import TO_ROUTER, check_transfer, check_word
-from jdisagg.core.request import RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request, worker
 
+A1 = Attempt(RequestId("a"), 1)
+
 P, D, BOTH = (worker(f"{role.value}-0", role) for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED))
-COMMIT, START = Commit("a", 1, Sampled(1), 6, 1), StartPrefill("a", 1, request("a"), 0, D.worker, (1,), 1.0, 1.0)
-RESERVE = Reserve("a", 1, request("a"), 0, P.worker, 1.0)
+COMMIT, START = (
+    Commit(A1, Sampled(1), 6, 1),
+    StartPrefill(A1, request("a"), 0, D.worker, (1,), 1.0, 1.0),
+)
+RESERVE = Reserve(A1, request("a"), 0, P.worker, 1.0)
 
 
 @pytest.mark.parametrize(
     ("word", "ways"),
     [
         (COMMIT, {(P, D), (P, BOTH), (BOTH, D), (BOTH, BOTH)}),
-        (Renew("a", 1), {(P, D), (P, BOTH), (BOTH, D), (BOTH, BOTH)}),
-        (Ack("a", 1), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
-        (Resend("a", 1, 0), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
-        (Abort("a", 1, ""), {(a, b) for a in (P, D, BOTH, None) for b in (P, D, BOTH, None)} - {(None, None)}),
-        (AbortAck("a", 1), {(a, b) for a in (P, D, BOTH, None) for b in (P, D, BOTH, None)} - {(None, None)}),
+        (Renew(A1), {(P, D), (P, BOTH), (BOTH, D), (BOTH, BOTH)}),
+        (Ack(A1), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
+        (Resend(A1, 0), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
+        (
+            Abort(A1, ""),
+            {(a, b) for a in (P, D, BOTH, None) for b in (P, D, BOTH, None)} - {(None, None)},
+        ),
+        (
+            AbortAck(A1),
+            {(a, b) for a in (P, D, BOTH, None) for b in (P, D, BOTH, None)} - {(None, None)},
+        ),
         (START, {(None, P), (None, D), (None, BOTH)}),
         (RESERVE, {(None, P), (None, D), (None, BOTH)}),
         (View(1, 1, 0, 0), {(P, None), (D, None), (BOTH, None)}),
@@ -51,7 +62,7 @@ def test_every_message_is_for_somebody():
     assert set(Message.__args__) == between | set(TO_ROUTER)
 
 
-PART = KVTransfer("a", 1, RequestId("a"), P.worker, D.worker, (1, 2), (3, 0), 8)
+PART = KVTransfer(A1, P.worker, D.worker, (1, 2), (3, 0), 8)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +72,7 @@ PART = KVTransfer("a", 1, RequestId("a"), P.worker, D.worker, (1, 2), (3, 0), 8)
         ({"destination_pages": (1, 65)}, "destination_pages are 1 to 65, there are 64"),
         ({"num_tokens": -1}, "num_tokens is -1"),
         ({"part": -1}, "part is -1"),
-        ({"epoch": -1}, "epoch is -1"),
+        ({"attempt": Attempt(RequestId("a"), -1)}, "epoch is -1"),
         ({"layers": (2, 1)}, r"layers are \(2, 1\)"),
         ({"layers": (0, 10**6)}, "layers are"),
         ({"wire": "telegraph"}, "wire is 'telegraph', known are raw"),
@@ -86,9 +97,9 @@ def test_kv_goes_from_who_prefills_to_who_decodes():
         (replace(COMMIT, num_tokens=10**9), P, D, "num_tokens is 1000000000"),
         (replace(COMMIT, layers=((3, 1),)), P, D, "layers are"),
         (replace(COMMIT, first=Sampled(-2)), P, D, "-2 is no token"),
-        (replace(COMMIT, epoch=-1), P, D, "epoch is -1"),
-        (Ack("a", 1, math.inf), D, P, "wire_s is inf"),
-        (Resend("a", 1, -1), D, P, "part is -1"),
+        (replace(COMMIT, attempt=Attempt(RequestId("a"), -1)), P, D, "epoch is -1"),
+        (Ack(A1, math.inf), D, P, "wire_s is inf"),
+        (Resend(A1, -1), D, P, "part is -1"),
         (replace(RESERVE, lease_s=math.inf), None, D, "lease_s is inf"),
         (replace(START, request=replace(request("a"), prompt=())), None, P, "a prompt of 0 tokens"),
         (replace(START, request=replace(request("a"), prompt=(-5,))), None, P, "-5 is no token"),

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -180,9 +180,7 @@ def ship_all(source: MeshExecutor, destination: MeshExecutor, lengths: Sequence[
 
 def transfer(source: MeshExecutor, destination: MeshExecutor, index: int, length: int) -> KVTransfer:
     return KVTransfer(
-        handoff=f"h{index}",
-        epoch=0,
-        request_id=RequestId(str(index)),
+        attempt=Attempt(RequestId(str(index)), 0),
         source=source.config.worker,
         destination=destination.config.worker,
         source_pages=source_pages(index, length),

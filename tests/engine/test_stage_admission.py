@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from jdisagg.core.request import RequestId
+from jdisagg.core.request import Attempt, RequestId
 from jdisagg.core.steps import Admission, Gate, StepPlan
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
@@ -58,7 +58,7 @@ class Sequence:
         """Gates of the stages whose layers are in the second part."""
         stages = [each.layers for each in self.machine.pages]
         late = [stage for stage, layers in enumerate(stages) if layers.stop > HALVES[1].start]
-        return tuple(Gate(stage, f"h{self.index}", 0, (1,)) for stage in late)
+        return tuple(Gate(stage, Attempt(RequestId(str(self.index)), 0), (1,)) for stage in late)
 
     def steps(self, first: int = 0) -> list[int]:
         pending = [self.machine.run(self.plan(number)) for number in range(first, TURNS)]
@@ -131,7 +131,7 @@ def test_gates_that_are_opened_let_the_step_run_before_its_pages_are_anothers():
     machine.insert(gone.parts[0])
     held = machine.run(gone.plan(0, gone.waiting()))
     expected += plain.steps(1)
-    machine.open_gates("h1", 0)
+    machine.open_gates(Attempt(RequestId("1"), 0))
     held.read()  # whatever it drew, it is nobody's
     for part in other.parts:  # into the pages that were its own
         machine.insert(moved(source, part, gone))

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, KVTransfer, PageGrant, PrefillChunk
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyFault, toy_output
 from tests.sim.cases import worker
 from tests.steps import decode_plan, prefill_plan
+
+A1 = Attempt(RequestId("a"), 1)
 
 PROMPT = (5, 17, 80, 3, 41, 9)
 GREEDY = SamplingParams(max_tokens=6)
@@ -62,7 +64,7 @@ def test_a_page_that_another_wrote_over_gives_a_wrong_token():
 def test_what_was_shipped_is_what_the_pages_held_then():
     source, destination = machine_of(), machine_of()
     first = prefill(source)
-    transfer = KVTransfer("a", 1, A, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT))
+    transfer = KVTransfer(A1, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT))
     shipment = source.ship(transfer, destination)
     source.pages[3] = [0, 0, 0, 0]
     destination.insert(shipment)
@@ -74,7 +76,7 @@ def test_a_layer_group_that_was_not_shipped_gives_a_wrong_token():
     source, destination = ToyExecutor(config), ToyExecutor(config)
     first = prefill(source)
     for part, layers in enumerate([(0, 2), (2, 3)]):
-        transfer = KVTransfer("a", 1, A, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT), part, layers)
+        transfer = KVTransfer(A1, WorkerId("p"), WorkerId("d"), (3, 1), (5, 6), len(PROMPT), part, layers)
         missing = ToyExecutor(config)
         missing.insert(source.ship(transfer, missing))
         assert step(missing, 1, admit=(admission(first, pages=(5, 6)),)) != toy_output(PROMPT, GREEDY)[1]

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, Send
 from jdisagg.core.messages import AbortAck
-from jdisagg.core.request import Phase, WorkerId
+from jdisagg.core.request import Attempt, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.router import CAPACITY_TIMER, Router
 from jdisagg.policy.worker import Worker
 from tests.explore.device import Violation, need
@@ -33,20 +33,20 @@ EPOCHS_A_LIFE = 1000  # a router that starts again takes epochs that no earlier 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    owner: Owner
+    owner: Attempt
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gave:
-    owner: Owner
+    owner: Attempt
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    owner: Owner
-    to: Owner
+    owner: Attempt
+    to: Attempt
     pages: tuple[int, ...]
 
 
@@ -55,18 +55,18 @@ class NotedPool(PagePool):
 
     out: Outbox
 
-    def take(self, count: int, owner: Owner, state: PageState) -> tuple[int, ...] | None:
+    def take(self, count: int, owner: Attempt, state: PageState) -> tuple[int, ...] | None:
         pages = super().take(count, owner, state)
         if pages:
             self.out.put(Took(owner, pages))  # type: ignore[arg-type]
         return pages
 
-    def hand_over(self, pages: Any, owner: Owner, to: Owner, state: PageState) -> None:
+    def hand_over(self, pages: Any, owner: Attempt, to: Attempt, state: PageState) -> None:
         super().hand_over(pages, owner, to, state)
         if pages:
             self.out.put(Handed(owner, to, tuple(pages)))  # type: ignore[arg-type]
 
-    def give_back(self, pages: Any, owner: Owner) -> None:
+    def give_back(self, pages: Any, owner: Attempt) -> None:
         given = tuple(pages)
         super().give_back(given, owner)
         self._free.sort(reverse=True)
@@ -101,9 +101,9 @@ class Notes(NamedTuple):
 
     holds: str  # what it still has to do; empty where it is at rest
     waits: tuple[tuple[str, float], ...]  # timers that must be armed, and until when at the latest
-    unfilled: frozenset[Owner]  # reservations that are not admitted yet
-    prompts: frozenset[Owner]  # that this worker computes or ships
-    decoding: tuple[tuple[WorkerId, Owner], ...]  # what the router believes is admitted, and where
+    unfilled: frozenset[Attempt]  # reservations that are not admitted yet
+    prompts: frozenset[Attempt]  # that this worker computes or ships
+    decoding: tuple[tuple[WorkerId, Attempt], ...]  # what the router believes is admitted, and where
 
 
 class ActorPatch(NamedTuple):
@@ -175,7 +175,7 @@ def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
     """Who acknowledges an abort holds nothing of it."""
     for effect in effects:
         if isinstance(effect, Send) and isinstance(effect.message, AbortAck):
-            owner = Owner(effect.message.handoff, effect.message.epoch)
+            owner = effect.message.attempt
             held = owner in worker.prefill_side.sequences or owner in worker.decode_side.sequences
             need(not held, f"{worker.config.worker} acknowledges the abort of {owner} and still holds it")
 
@@ -183,7 +183,7 @@ def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
 def notes_of(actor: Actor) -> Notes:
     if isinstance(actor, Router):
         decoding = [
-            (row.decode, row.owner) for row in actor.rows.values() if row.phase is Phase.DECODING and row.decode
+            (row.decode, row.attempt) for row in actor.rows.values() if row.phase is Phase.DECODING and row.decode
         ]
         return Notes(_router_holds(actor), tuple(_router_waits(actor)), frozenset(), frozenset(), tuple(decoding))
     unfilled = [
@@ -209,11 +209,11 @@ def _router_waits(router: Router) -> Iterator[tuple[str, float]]:
 
 def _worker_holds(worker: Worker) -> str:
     held = [
-        f"{owner.handoff}#{owner.epoch} {reservation.handoff.state}"
+        f"{owner.request_id}#{owner.epoch} {reservation.handoff.state}"
         for owner, reservation in worker.decode_side.sequences.items()
     ]
     prompts = worker.prefill_side.sequences.items()
-    held += [f"{owner.handoff}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in prompts]
+    held += [f"{owner.request_id}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in prompts]
     pages = worker.config.num_pages - worker.shared.available
     return "" if worker.idle and not pages else f"{', '.join(held) or 'no sequence'}, {pages} pages"
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import StepDone
-from jdisagg.core.request import Request, RequestId, Sampled
+from jdisagg.core.request import Attempt, Request, RequestId, Sampled
 from jdisagg.core.steps import Admission, DecodeRows, Gate, KVTransfer, PrefillChunk, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.shared_pages import KEEPER
 
 
@@ -27,7 +26,7 @@ class Violation(Exception):
 class Content(NamedTuple):
     """What is in a page: `written` has a bit a token place, one number a layer group."""
 
-    owner: Owner
+    owner: Attempt
     ordinal: int  # the page's place in its sequence
     written: tuple[int, ...]
 
@@ -35,7 +34,7 @@ class Content(NamedTuple):
 class Seat(NamedTuple):
     """A decode slot as the device knows it."""
 
-    owner: Owner
+    owner: Attempt
     position: int
     table: tuple[int, ...]
     num_output: int
@@ -49,13 +48,13 @@ class Held(NamedTuple):
     rows: DecodeRows
     stage: int
     gates: tuple[Gate, ...]  # with the parts that are still to come
-    void: frozenset[Owner] = frozenset()  # whose gates were opened for good: what is read for them counts nothing
+    void: frozenset[Attempt] = frozenset()  # whose gates were opened for good: what is read for them counts nothing
 
 
 class Device(NamedTuple):
     """Pages by id (0 is the null page), slots by number, and steps that wait."""
 
-    owners: tuple[Owner | None, ...]
+    owners: tuple[Attempt | None, ...]
     contents: tuple[Content | None, ...]
     slots: tuple[Seat | None, ...]
     held: tuple[Held, ...] = ()
@@ -82,31 +81,31 @@ class Machine:
 
     # ------------------------------------------------------------ who owns what
 
-    def take(self, device: Device, owner: Owner, pages: Sequence[int]) -> Device:
+    def take(self, device: Device, owner: Attempt, pages: Sequence[int]) -> Device:
         owners = list(device.owners)
         for page in pages:
             need(owners[page] is None, f"{self._page(page)} is taken by {name(owner)}, and {owners[page]} has it")
             owners[page] = owner
         return device._replace(owners=tuple(owners))
 
-    def give_back(self, device: Device, owner: Owner, pages: Sequence[int]) -> Device:
+    def give_back(self, device: Device, owner: Attempt, pages: Sequence[int]) -> Device:
         owners, contents = list(device.owners), list(device.contents)
         for page in pages:
             need(owners[page] == owner, f"{self._page(page)} is given back by {name(owner)}, and {owners[page]} has it")
             owners[page] = contents[page] = None
         return device._replace(owners=tuple(owners), contents=tuple(contents))
 
-    def hand_over(self, device: Device, owner: Owner, to: Owner, pages: Sequence[int]) -> Device:
+    def hand_over(self, device: Device, owner: Attempt, to: Attempt, pages: Sequence[int]) -> Device:
         owners = list(device.owners)
         for page in pages:
             need(owners[page] == owner, f"{self._page(page)} is kept by {name(owner)}, and {owners[page]} has it")
             owners[page] = to
         return device._replace(owners=tuple(owners))
 
-    def _owner_of(self, device: Device, pages: Sequence[int], request_id: RequestId) -> Owner:
+    def _owner_of(self, device: Device, pages: Sequence[int], request_id: RequestId) -> Attempt:
         holders = {device.owners[page] for page in pages} - {KEEPER}
         owner = next(iter(holders), None)
-        alone = len(holders) == 1 and owner is not None and owner.handoff == request_id
+        alone = len(holders) == 1 and owner is not None and owner.request_id == request_id
         need(
             alone, f"a plan of {self.config.worker} uses pages {list(pages)} for {request_id}; they belong to {holders}"
         )
@@ -179,7 +178,7 @@ class Machine:
         need(admission.token == expected, f"{name(owner)} is fed token {admission.token}, not {expected}")
         return Seat(owner, admission.position, admission.pages, admission.num_output, False)
 
-    def _step(self, device: Device, seat: Seat | None, stage: int, void: frozenset[Owner]) -> Device:
+    def _step(self, device: Device, seat: Seat | None, stage: int, void: frozenset[Attempt]) -> Device:
         """One stage writes the token that is fed, and reads all up to it."""
         assert seat is not None, "an active slot is empty"
         if seat.stopped:
@@ -190,7 +189,7 @@ class Machine:
         return device
 
     def _draw(
-        self, device: Device, slot: int, width: int, void: frozenset[Owner]
+        self, device: Device, slot: int, width: int, void: frozenset[Attempt]
     ) -> tuple[Device, tuple[Sampled, ...] | None]:
         """A token; of a row that may draw more, as many of a draft as its position says, each fed in its turn."""
         seat, drawn = device.slots[slot], []
@@ -200,7 +199,7 @@ class Machine:
             if drawn:
                 for stage in range(self.num_groups):
                     device = self._step(device, seat, stage, void)
-            request_id = RequestId(seat.owner.handoff)
+            request_id = seat.owner.request_id
             token = self.outputs[request_id][seat.num_output]
             stopped = token in self.requests[request_id].sampling.stop_token_ids
             seat = Seat(seat.owner, seat.position + 1, seat.table, seat.num_output + 1, stopped)
@@ -208,16 +207,16 @@ class Machine:
         slots = (*device.slots[:slot], seat, *device.slots[slot + 1 :])
         return device._replace(slots=slots), tuple(drawn) or None
 
-    def open_gates(self, device: Device, owner: Owner) -> tuple[Device, list[StepDone]]:
+    def open_gates(self, device: Device, owner: Attempt) -> tuple[Device, list[StepDone]]:
         held = [each._replace(void=each.void | {owner}) for each in device.held]
         return self._pump(device._replace(held=tuple(held)), owner, None)
 
-    def _pump(self, device: Device, owner: Owner, part: int | None) -> tuple[Device, list[StepDone]]:
+    def _pump(self, device: Device, owner: Attempt, part: int | None) -> tuple[Device, list[StepDone]]:
         """The part (None: any) is waited for no longer."""
         waiting, done = device.held, []
         device = device._replace(held=())
         for held in waiting:
-            gates = tuple(_without(gate, part) if owner_of(gate) == owner else gate for gate in held.gates)
+            gates = tuple(_without(gate, part) if gate.attempt == owner else gate for gate in held.gates)
             device, drawn = self._go_on(device, held._replace(gates=gates))
             done += drawn
         return device, done
@@ -231,7 +230,7 @@ class Machine:
 
     def pack(self, device: Device, transfer: KVTransfer) -> tuple[Content, ...]:
         """What leaves: it must be the owner's, and whole."""
-        owner, packed = Owner(transfer.handoff, transfer.epoch), []
+        owner, packed = transfer.attempt, []
         need(len(transfer.source_pages) == len(transfer.destination_pages), f"{name(owner)} ships uneven page lists")
         for index, page in enumerate(transfer.source_pages):
             holder, content = device.owners[page], device.contents[page]
@@ -248,7 +247,7 @@ class Machine:
     def insert(
         self, device: Device, transfer: KVTransfer, shipment: tuple[Content, ...]
     ) -> tuple[Device, list[StepDone]]:
-        owner, contents = Owner(transfer.handoff, transfer.epoch), list(device.contents)
+        owner, contents = transfer.attempt, list(device.contents)
         for page, come in zip(transfer.destination_pages, shipment, strict=True):
             holder, there = device.owners[page], contents[page]
             need(holder == owner, f"a late write: KV of {name(owner)} into {self._page(page)}, which {holder} has")
@@ -261,17 +260,18 @@ class Machine:
     def _page(self, page: int) -> str:
         return f"page {page} of {self.config.worker}"
 
-    def _same_text(self, content: Content, owner: Owner, ordinal: int) -> bool:
+    def _same_text(self, content: Content, owner: Attempt, ordinal: int) -> bool:
         """Whether this is that page of the owner's sequence: its own, or with prefix caching one of equal text."""
         if content[:2] == (owner, ordinal):
             return True
-        if not self.config.prefix_caching or content.ordinal != ordinal or content.owner.handoff not in self.requests:
+        known = content.ordinal == ordinal and content.owner.request_id in self.requests
+        if not self.config.prefix_caching or not known:
             return False  # broken KV is nobody's
         end = (ordinal + 1) * self.config.page_size
         return self._text(owner)[:end] == self._text(content.owner)[:end]
 
-    def _text(self, owner: Owner) -> tuple[int, ...]:
-        request_id = RequestId(owner.handoff)
+    def _text(self, owner: Attempt) -> tuple[int, ...]:
+        request_id = owner.request_id
         return (*self.requests[request_id].prompt, *self.outputs[request_id])
 
     def _holds(self, content: Content, groups: range, tokens: int) -> bool:
@@ -279,7 +279,7 @@ class Machine:
         return all(content.written[group] & mask == mask for group in groups)
 
     def _write(
-        self, device: Device, owner: Owner, table: Sequence[int], position: int, groups: range | None = None
+        self, device: Device, owner: Attempt, table: Sequence[int], position: int, groups: range | None = None
     ) -> Device:
         ordinal, place = divmod(position, self.config.page_size)
         page = table[ordinal]
@@ -293,7 +293,7 @@ class Machine:
         return device._replace(contents=(*device.contents[:page], content, *device.contents[page + 1 :]))
 
     def _read(
-        self, device: Device, owner: Owner, table: Sequence[int], tokens: int, groups: range | None = None
+        self, device: Device, owner: Attempt, table: Sequence[int], tokens: int, groups: range | None = None
     ) -> None:
         size, groups = self.config.page_size, range(self.num_groups) if groups is None else groups
         for ordinal in range(self.config.pages_for(tokens)):
@@ -305,16 +305,12 @@ class Machine:
             need(right, f"{name(owner)} reads {self._page(page)}, which holds {told(content)}")
 
 
-def owner_of(gate: Gate) -> Owner:
-    return Owner(gate.handoff, gate.epoch)
-
-
 def _without(gate: Gate, part: int | None) -> Gate:
     return replace(gate, parts=tuple(each for each in gate.parts if part not in (None, each)))
 
 
-def name(owner: Owner | None) -> str:
-    return "nobody" if owner is None else f"{owner.handoff}#{owner.epoch}"
+def name(owner: Attempt | None) -> str:
+    return "nobody" if owner is None else f"{owner.request_id}#{owner.epoch}"
 
 
 def told(content: Content | None) -> str:

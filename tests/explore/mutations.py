@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunStep, Send, SetTimer
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
+from jdisagg.core.request import Attempt
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.request_state import Waiting
 from jdisagg.policy.router import Router
@@ -109,14 +110,13 @@ def unfenced(word: type) -> Mutation:
 
 
 def _of_present(actor: Actor, word: Any) -> Any:
-    request = word.handoff if hasattr(word, "handoff") else word.request_id
-    present = [epoch for handoff, epoch in _attempts(actor) if handoff == request]
-    return replace(word, epoch=max(present)) if present else word
+    present = [attempt for attempt in _attempts(actor) if attempt.request_id == word.attempt.request_id]
+    return replace(word, attempt=max(present)) if present else word
 
 
-def _attempts(actor: Actor) -> list[tuple[str, int]]:
+def _attempts(actor: Actor) -> list[Attempt]:
     if isinstance(actor, Router):
-        return [row.owner for row in actor.rows.values() if row.epoch]
+        return [row.attempt for row in actor.rows.values() if row.epoch]
     return [*actor.decode_side.sequences, *actor.prefill_side.sequences]
 
 

@@ -14,11 +14,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.request import Request, Sampled, SamplingParams
+from jdisagg.core.request import Attempt, Request, Sampled, SamplingParams
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import Owner
 from jdisagg.policy.planning import Order
 from jdisagg.policy.router import Router
 
@@ -88,9 +87,9 @@ class _Walk:
             return self._text(value)
         if isinstance(value, int | float):
             return self._number(value, name)
-        if isinstance(value, Owner):
+        if isinstance(value, Attempt):
             self.epochs.append(value.epoch)
-            return ("owner", value.handoff)
+            return ("attempt", value.request_id)
         if isinstance(value, tuple | list | set | frozenset):
             each = sorted(value) if isinstance(value, set | frozenset) else value
             return (type(value).__name__, *[self.walk(one, name) for one in each])

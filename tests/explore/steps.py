@@ -12,12 +12,11 @@ from typing import Any
 
 from jdisagg.core import events as ev
 from jdisagg.core.messages import Ack
-from jdisagg.core.request import FinishReason, RequestId, WorkerId
-from jdisagg.policy.page_pool import Owner
+from jdisagg.core.request import Attempt, FinishReason, RequestId, WorkerId
 from tests.explore.device import Violation, fresh_device, name, need
 from tests.explore.world import CUT, GONE, REJECTED, RUNNING, Action, Client, Post, State, Timer, World
 
-JUNK = Owner("nobody", 0)
+JUNK = Attempt(RequestId("nobody"), 0)
 
 
 def follow(world: World, state: State, action: Action) -> State:
@@ -90,7 +89,7 @@ class Draft:
         event = self.world.items[self._pop(action)].event
         assert isinstance(event, ev.KVArrived)
         transfer, source = event.transfer, self.world.queue_names[action.which][1]
-        told = ev.EngineFailed(None, transfer.handoff, "the transfer failed", transfer.epoch, transfer.part)
+        told = ev.EngineFailed(None, "the transfer failed", transfer.attempt, transfer.part)
         self._post(Post(("news", source, source), self.world.item(source, told)))
 
     def _fail(self, action: Action) -> None:
@@ -205,10 +204,10 @@ class Draft:
         for decode, owner in self.world.cast.notes[self.actors[number]].decoding:
             self._need_filled(decode, owner, "the router believes")
         match event:
-            case ev.Received(sender, Ack(handoff, epoch)):
-                self._need_filled(sender, Owner(handoff, epoch), f"{self.world.names[number]} is told by Ack")
+            case ev.Received(sender, Ack(attempt)):
+                self._need_filled(sender, attempt, f"{self.world.names[number]} is told by Ack")
 
-    def _need_filled(self, worker: WorkerId, owner: Owner, who: str) -> None:
+    def _need_filled(self, worker: WorkerId, owner: Attempt, who: str) -> None:
         actor = self.actors[self.world.names.index(worker)]
         unfilled = actor != GONE and owner in self.world.cast.notes[actor].unfilled
         need(not unfilled, f"{who} that {name(owner)} decodes on {worker}, where its KV is not complete")
@@ -218,7 +217,7 @@ class Draft:
             case Post():
                 self._post(move)
             case ("step", plan, *_) if self._doomed(number):
-                told = ev.EngineFailed(plan.step_id, None, "the step failed")
+                told = ev.EngineFailed(plan.step_id, "the step failed")
                 phase = "prefill" if plan.decode is None else "decode"
                 self._post(Post((phase, number, number), self.world.item(number, told)))
             case tuple():
@@ -228,8 +227,8 @@ class Draft:
             case ev.SetTimer(at_s, key):
                 self.timers = [timer for timer in self.timers if timer[:2] != (number, key)]
                 self.timers.append(Timer(number, key, at_s))
-            case ev.EmitTokens(request_id, sampled):
-                self._emit(request_id, tuple(each.token for each in sampled))
+            case ev.EmitTokens(delta):
+                self._emit(delta.attempt.request_id, tuple(each.token for each in delta.sampled))
             case ev.Finish(request_id, reason):
                 self._finish(request_id, reason)
             case ev.Reject(request_id):

@@ -8,13 +8,13 @@ from typing import Any
 
 from jdisagg.core import events as ev
 from jdisagg.core.messages import Drawn
-from jdisagg.policy.page_pool import Owner
+from jdisagg.core.request import Attempt
 from tests.explore.device import Violation, name, told
 from tests.explore.search import Found
 from tests.explore.steps import follow
 from tests.explore.world import GONE, Action, State, World
 
-UNTOLD = frozenset({"handoff", "epoch", "request_id", "request", "sampling", "detail", "at_s"})
+UNTOLD = frozenset({"attempt", "request_id", "request", "sampling", "detail", "at_s"})
 
 
 def tell(world: World, found: Found) -> str:
@@ -81,9 +81,8 @@ def _item(world: World, number: int) -> str:
 def words(noun: Any) -> str:
     """A noun with the attempt it is of and the fields that matter."""
     if isinstance(noun, Drawn):
-        return "Drawn " + ", ".join(words(draw) for draw in noun.draws)
-    whose = getattr(noun, "handoff", getattr(noun, "request_id", ""))
-    attempt = f" {whose}#{noun.epoch}" if hasattr(noun, "epoch") else f" {whose}" if whose else ""
+        return "Drawn " + ", ".join(words(delta) for delta in noun.deltas)
+    attempt = f" {name(noun.attempt)}" if hasattr(noun, "attempt") else f" {getattr(noun, 'request_id', '')}".rstrip()
     assert is_dataclass(noun), f"{noun!r} has no fields"
     given = [(each.name, getattr(noun, each.name)) for each in fields(noun) if each.name not in UNTOLD]
     return (
@@ -120,5 +119,5 @@ def _pages(world: World, device: int) -> str:
     return "; ".join(f"{page} {_page(owners[page], contents[page])}" for page in range(1, len(owners)))
 
 
-def _page(owner: Owner | None, content: Any) -> str:
+def _page(owner: Attempt | None, content: Any) -> str:
     return "free" if owner is None else f"of {name(owner)} with {told(content)}"

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from jdisagg.core import events as ev
 from jdisagg.core.steps import KVTransfer
-from jdisagg.policy.page_pool import Owner
 from tests.explore.actors import ActorPatch, Gave, Handed, Part, StateTable, Took, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.scenes import Budget, Scene
@@ -320,8 +319,8 @@ class World:
                     yield Post(("mail", number, to_number), item)
                 case ev.InsertKV(transfer):
                     yield ("insert", transfer, shipment)
-                case ev.OpenGates(handoff, epoch):
-                    yield ("open_gates", Owner(handoff, epoch))
+                case ev.OpenGates(attempt):
+                    yield ("open_gates", attempt)
                 case ev.RunStep(plan, ships):
                     yield ("step", plan, ships)
                 case ev.ShipKV(transfer):

@@ -18,7 +18,6 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import (
     Ack,
     Commit,
-    Draw,
     Drawn,
     Ended,
     Message,
@@ -28,9 +27,10 @@ from jdisagg.core.messages import (
     Reserve,
     Reserved,
     StartPrefill,
+    TokenDelta,
     View,
 )
-from jdisagg.core.request import FinishReason, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import ToyExecutor
@@ -48,6 +48,7 @@ from tests.serve.cluster.test_nodes import RouterFixture, worker
 from tests.serve.live_http import eventually
 from tests.sim.cases import request
 
+A1 = Attempt(RequestId("a"), 1)
 CALM = Heartbeat(interval_s=0.1, silence_s=60.0)
 LIAR, VICTIM = "prefill-liar", "decode-0"
 A = RequestId("a")
@@ -124,27 +125,27 @@ def from_liar(to: str, message: Message, **changed: Any) -> dict[str, Any]:
     return {"from": LIAR, "to": to, "message": encode(message) | changed}
 
 
-VIEW, COMMIT = View(1, 1, 0, 0), Commit("a", 1, Sampled(3), 6, 1)
-PART = KVTransfer("a", 1, A, WorkerId(LIAR), WorkerId(VICTIM), (1,), (1,), 4)
-START = StartPrefill("a", 1, request("a"), 0, WorkerId("x"), (1,), 1.0, 1.0)
-RESERVE = Reserve("a", 1, request("a"), 0, WorkerId(LIAR), 1.0)
-REACHED = Progress(A, 1, Mark.COMMITTED, 0.0)
+VIEW, COMMIT = View(1, 1, 0, 0), Commit(A1, Sampled(3), 6, 1)
+PART = KVTransfer(A1, WorkerId(LIAR), WorkerId(VICTIM), (1,), (1,), 4)
+START = StartPrefill(A1, request("a"), 0, WorkerId("x"), (1,), 1.0, 1.0)
+RESERVE = Reserve(A1, request("a"), 0, WorkerId(LIAR), 1.0)
+REACHED = Progress(A1, Mark.COMMITTED, 0.0)
 LIES = {
     "a Commit to the router": (from_liar(ROUTER, COMMIT), "Commit: is not for"),
     "an order of the router to a worker": (from_liar(VICTIM, START), "StartPrefill: is not for"),
     "a Reserve to the router": (from_liar(ROUTER, RESERVE), "Reserve: is not for"),
-    "an Ack the wrong way": (from_liar(VICTIM, Ack("a", 1)), "Ack: is not for"),
+    "an Ack the wrong way": (from_liar(VICTIM, Ack(A1)), "Ack: is not for"),
     "a View to a worker": (from_liar(VICTIM, VIEW), "View: is not for"),
     "text for a number": (from_liar(ROUTER, VIEW, free_pages="many"), "View.free_pages: 'many' is no whole number"),
     "lists for a number": (from_liar(ROUTER, VIEW, free_slots=[[[1]]]), "View.free_slots"),
     "fewer pages than none": (from_liar(ROUTER, View(-1, 1, 0, 0)), "free_pages is -1"),
     "more pages than there are": (from_liar(ROUTER, View(65, 1, 0, 0)), "free_pages is 65 of 64"),
     "a time that is no number": (from_liar(ROUTER, REACHED, at_s=math.nan), "Progress.at_s"),
-    "a time without end": (from_liar(ROUTER, Ended(A, 1, FinishReason.STOP, math.inf, 1)), "at_s is inf"),
-    "a reservation of pages that are not": (from_liar(ROUTER, Reserved("a", 1, (0, 65))), "2 pages that are not"),
-    "a reservation of foreign pages": (from_liar(ROUTER, Reserved("a", 1, (1,), page_size=7)), "page_size 7"),
-    "a token that is none": (from_liar(ROUTER, Drawn((Draw(A, 1, 0, (Sampled(-1),)),))), "-1 is no token"),
-    "output that is none": (from_liar(ROUTER, Preempted(A, 1, (1 << 40,), "")), "is no token"),
+    "a time without end": (from_liar(ROUTER, Ended(A1, FinishReason.STOP, math.inf, 1)), "at_s is inf"),
+    "a reservation of pages that are not": (from_liar(ROUTER, Reserved(A1, (0, 65))), "2 pages that are not"),
+    "a reservation of foreign pages": (from_liar(ROUTER, Reserved(A1, (1,), page_size=7)), "page_size 7"),
+    "a token that is none": (from_liar(ROUTER, Drawn((TokenDelta(A1, 0, (Sampled(-1),)),))), "-1 is no token"),
+    "output that is none": (from_liar(ROUTER, Preempted(A1, (1 << 40,), "")), "is no token"),
     "a Commit of a million parts": (from_liar(VICTIM, replace(COMMIT, num_parts=10**6)), "1000000 parts of 6 tokens"),
     "a message that is a list": ({"from": LIAR, "to": ROUTER, "message": [1]}, "names no noun"),
     "no message at all": ({"from": LIAR, "to": ROUTER}, "names no noun"),
@@ -260,9 +261,12 @@ def to_victim(message: Message, sender: str = ROUTER, **changed: Any) -> dict[st
     [
         to_victim(VIEW),
         to_victim(COMMIT),
-        to_victim(Reserve("a", 1, request("a"), 0, WorkerId("p"), 1.0), epoch="x"),
-        to_victim(Reserve("a", 1, request("a"), 0, WorkerId("p"), -1.0)),
-        to_victim(Reserve("a", 1, request("a", 10**4), 0, WorkerId("p"), 1.0)),
+        to_victim(
+            Reserve(A1, request("a"), 0, WorkerId("p"), 1.0),
+            attempt={"is": "Attempt", "request_id": "a", "epoch": "x"},
+        ),
+        to_victim(Reserve(A1, request("a"), 0, WorkerId("p"), -1.0)),
+        to_victim(Reserve(A1, request("a", 10**4), 0, WorkerId("p"), 1.0)),
         {"to": "nobody"},
         {"peers": 7},
         {"gone": 7},
@@ -279,8 +283,8 @@ def test_a_router_that_talks_nonsense_loses_the_worker_which_joins_anew(
 
 
 def test_words_of_a_worker_that_is_gone_are_dropped_and_the_session_goes_on(workplace: Workplace) -> None:
-    workplace.fake.links[0].send(to_victim(Renew("a", 1), sender="prefill-9"))
-    workplace.fake.links[0].send(to_victim(Renew("a", 1), sender="prefill-9"))
+    workplace.fake.links[0].send(to_victim(Renew(A1), sender="prefill-9"))
+    workplace.fake.links[0].send(to_victim(Renew(A1), sender="prefill-9"))
     workplace.fake.links[0].send({"peers": []})
     assert not workplace.fake.lost and workplace.driver.alive and len(workplace.fake.links) == 1
 

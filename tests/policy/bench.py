@@ -22,7 +22,7 @@ from jdisagg.core.events import (
     TimerFired,
 )
 from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved, StartPrefill
-from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyShipment
@@ -81,7 +81,7 @@ class Bench:
         return done
 
     def _ship(self, transfer: KVTransfer) -> None:
-        self.shipped.setdefault(transfer.handoff, []).append(self.machine.ship(transfer, self.machine))
+        self.shipped.setdefault(transfer.attempt.request_id, []).append(self.machine.ship(transfer, self.machine))
 
     # ------------------------------------------------------------ the other parties
 
@@ -92,14 +92,14 @@ class Bench:
         """Whether a reservation was given."""
         epoch = self.epochs[request.request_id] = len(self.epochs) + 1
         self.requests[request.request_id] = request
-        self.says(Reserve(request.request_id, epoch, request, num_output, OTHER, lease_s))
+        self.says(Reserve(Attempt(request.request_id, epoch), request, num_output, OTHER, lease_s))
         answers = [message for message in self.heard if isinstance(message, Reserved)]
-        return bool(answers) and answers[-1].epoch == epoch
+        return bool(answers) and answers[-1].attempt.epoch == epoch
 
     def commit(self, request: Request, num_parts: int = 1) -> list[Effect]:
         name = request.request_id
         first = Sampled(definition(request)[0])
-        return self.says(Commit(name, self.epochs[name], first, len(request.prompt), num_parts), OTHER)
+        return self.says(Commit(self.attempt(name), first, len(request.prompt), num_parts), OTHER)
 
     def arrive(self, request: Request, part: int = 0, num_parts: int = 1, *, intact: bool = True) -> list[Effect]:
         """Part `part` of a prompt cut into `num_parts` runs of pages."""
@@ -109,7 +109,7 @@ class Bench:
         """Writes the KV of the prompt's first pages there, as an earlier request with this prefix would have."""
         self.requests[request.request_id] = request
         places = tuple(range(len(pages)))
-        transfer = KVTransfer("before", 0, request.request_id, OTHER, self.worker.config.worker, places, pages, 0)
+        transfer = KVTransfer(Attempt(request.request_id, 0), OTHER, self.worker.config.worker, places, pages, 0)
         self.machine.insert(self._shipment(transfer))
 
     def start(self, request: Request, *, decode: WorkerId = OTHER, **fields: Any) -> list[Effect]:
@@ -117,13 +117,16 @@ class Bench:
         self.requests[request.request_id] = request
         pages = tuple(range(1, 1 + self.worker.config.pages_for(len(request.prompt))))
         given = {"timeout_s": 100.0, "lease_s": 100.0, **fields}
-        return self.says(StartPrefill(request.request_id, epoch, request, 0, decode, pages, **given))
+        return self.says(StartPrefill(Attempt(request.request_id, epoch), request, 0, decode, pages, **given))
+
+    def attempt(self, name: str) -> Attempt:
+        return Attempt(RequestId(name), self.epochs[name])
 
     def abort(self, name: str) -> list[Effect]:
-        return self.says(Abort(name, self.epochs[name], "no longer wanted"))
+        return self.says(Abort(self.attempt(name), "no longer wanted"))
 
     def ack(self, name: str) -> list[Effect]:
-        return self.says(Ack(name, self.epochs[name]), OTHER)
+        return self.says(Ack(self.attempt(name)), OTHER)
 
     def read(self) -> list[Effect]:
         """The oldest result is read."""
@@ -134,7 +137,7 @@ class Bench:
             self.read()
 
     def fail(self, step_id: int) -> list[Effect]:
-        return self.take(EngineFailed(step_id, None, "it broke"))
+        return self.take(EngineFailed(step_id, "it broke"))
 
     def fire(self, key: str) -> list[Effect]:
         self.now_s = max(self.now_s, self.timers.pop(key))
@@ -178,16 +181,18 @@ class Bench:
     def transfer(self, request: Request, part: int = 0, num_parts: int = 1) -> KVTransfer:
         name = request.request_id
         epoch, tokens = self.epochs[name], len(request.prompt)
-        reserved = [message for message in self.heard if isinstance(message, Reserved) and message.epoch == epoch]
+        reserved = [
+            message for message in self.heard if isinstance(message, Reserved) and message.attempt.epoch == epoch
+        ]
         pages = reserved[0].pages[: self.worker.config.pages_for(tokens)] if reserved else ()
         each = -(-len(pages) // num_parts)
         run = slice(part * each, (part + 1) * each)
         indices = tuple(range(len(pages)))[run]  # places in the prompt, which `_shipment` reads
-        return KVTransfer(name, epoch, name, OTHER, self.worker.config.worker, indices, pages[run], tokens, part)
+        return KVTransfer(self.attempt(name), OTHER, self.worker.config.worker, indices, pages[run], tokens, part)
 
     def _shipment(self, transfer: KVTransfer) -> ToyShipment:
         """The prompt's KV as a source would have packed it."""
-        prompt, size = list(self.requests[transfer.request_id].prompt), self.worker.config.page_size
+        prompt, size = list(self.requests[transfer.attempt.request_id].prompt), self.worker.config.page_size
         padded = prompt + [NOTHING] * (-len(prompt) % size)
         contents = tuple(tuple(padded[i * size : (i + 1) * size]) for i in transfer.source_pages)
         return ToyShipment(transfer, (contents,) * len(self.machine.groups), 0)

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from jdisagg.core.events import Received, ShipKV, WireCost, WiresTimed
 from jdisagg.core.messages import Resend, StartPrefill
-from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import RAW, Compress, Role, TransferMode
 from jdisagg.policy.compression import GAIN, Wires, choose_wire
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import worker
 from tests.steps import runs_prefill
+
+A1 = Attempt(RequestId("a"), 1)
 
 COSTS = (WireCost(RAW, 1e-5, 65536), WireCost("int8", 5e-5, 17408))
 THERE = WorkerId("decode-0")
@@ -26,7 +28,7 @@ def prefill(compress: Compress, **sizes):
 
 def part(wire: str = RAW, pages: int = 10, layers: tuple[int, int] | None = None) -> KVTransfer:
     ids = tuple(range(1, pages + 1))
-    return KVTransfer("a", 1, RequestId("a"), WorkerId("p"), THERE, ids, ids, 4 * pages, layers=layers, wire=wire)
+    return KVTransfer(A1, WorkerId("p"), THERE, ids, ids, 4 * pages, layers=layers, wire=wire)
 
 
 def test_a_slow_link_is_spared_bytes_and_a_fast_one_the_quantising():
@@ -71,12 +73,12 @@ def test_a_layer_group_counts_for_its_share():
 def test_a_part_that_is_asked_for_again_comes_raw():
     actor = Worker(prefill(Compress.INT8, transfer=TransferMode.CHUNK))
     request = Request(RequestId("a"), tuple(range(12)), SamplingParams(max_tokens=4))
-    start = StartPrefill("a", 1, request, 0, THERE, (1, 2, 3, 4), 100.0, 100.0)
+    start = StartPrefill(A1, request, 0, THERE, (1, 2, 3, 4), 100.0, 100.0)
     effects = actor.handle(Received(WorkerId("router"), start), 0.0)
     (left,) = [each.ships for each in effects if runs_prefill(each)]
     assert [each.wire for each in left] == ["int8"]
-    effects = actor.handle(Received(THERE, Resend("a", 1, 0)), 0.1)
-    assert [each.transfer for each in effects if isinstance(each, ShipKV)] == [replace(left[0], attempt=1, wire=RAW)]
+    effects = actor.handle(Received(THERE, Resend(A1, 0)), 0.1)
+    assert [each.transfer for each in effects if isinstance(each, ShipKV)] == [replace(left[0], resends=1, wire=RAW)]
 
 
 def test_a_worker_takes_the_figures():

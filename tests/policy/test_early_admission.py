@@ -5,12 +5,14 @@ from typing import Any
 from jdisagg.core.events import KVArrived, OpenGates, Received, Send, StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Abort, Ack, Commit, Reserve
-from jdisagg.core.request import Request, Sampled, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import Gate, KVTransfer
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import request, worker
 from tests.steps import decode_runs
+
+A1 = Attempt(RequestId("a"), 1)
 
 STAGES = ((0, 3), (3, 6), (6, 8))
 SOURCE = WorkerId("prefill-0")
@@ -32,16 +34,18 @@ class Bench:
 
     def begin(self, each: Request, parts: tuple[int, ...] = (), layers=STAGES) -> list:
         """A reservation, these parts in it, and COMMIT."""
-        self.take(Received(SOURCE, Reserve(each.request_id, 1, each, 0, SOURCE, 10.0)))
+        self.take(Received(SOURCE, Reserve(Attempt(each.request_id, 1), each, 0, SOURCE, 10.0)))
         for part in parts:
             self.arrive(each, part)
-        return self.take(Received(SOURCE, Commit(each.request_id, 1, Sampled(3), len(each.prompt), 3, layers=layers)))
+        return self.take(
+            Received(SOURCE, Commit(Attempt(each.request_id, 1), Sampled(3), len(each.prompt), 3, layers=layers))
+        )
 
     def arrive(self, each: Request, part: int) -> list:
         name = each.request_id
         nowhere = (NULL_PAGE,)  # as of pages that the worker holds already
         return self.take(
-            KVArrived(KVTransfer(name, 1, name, SOURCE, self.worker.config.worker, (1,), nowhere, 4, part))
+            KVArrived(KVTransfer(Attempt(name, 1), SOURCE, self.worker.config.worker, (1,), nowhere, 4, part))
         )
 
     def read(self, plan: Any) -> list:
@@ -57,13 +61,13 @@ def plans(effects: list) -> list[Any]:
 
 
 def opened(effects: list) -> list[str]:
-    return [effect.handoff for effect in effects if isinstance(effect, OpenGates)]
+    return [effect.attempt.request_id for effect in effects if isinstance(effect, OpenGates)]
 
 
 def test_a_sequence_is_seated_when_its_first_stage_is_in_and_later_stages_have_gates():
     bench = Bench()
     (plan,) = plans(bench.begin(request("a"), (0,)))
-    assert plan.decode.gates == (Gate(1, "a", 1, (1,)), Gate(2, "a", 1, (2,))) and len(plan.decode.admit) == 1
+    assert plan.decode.gates == (Gate(1, A1, (1,)), Gate(2, A1, (2,))) and len(plan.decode.admit) == 1
     assert not plans(bench.arrive(request("a"), 1)), "its microbatch takes no other step"
     effects = bench.arrive(request("a"), 2)
     assert [type(each.message) for each in effects if isinstance(each, Send)].count(Ack) == 1
@@ -96,7 +100,7 @@ def test_an_abort_opens_the_gates_before_the_pages_can_be_anothers():
     bench = Bench()
     free = bench.free_pages
     (plan,) = plans(bench.begin(request("a"), (0,)))
-    effects = bench.take(Received(SOURCE, Abort("a", 1, "no longer wanted")))
+    effects = bench.take(Received(SOURCE, Abort(A1, "no longer wanted")))
     assert opened(effects) == ["a"] and bench.free_pages == free
     assert isinstance(effects[0], OpenGates), "first of all"
     bench.read(plan)
@@ -117,8 +121,8 @@ def test_a_whole_sequence_that_finds_no_other_place_takes_that_of_one_that_waits
         steps += plans(bench.read(step))
     assert [each.request_id for step in steps for each in step.decode.admit] == ["a", "b", "a"]
     assert bench.worker.idle and bench.free_pages == free
-    drawn = [draw for each in bench.effects if isinstance(each, Send) for draw in getattr(each.message, "draws", ())]
-    assert [(draw.request_id, draw.index) for draw in drawn] == [("b", 1), ("b", 2), ("a", 1), ("a", 2)]
+    drawn = [delta for each in bench.effects if isinstance(each, Send) for delta in getattr(each.message, "deltas", ())]
+    assert [(delta.attempt.request_id, delta.index) for delta in drawn] == [("b", 1), ("b", 2), ("a", 1), ("a", 2)]
 
 
 def test_whole_sequences_keep_away_from_a_microbatch_that_waits_as_long_as_there_is_another():

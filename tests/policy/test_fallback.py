@@ -8,7 +8,7 @@ from jdisagg.core.events import WorkerLost
 from jdisagg.core.journal import Header, Journal, read_lines
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Refused, Reserved
-from jdisagg.core.request import FinishReason, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
@@ -99,7 +99,7 @@ def serve(talk: Told, name: str, *, wire_s: float) -> str:
     talk.submit(each)
     pair = talk.pairs()[-1]
     epoch = len(talk.pairs())
-    talk.says(pair[1], Reserved(name, epoch, (1, 2, 3)))
+    talk.says(pair[1], Reserved(Attempt(each.request_id, epoch), (1, 2, 3)))
     row = talk.router.rows[each.request_id]
     for mark, part_s in ((Mark.PREFILL_STARTED, 0.0), (Mark.FIRST_TOKEN, 0.1), (Mark.COMMITTED, wire_s)):
         talk.now_s += part_s
@@ -134,7 +134,7 @@ def test_whoever_failed_the_request_comes_second_whatever_is_predicted():
 def test_who_has_no_room_is_not_weighed_and_that_is_told():
     talk = Told(MIXED)
     talk.submit(request("a"))
-    talk.says(D, Refused("a", 1, "full"))
+    talk.says(D, Refused(Attempt(RequestId("a"), 1), "full"))
     assert talk.pairs() == [(P, D), (C, C)]
     assert talk.decisions[1].reason.endswith("the pools have no room")
 

@@ -3,6 +3,7 @@ from itertools import permutations, product
 import pytest
 
 from jdisagg.core.errors import IllegalTransition
+from jdisagg.core.request import Attempt, RequestId
 from jdisagg.policy.handoff import (
     OVER,
     TABLE,
@@ -15,9 +16,8 @@ from jdisagg.policy.handoff import (
     next_state,
     owner_of_timer,
 )
-from jdisagg.policy.page_pool import Owner
 
-OWNER = Owner("a/b/c", 7)
+OWNER = Attempt(RequestId("a/b/c"), 7)
 
 
 def after(end: End, *signals: Signal) -> Handoff:

@@ -3,9 +3,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jdisagg.policy.page_pool import Owner, PagePool, PageState
+from jdisagg.core.request import Attempt, RequestId
+from jdisagg.policy.page_pool import PagePool, PageState
 
-A, B = Owner("a", 1), Owner("b", 2)
+A, B = Attempt(RequestId("a"), 1), Attempt(RequestId("b"), 2)
 TAKEN = (PageState.HELD, PageState.IN_FLIGHT, PageState.CACHED)
 
 
@@ -33,10 +34,10 @@ def test_giving_back_twice_is_a_broken_invariant():
 def test_giving_back_or_moving_what_is_anothers_is_a_broken_invariant():
     pool = PagePool(3)
     pages = pool.take(2, A, PageState.HELD) or ()
-    with pytest.raises(AssertionError, match="not to Owner"):
+    with pytest.raises(AssertionError, match="not to Attempt"):
         pool.give_back(pages, B)
-    with pytest.raises(AssertionError, match="not to Owner"):
-        pool.move(pages, Owner("a", 2), PageState.IN_FLIGHT)
+    with pytest.raises(AssertionError, match="not to Attempt"):
+        pool.move(pages, Attempt(RequestId("a"), 2), PageState.IN_FLIGHT)
 
 
 def test_the_check_finds_a_page_that_went_missing():
@@ -52,11 +53,11 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(12)
-        self.model: dict[Owner, dict[int, PageState]] = {}
+        self.model: dict[Attempt, dict[int, PageState]] = {}
 
     @rule(epoch=st.integers(1, 4), count=st.integers(0, 6), state=st.sampled_from(TAKEN))
     def take(self, epoch: int, count: int, state: PageState) -> None:
-        owner, free = Owner("x", epoch), 12 - sum(map(len, self.model.values()))
+        owner, free = Attempt(RequestId("x"), epoch), 12 - sum(map(len, self.model.values()))
         pages = self.pool.take(count, owner, state)
         assert (pages is None) == (count > free)
         for page in pages or ():
@@ -65,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(epoch=st.integers(1, 4), state=st.sampled_from(TAKEN), data=st.data())
     def move(self, epoch: int, state: PageState, data: st.DataObject) -> None:
-        owner = Owner("x", epoch)
+        owner = Attempt(RequestId("x"), epoch)
         pages = data.draw(st.sets(st.sampled_from(sorted(self.model[owner])))) if self.model.get(owner) else set()
         self.pool.move(sorted(pages), owner, state)
         for page in pages:
@@ -73,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(epoch=st.integers(1, 4))
     def give_back(self, epoch: int) -> None:
-        owner = Owner("x", epoch)
+        owner = Attempt(RequestId("x"), epoch)
         self.pool.give_back(list(self.model.pop(owner, {})), owner)
 
     @invariant()

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from jdisagg.core.events import Received, Send, ShipKV, StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Reserve, Reserved, StartPrefill
-from jdisagg.core.request import Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import worker
 from tests.steps import runs_prefill
+
+A1 = Attempt(RequestId("a"), 1)
 
 GROUPS = ((0, 3), (3, 8))
 THERE = WorkerId("decode-0")
@@ -31,7 +33,7 @@ def shipped(
     request = Request(RequestId("a"), (7,) * tokens, SamplingParams(max_tokens=9))
     pages = tuple(range(1000, 1000 + -(-(tokens + 8) // theirs)))
     size = theirs if told is None else told
-    start = StartPrefill("a", 1, request, 0, THERE, pages, 100.0, 100.0, cached_pages=cached, decode_page_size=size)
+    start = StartPrefill(A1, request, 0, THERE, pages, 100.0, 100.0, cached_pages=cached, decode_page_size=size)
     actor, waiting, found = Worker(config), [], []
     events = [Received(WorkerId("router"), start)]
     while events:
@@ -86,6 +88,6 @@ def test_a_worker_that_is_told_nothing_takes_the_pages_for_its_own_size():
 def test_a_reservation_says_how_large_its_pages_are():
     config = worker("decode-0", Role.DECODE, page_size=8)
     request = Request(RequestId("a"), (1, 2, 3), SamplingParams(max_tokens=4))
-    effects = Worker(config).handle(Received(WorkerId("router"), Reserve("a", 1, request, 0, THERE, 9.0)), 0.0)
+    effects = Worker(config).handle(Received(WorkerId("router"), Reserve(A1, request, 0, THERE, 9.0)), 0.0)
     said = [effect.message for effect in effects if isinstance(effect, Send)]
     assert [message.page_size for message in said if isinstance(message, Reserved)] == [8]

@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.core.events import Reject, Submit, WorkerLost
 from jdisagg.core.messages import Refused, Reserved
-from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.decisions import Decision, Verdict
@@ -82,7 +82,7 @@ def test_names_are_worked_out_only_where_the_routing_asks_for_them():
 def test_every_decision_is_told_once_with_its_reason():
     talk = Told([worker("prefill-0", Role.PREFILL), worker("decode-0", Role.DECODE)], queue_limit=1)
     talk.submit(request("a"))
-    talk.says(WorkerId("decode-0"), Refused("a", 1, "full"))
+    talk.says(WorkerId("decode-0"), Refused(Attempt(RequestId("a"), 1), "full"))
     for name in ("b", "c"):
         talk.submit(request(name))
     rejects = [effect for effect in talk.effects if isinstance(effect, Reject)]
@@ -107,7 +107,7 @@ def test_a_second_attempt_is_a_decision_that_names_who_failed():
     talk.submit(request("a"))
     talk.fire("row/a")  # nobody answers
     assert talk.pairs() == [("prefill-0", "decode-0"), ("prefill-0", "decode-1")]
-    talk.says(WorkerId("decode-1"), Reserved("a", 2, (1, 2, 3, 4)))
+    talk.says(WorkerId("decode-1"), Reserved(Attempt(RequestId("a"), 2), (1, 2, 3, 4)))
     shown = talk.decisions[1].to_json()
     assert shown["candidates"]["decode"][1]["last_resort"] == "failed this request before"
     assert shown["taken"] == {"prefill": "prefill-0", "decode": "decode-1"} and shown["decision"] == "taken"

@@ -34,7 +34,9 @@ def shipped_pages(world: World, name: str) -> int:
     """Pages whose bytes travelled to the decode worker."""
     parts = {effect.transfer for _, _, effect in world.effects if isinstance(effect, ShipKV)}
     parts |= {part for _, _, effect in world.effects if runs_prefill(effect) for part in effect.ships}
-    return sum(page != NULL_PAGE for part in parts if part.request_id == name for page in part.destination_pages)
+    return sum(
+        page != NULL_PAGE for each in parts if each.attempt.request_id == name for page in each.destination_pages
+    )
 
 
 def cached_tokens(world: World, name: str) -> int:

@@ -22,7 +22,6 @@ from jdisagg.core.messages import (
     Abort,
     AbortAck,
     Commit,
-    Draw,
     Drawn,
     Ended,
     Message,
@@ -32,13 +31,16 @@ from jdisagg.core.messages import (
     Reserve,
     Reserved,
     StartPrefill,
+    TokenDelta,
     View,
 )
-from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.router import Router
 from tests.sim.cases import pair, request, worker
+
+A1 = Attempt(RequestId("a"), 1)
 
 P, D, D1 = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("decode-1")
 A = RequestId("a")
@@ -69,22 +71,24 @@ class Talk:
         return self.take(TimerFired(key))
 
     def drawn(self, sender: WorkerId, epoch: int, index: int, *tokens: int) -> list[Any]:
-        return self.says(sender, Drawn((Draw(A, epoch, index, tuple(Sampled(token) for token in tokens)),)))
+        return self.says(
+            sender, Drawn((TokenDelta(Attempt(A, epoch), index, tuple(Sampled(token) for token in tokens)),))
+        )
 
     def reach(self, sender: WorkerId, epoch: int, mark: Mark) -> list[Any]:
-        return self.says(sender, Progress(A, epoch, mark, self.now_s))
+        return self.says(sender, Progress(Attempt(A, epoch), mark, self.now_s))
 
     def to_decode(self, **sampling: Any) -> None:
         """Request `a`, epoch 1, its first token 10 told, decoding."""
         self.submit(request("a", 6, **sampling))
-        self.says(D, Reserved(A, 1, (1, 2, 3, 4)))
+        self.says(D, Reserved(A1, (1, 2, 3, 4)))
         self.drawn(P, 1, 0, 10)
         self.reach(P, 1, Mark.FIRST_TOKEN)
         self.reach(D, 1, Mark.COMMITTED)
 
     def told(self) -> list[int]:
         emitted = [effect for effect in self.effects if isinstance(effect, EmitTokens)]
-        return [sampled.token for effect in emitted for sampled in effect.sampled]
+        return [sampled.token for effect in emitted for sampled in effect.delta.sampled]
 
     def sent(self, kind: type) -> list[tuple[WorkerId, Any]]:
         sends = [effect for effect in self.effects if isinstance(effect, Send)]
@@ -99,7 +103,7 @@ def test_a_request_is_reserved_then_started_then_told_and_then_finished_once():
     talk.to_decode(max_tokens=3)
     talk.drawn(D, 1, 1, 11)
     talk.drawn(D, 1, 2, 12)
-    talk.says(D, Ended(A, 1, FinishReason.LENGTH, 0.0, 3))
+    talk.says(D, Ended(A1, FinishReason.LENGTH, 0.0, 3))
     assert [to for to, _ in talk.sent(Reserve)] == [D] and [to for to, _ in talk.sent(StartPrefill)] == [P]
     assert talk.told() == [10, 11, 12] and [finish.reason for finish in talk.finishes()] == [FinishReason.LENGTH]
     assert not talk.sent(Abort) and not talk.router.rows
@@ -110,7 +114,7 @@ def test_the_prefill_worker_learns_which_pages_to_fill():
     talk.to_decode()
     (_, start), (_, reserve) = talk.sent(StartPrefill)[0], talk.sent(Reserve)[0]
     assert start.decode_pages == (1, 2, 3, 4) and start.decode_worker == D
-    assert (start.handoff, start.epoch, start.request) == (reserve.handoff, reserve.epoch, reserve.request)
+    assert (start.attempt, start.request) == (reserve.attempt, reserve.request)
 
 
 def test_a_word_that_comes_late_charges_no_other_part():
@@ -139,7 +143,7 @@ def test_tokens_that_come_out_of_order_are_told_in_order_and_once():
 def test_an_end_waits_for_the_tokens_before_it():
     talk = Talk()
     talk.to_decode(max_tokens=3)
-    talk.says(D, Ended(A, 1, FinishReason.LENGTH, 0.0, 3))
+    talk.says(D, Ended(A1, FinishReason.LENGTH, 0.0, 3))
     talk.drawn(D, 1, 2, 12)
     assert not talk.finishes()
     talk.drawn(D, 1, 1, 11)
@@ -149,14 +153,14 @@ def test_an_end_waits_for_the_tokens_before_it():
 def test_late_words_of_an_earlier_attempt_change_nothing():
     talk = Talk()
     talk.to_decode()
-    talk.says(D, Preempted(A, 1, (10,), "no pages"))
+    talk.says(D, Preempted(A1, (10,), "no pages"))
     row = talk.router.rows[A]
     before = (row.phase, row.epoch, row.waiting, list(row.ledger.marks))
     talk.drawn(D, 1, 1, 99)
-    talk.says(D, Ended(A, 1, FinishReason.STOP, 0.0, 2))
+    talk.says(D, Ended(A1, FinishReason.STOP, 0.0, 2))
     talk.reach(D, 1, Mark.FIRST_STEP)
-    talk.says(D, Reserved(A, 1, (9, 9)))
-    talk.says(D, Preempted(A, 1, (), "again"))
+    talk.says(D, Reserved(A1, (9, 9)))
+    talk.says(D, Preempted(A1, (), "again"))
     assert talk.told() == [10] and not talk.finishes()
     assert (row.phase, row.epoch, row.waiting, list(row.ledger.marks)) == before
 
@@ -165,25 +169,25 @@ def test_a_preempted_request_is_prefilled_again_with_its_output():
     talk = Talk()
     talk.to_decode(max_tokens=8)
     talk.drawn(D, 1, 1, 11)
-    talk.says(D, Preempted(A, 1, (10, 11), "no pages"))
+    talk.says(D, Preempted(A1, (10, 11), "no pages"))
     _, again = talk.sent(Reserve)[-1]
-    assert (again.epoch, again.num_output) == (2, 2)
+    assert (again.attempt.epoch, again.num_output) == (2, 2)
     assert again.request.prompt == (*request("a", 6).prompt, 10, 11) and again.request.sampling.max_tokens == 6
 
 
 def test_a_refusal_waits_for_word_of_free_pages():
     talk = Talk()
     talk.submit(request("a", 6))
-    talk.says(D, Refused(A, 1, "full"))
+    talk.says(D, Refused(A1, "full"))
     assert len(talk.sent(Reserve)) == 1
     talk.says(D, View(60, 4, 0, 0))
-    assert [message.epoch for _, message in talk.sent(Reserve)] == [1, 2]
+    assert [message.attempt.epoch for _, message in talk.sent(Reserve)] == [1, 2]
 
 
 def test_a_full_house_is_asked_again_should_its_word_be_lost():
     talk = Talk(capacity_retry_s=2.0)
     talk.submit(request("a", 6))
-    talk.says(D, Refused(A, 1, "full"))
+    talk.says(D, Refused(A1, "full"))
     talk.fire("capacity")
     assert talk.now_s == 2.0 and len(talk.sent(Reserve)) == 2
 
@@ -192,7 +196,7 @@ def test_reservations_asked_for_and_not_yet_answered_are_counted():
     talk = Talk(pair(num_slots=1, reservations_ahead=1))
     for name in "abc":
         talk.submit(request(name, 6))
-    assert [message.handoff for _, message in talk.sent(Reserve)] == ["a", "b"]
+    assert [message.attempt.request_id for _, message in talk.sent(Reserve)] == ["a", "b"]
 
 
 def test_an_answer_that_does_not_come_is_asked_of_another():
@@ -200,7 +204,7 @@ def test_an_answer_that_does_not_come_is_asked_of_another():
     talk.submit(request("a", 6))
     talk.fire("row/a")
     assert [to for to, _ in talk.sent(Reserve)] == [D, D1]
-    assert [(to, message.epoch) for to, message in talk.sent(Abort)] == [(D, 1)]
+    assert [(to, message.attempt.epoch) for to, message in talk.sent(Abort)] == [(D, 1)]
     assert not talk.router.peers[D].unanswered and talk.router.peers[D].work_tokens == 0
 
 
@@ -208,9 +212,9 @@ def test_a_late_reservation_for_an_attempt_that_is_over_starts_nothing():
     talk = Talk([*pair(), worker("decode-1", Role.DECODE)], handoff_timeout_s=5.0)
     talk.submit(request("a", 6))
     talk.fire("row/a")
-    talk.says(D, Reserved(A, 1, (1, 2)))
+    talk.says(D, Reserved(A1, (1, 2)))
     assert not talk.sent(StartPrefill)
-    assert [message.epoch for to, message in talk.sent(Abort) if to == D] == [1, 1], (
+    assert [message.attempt.epoch for to, message in talk.sent(Abort) if to == D] == [1, 1], (
         "that reservation is to be given back"
     )
 
@@ -238,21 +242,21 @@ def test_a_cancel_for_a_stop_string_ends_as_stop():
 def test_whoever_waited_in_vain_is_not_the_one_to_avoid(sender, phase, blamed):
     talk = Talk()
     talk.submit(request("a", 6))
-    talk.says(D, Reserved(A, 1, (1, 2)))
+    talk.says(D, Reserved(A1, (1, 2)))
     if phase == "shipping":
         talk.drawn(P, 1, 0, 10)
-    talk.says(sender, Abort(A, 1, "nothing was heard", FinishReason.TIMEOUT))
+    talk.says(sender, Abort(A1, "nothing was heard", FinishReason.TIMEOUT))
     assert talk.router.rows[A].avoid == {blamed}
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        Drawn((Draw(A, 1, 0, (Sampled(7),)),)),
-        Ended(A, 1, FinishReason.STOP, 0.0, 0),
-        Preempted(A, 1, (), "no pages"),
-        Progress(A, 1, Mark.COMMITTED, 0.0),
-        Abort(A, 1, "not mine"),
+        Drawn((TokenDelta(A1, 0, (Sampled(7),)),)),
+        Ended(A1, FinishReason.STOP, 0.0, 0),
+        Preempted(A1, (), "no pages"),
+        Progress(A1, Mark.COMMITTED, 0.0),
+        Abort(A1, "not mine"),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -261,7 +265,7 @@ def test_nobody_speaks_for_a_request_that_is_not_with_him(lie):
     talk.submit(request("a", 6))
     taken = D if talk.router.rows[A].decode == D else D1
     stranger = D1 if taken == D else D
-    talk.says(taken, Reserved(A, 1, (1, 2)))
+    talk.says(taken, Reserved(A1, (1, 2)))
     talk.says(stranger, lie)
     row = talk.router.rows[A]
     assert (row.epoch, row.output, row.phase.value, row.failures) == (1, [], "prefilling", 0)
@@ -270,10 +274,10 @@ def test_nobody_speaks_for_a_request_that_is_not_with_him(lie):
 @pytest.mark.parametrize(
     "lie",
     [
-        Drawn((Draw(A, 1, 0, (Sampled(7),)),)),
-        Ended(A, 1, FinishReason.STOP, 0.0, 0),
-        Preempted(A, 1, (), "no pages"),
-        Progress(A, 1, Mark.COMMITTED, 0.0),
+        Drawn((TokenDelta(A1, 0, (Sampled(7),)),)),
+        Ended(A1, FinishReason.STOP, 0.0, 0),
+        Preempted(A1, (), "no pages"),
+        Progress(A1, Mark.COMMITTED, 0.0),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -289,7 +293,7 @@ def test_of_what_nobody_has_begun_there_is_nothing_to_say(lie):
 def test_a_bed_is_answered_for_by_who_was_asked():
     talk = Talk()
     talk.submit(request("a", 6))
-    talk.says(P, Reserved(A, 1, (1, 2)))
+    talk.says(P, Reserved(A1, (1, 2)))
     assert talk.router.rows[A].phase.value == "queued"
 
 
@@ -305,8 +309,8 @@ def test_a_word_that_is_for_a_worker_is_refused_by_name_and_changes_nothing():
     talk = Talk()
     talk.submit(request("a", 6))
     with pytest.raises(SenselessWord, match="decode-0 says Commit, which is not for a router"):
-        talk.says(D, Commit(A, 1, Sampled(1), 6, 1))
-    talk.says(D, Reserved(A, 1, (1, 2)))
+        talk.says(D, Commit(A1, Sampled(1), 6, 1))
+    talk.says(D, Reserved(A1, (1, 2)))
     assert talk.router.rows[A].phase.value == "prefilling"
 
 
@@ -314,7 +318,7 @@ def test_an_acknowledged_abort_is_not_sent_again():
     talk = Talk()
     talk.to_decode()
     talk.take(Cancel(A))
-    talk.says(D, AbortAck(A, 1))
+    talk.says(D, AbortAck(A1))
     talk.fire(f"abort/{D}/1/a")
     assert len(talk.sent(Abort)) == 1
 
@@ -322,7 +326,7 @@ def test_an_acknowledged_abort_is_not_sent_again():
 def test_a_cancel_during_prefill_aborts_both_ends():
     talk = Talk()
     talk.submit(request("a", 6))
-    talk.says(D, Reserved(A, 1, (1, 2)))
+    talk.says(D, Reserved(A1, (1, 2)))
     talk.take(Cancel(A))
     assert sorted(to for to, _ in talk.sent(Abort)) == [D, P]
     assert [finish.reason for finish in talk.finishes()] == [FinishReason.ABORT]
@@ -331,9 +335,9 @@ def test_a_cancel_during_prefill_aborts_both_ends():
 def test_a_source_that_missed_its_ack_does_not_end_a_request_that_decodes():
     talk = Talk()
     talk.to_decode()
-    talk.says(P, Abort(A, 1, "no Ack", FinishReason.TIMEOUT))
+    talk.says(P, Abort(A1, "no Ack", FinishReason.TIMEOUT))
     talk.drawn(D, 1, 1, 11)
-    assert talk.told() == [10, 11] and not talk.finishes() and (P, AbortAck(A, 1)) in talk.sent(AbortAck)
+    assert talk.told() == [10, 11] and not talk.finishes() and (P, AbortAck(A1)) in talk.sent(AbortAck)
 
 
 def test_a_silent_decode_worker_has_a_deadline_that_tokens_move():
@@ -367,8 +371,8 @@ def test_failures_are_bounded_and_the_last_one_is_what_the_client_hears():
     talk = Talk(max_retries=2)
     talk.submit(request("a", 6))
     for epoch in (1, 2, 3):
-        talk.says(D, Reserved(A, epoch, (1, 2)))
-        talk.says(P, Abort(A, epoch, f"prefill-0 failed: reason {epoch}"))
+        talk.says(D, Reserved(Attempt(A, epoch), (1, 2)))
+        talk.says(P, Abort(Attempt(A, epoch), f"prefill-0 failed: reason {epoch}"))
     (finish,) = talk.finishes()
     assert finish.reason is FinishReason.ERROR and "reason 3" in finish.detail and "attempt 3" in finish.detail
 

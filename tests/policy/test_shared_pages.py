@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from jdisagg.core.request import Attempt, RequestId
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.page_pool import Owner, PageState
+from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.prefix_cache import Handle
 from jdisagg.policy.shared_pages import SharedPages
 from jdisagg.policy.worker import Worker
@@ -23,7 +24,7 @@ PAGES, ALPHABET, LONGEST = 24, 2, 6  # texts of two letters, a letter a page: ma
 class Holder:
     """One sequence: the text that it writes, a letter a page, the pages it reads and those that are its own."""
 
-    def __init__(self, owner: Owner, text: tuple[int, ...], held: Handle, own: tuple[int, ...]) -> None:
+    def __init__(self, owner: Attempt, text: tuple[int, ...], held: Handle, own: tuple[int, ...]) -> None:
         self.owner, self.text, self.held, self.own = owner, text, held, own
         self.pages = (*held.pages, *own)
 
@@ -55,7 +56,7 @@ class Hammer:
     def begin(self) -> None:
         text = tuple(self.random.randrange(ALPHABET) for _ in range(self.random.randint(1, LONGEST)))
         self.epoch += 1
-        new = Holder(Owner("r", self.epoch), text, Handle((), ()), ())
+        new = Holder(Attempt(RequestId("r"), self.epoch), text, Handle((), ()), ())
         found, cost = self.shared.room_for(new.names(), len(text))
         if cost > self.shared.available:
             return

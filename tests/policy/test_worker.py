@@ -32,11 +32,13 @@ from jdisagg.core.messages import (
     Reserved,
     View,
 )
-from jdisagg.core.request import BROKEN, FinishReason, Sampled, WorkerId
+from jdisagg.core.request import BROKEN, Attempt, FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.policy.page_pool import Owner, PageState
+from jdisagg.policy.page_pool import PageState
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import definition, request, stopping, worker
+
+A1 = Attempt(RequestId("a"), 1)
 
 
 def decoding(**sizes) -> Bench:
@@ -56,7 +58,7 @@ def seated(bench: Bench, *requests) -> Bench:
 
 
 def tokens_of(bench: Bench, name: str) -> list[int]:
-    draws = [draw for message in bench.said(Drawn) for draw in message.draws if draw.request_id == name]
+    draws = [draw for message in bench.said(Drawn) for draw in message.deltas if draw.attempt.request_id == name]
     return [sampled.token for draw in draws for sampled in draw.sampled]
 
 
@@ -89,7 +91,7 @@ def test_a_reservation_said_twice_holds_one_reservation():
     each = request("a")
     bench.reserve(each)
     free = bench.free_pages
-    bench.says(Reserve("a", bench.epochs["a"], each, 0, OTHER, 100.0))
+    bench.says(Reserve(Attempt(RequestId("a"), bench.epochs["a"]), each, 0, OTHER, 100.0))
     first, second = bench.said(Reserved)
     assert first == second and bench.free_pages == free
 
@@ -192,9 +194,9 @@ def test_when_pages_run_out_the_youngest_of_the_lowest_priority_gives_way():
     young = request("young", 4, max_tokens=30, arrival_s=1.0)
     bench = seated(decoding(num_pages=12, reserve_tokens=1), young, old, urgent)
     bench.read_all()
-    assert [message.request_id for message in bench.said(Preempted)] == ["young", "old"]
+    assert [message.attempt.request_id for message in bench.said(Preempted)] == ["young", "old"]
     for name in ("young", "old"):
-        (preempted,) = [message for message in bench.said(Preempted) if message.request_id == name]
+        (preempted,) = [message for message in bench.said(Preempted) if message.attempt.request_id == name]
         assert preempted.output[1:] == tuple(tokens_of(bench, name)) and bench.free_pages == 12
     assert tokens_of(bench, "urgent") == definition(urgent)[1:]
 
@@ -221,7 +223,7 @@ def test_an_abort_at_any_step_returns_every_page_and_is_acknowledged(step):
     if step == "steps read":
         bench.read()
     bench.abort("a")
-    assert bench.free_pages == 64 and bench.said(AbortAck) == [AbortAck("a", 1)]
+    assert bench.free_pages == 64 and bench.said(AbortAck) == [AbortAck(A1)]
     bench.read_all()
     assert bench.worker.idle
 
@@ -230,7 +232,7 @@ def test_an_abort_of_nothing_is_acknowledged_too():
     bench = decoding()
     bench.epochs["ghost"] = 3
     bench.abort("ghost")
-    assert bench.said(AbortAck) == [AbortAck("ghost", 3)]
+    assert bench.said(AbortAck) == [AbortAck(Attempt(RequestId("ghost"), 3))]
 
 
 def test_a_broken_part_enters_no_page_and_is_asked_for_again():
@@ -239,7 +241,7 @@ def test_a_broken_part_enters_no_page_and_is_asked_for_again():
     bench.commit(each, 2)
     bench.arrive(each, 0, 2)
     assert type(bench.arrive(each, 1, 2, intact=False)[0]) is DropKV
-    assert bench.said(Resend) == [Resend("a", 1, 1)] and not bench.said(Ack)
+    assert bench.said(Resend) == [Resend(A1, 1)] and not bench.said(Ack)
     bench.arrive(each, 1, 2)
     bench.read_all()
     assert tokens_of(bench, "a") == definition(each)[1:]
@@ -265,7 +267,7 @@ def test_parts_that_do_not_come_are_asked_for_again_and_not_for_ever():
     assert not bench.said(Resend), "a part came a moment ago"
     for _ in range(2):
         bench.fire("parts/1/a")
-    assert bench.said(Resend) == [Resend("a", 1, 0), Resend("a", 1, 2)] * 2 and bench.now_s == 11.0
+    assert bench.said(Resend) == [Resend(A1, 0), Resend(A1, 2)] * 2 and bench.now_s == 11.0
     bench.fire("parts/1/a")
     (abort,) = bench.said(Abort)
     assert abort.reason is FinishReason.TIMEOUT and "part 0 did not come 3 times" in abort.detail
@@ -275,7 +277,7 @@ def test_parts_that_do_not_come_are_asked_for_again_and_not_for_ever():
 def test_pages_of_another_layout_are_refused_with_both_names():
     bench, each = decoding(kv_layout="4 tokens bfloat16"), request("a")
     bench.reserve(each)
-    bench.says(Commit("a", 1, Sampled(3), 6, 1, "4 tokens int8"), OTHER)
+    bench.says(Commit(A1, Sampled(3), 6, 1, "4 tokens int8"), OTHER)
     (abort,) = bench.said(Abort)
     assert "4 tokens int8" in abort.detail and "4 tokens bfloat16" in abort.detail and bench.free_pages == 64
 
@@ -284,7 +286,7 @@ def test_a_lease_begins_anew_with_every_part_and_every_word_of_the_source():
     bench, each = decoding(), request("a", 12)
     bench.reserve(each, lease_s=5.0)
     bench.now_s = 4.0
-    bench.says(Renew("a", 1), OTHER)
+    bench.says(Renew(A1), OTHER)
     bench.fire("destination/1/a")
     bench.now_s = 8.0
     bench.arrive(each, 0, 2)
@@ -296,10 +298,10 @@ def test_a_lease_begins_anew_with_every_part_and_every_word_of_the_source():
 
 def test_a_source_that_missed_its_ack_gets_another_and_one_without_a_reservation_an_abort():
     bench = seated(decoding(), request("a", max_tokens=40))
-    bench.says(Renew("a", 1), OTHER)
+    bench.says(Renew(A1), OTHER)
     assert len(bench.said(Ack)) == 2
-    bench.says(Renew("a", 7), OTHER)
-    assert bench.said(Abort) == [Abort("a", 7, "no such reservation")]
+    bench.says(Renew(Attempt(RequestId("a"), 7)), OTHER)
+    assert bench.said(Abort) == [Abort(Attempt(RequestId("a"), 7), "no such reservation")]
 
 
 def test_pages_that_are_held_already_are_nobodys_to_fill_and_are_read():
@@ -346,9 +348,9 @@ def test_a_commit_of_another_source_or_of_another_length_does_not_admit():
     for name in ("a", "b"):
         assert bench.reserve(request(name, 6))
         bench.arrive(request(name, 6))
-    bench.take(Received(WorkerId("stranger"), Commit("a", 1, Sampled(3), 6, 1)))
+    bench.take(Received(WorkerId("stranger"), Commit(A1, Sampled(3), 6, 1)))
     assert not bench.decode_runs and [each.detail for each in bench.said(Abort)] == ["no such reservation"]
-    bench.says(Commit("b", 2, Sampled(3), 10**6, 1), OTHER)
+    bench.says(Commit(Attempt(RequestId("b"), 2), Sampled(3), 10**6, 1), OTHER)
     assert not bench.decode_runs and "commits 1000000 tokens of 6" in bench.said(Abort)[-1].detail
     bench.commit(request("a", 6))
     assert len(bench.decode_runs) > 0
@@ -368,7 +370,7 @@ def test_a_commit_without_a_reservation_is_answered_with_an_abort():
     bench, each = decoding(), request("a")
     bench.epochs["a"] = 5
     bench.commit(each)
-    assert bench.said(Abort) == [Abort("a", 5, "no such reservation")]
+    assert bench.said(Abort) == [Abort(Attempt(RequestId("a"), 5), "no such reservation")]
 
 
 def test_a_lease_that_runs_out_frees_the_reservation_and_tells_the_router():
@@ -389,7 +391,7 @@ def test_a_failed_step_ends_its_sequences_and_no_others():
     broken, kept = bench.decode_runs
     bench.pending.popleft()
     bench.fail(broken.plan.step_id)
-    assert [message.handoff for message in bench.said(Abort)] == ["a"]
+    assert [message.attempt.request_id for message in bench.said(Abort)] == ["a"]
     bench.read_all()
     assert tokens_of(bench, "b") == definition(request("b"))[1:] and bench.free_pages == 64
     assert kept.plan.decode.microbatch == 1
@@ -401,7 +403,7 @@ def test_logits_that_are_no_numbers_end_their_sequence_as_an_error_and_no_other(
     broken = replace(done, decode=((done.decode[0][0], (Sampled(BROKEN),)), *done.decode[1:]))
     bench.take(broken)
     (ended,) = bench.said(Ended)
-    assert (ended.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 1)
+    assert (ended.attempt.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 1)
     assert "no numbers" in ended.detail and tokens_of(bench, "a") == []
     bench.read_all()
     assert tokens_of(bench, "b") == definition(request("b"))[1:] and bench.free_pages == 64
@@ -421,9 +423,9 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_as_an_error_and_ships_nothing
     bench.take(replace(done, first=((name, first), *done.first[1:]), prompt=((name, scored),)))
     bench.read_all()
     (ended,) = bench.said(Ended)
-    assert (ended.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 0)
+    assert (ended.attempt.request_id, ended.reason, ended.num_output) == ("a", FinishReason.ERROR, 0)
     assert tokens_of(bench, "a") == [] and len(tokens_of(bench, "b")) == 1 and not others[1:]
-    assert {ship.transfer.handoff for ship in bench.made(ShipKV)} == {"b"}
+    assert {ship.transfer.attempt.request_id for ship in bench.made(ShipKV)} == {"b"}
 
 
 def test_prompts_are_packed_and_long_ones_cut():
@@ -480,8 +482,8 @@ def test_pages_that_the_destination_holds_are_not_shipped():
     bench.start(each, cached_pages=3)
     bench.read_all()
     assert [(part.source_pages, part.destination_pages) for run in bench.prefill_runs for part in run.ships] == [
-        ((bench.worker.prefill_side.sequences[Owner("a", 1)].pages[3],), (4,)),
-        ((bench.worker.prefill_side.sequences[Owner("a", 1)].pages[4],), (5,)),
+        ((bench.worker.prefill_side.sequences[A1].pages[3],), (4,)),
+        ((bench.worker.prefill_side.sequences[A1].pages[4],), (5,)),
     ]
     assert [message.num_parts for message in bench.said(Commit)] == [2]
 
@@ -503,7 +505,7 @@ def test_a_worker_that_learns_says_from_where_on_it_streams():
     while bench.pending:
         bench.now_s += 1e-3
         bench.read()
-    bench.says(Ack("a", 1, wire_s=2.0), OTHER)
+    bench.says(Ack(A1, wire_s=2.0), OTHER)
     learnt = bench.worker.prefill_side.streaming
     assert 0 < bench.said(View)[-1].stream_tokens != told and learnt is not None and "ms" in learnt.describe()
     assert not prefilling(transfer=TransferMode.CHUNK).worker.prefill_side.streaming
@@ -513,13 +515,13 @@ def test_a_part_asked_for_again_is_the_same_pages_again():
     bench, each = prefilling(transfer=TransferMode.CHUNK, prefill_buckets=(8,)), request("a", 14)
     bench.start(each)
     bench.read_all()
-    bench.says(Resend("a", 1, 0), OTHER)
+    bench.says(Resend(A1, 0), OTHER)
     (again,) = bench.made(ShipKV)
     first = bench.prefill_runs[0].ships[0]
-    assert again.transfer == replace(first, attempt=1)
+    assert again.transfer == replace(first, resends=1)
     bench.ack("a")
-    bench.says(Resend("a", 1, 0), OTHER)
-    assert len(bench.made(ShipKV)) == 1 and bench.said(Abort) == [Abort("a", 1, "no such prompt")]
+    bench.says(Resend(A1, 0), OTHER)
+    assert len(bench.made(ShipKV)) == 1 and bench.said(Abort) == [Abort(A1, "no such prompt")]
 
 
 def test_a_transfer_that_failed_is_shipped_again_until_it_has_had_its_tries():
@@ -527,8 +529,8 @@ def test_a_transfer_that_failed_is_shipped_again_until_it_has_had_its_tries():
     bench.start(request("a", 9))
     bench.read()
     for _ in range(3):
-        bench.take(EngineFailed(None, "a", "link down", 1, 0))
-    assert [ship.transfer.attempt for ship in bench.made(ShipKV)] == [0, 1, 2]
+        bench.take(EngineFailed(None, "link down", A1, 0))
+    assert [ship.transfer.resends for ship in bench.made(ShipKV)] == [0, 1, 2]
     assert "link down" in bench.said(Abort)[0].detail and bench.free_pages == 64
 
 
@@ -537,7 +539,7 @@ def test_a_source_renews_the_lease_from_its_start_to_its_ack():
     bench.start(request("a", 20), lease_s=6.0)
     for beats in range(1, 4):
         bench.fire("renew/1/a")
-        assert bench.said(Renew) == [Renew("a", 1)] * beats and bench.now_s == 2.0 * beats
+        assert bench.said(Renew) == [Renew(A1)] * beats and bench.now_s == 2.0 * beats
     bench.read_all()
     bench.fire("renew/1/a")
     bench.ack("a")
@@ -548,9 +550,9 @@ def test_a_source_renews_the_lease_from_its_start_to_its_ack():
 def test_an_abort_of_the_other_end_is_told_to_the_router():
     bench = prefilling()
     bench.start(request("a", 9))
-    bench.says(Abort("a", 1, "no such reservation"), OTHER)
-    assert bench.said(Abort) == [Abort("a", 1, f"{OTHER}: no such reservation")] and bench.free_pages == 64
-    bench.says(Abort("a", 1, "no such reservation"), OTHER)
+    bench.says(Abort(A1, "no such reservation"), OTHER)
+    assert bench.said(Abort) == [Abort(A1, f"{OTHER}: no such reservation")] and bench.free_pages == 64
+    bench.says(Abort(A1, "no such reservation"), OTHER)
     assert len(bench.said(Abort)) == 1
 
 
@@ -656,9 +658,9 @@ def test_a_failed_chunk_ends_its_prompts_and_no_others():
     bench.start(request("b"))
     bench.pending.popleft()
     bench.fail(bench.prefill_runs[0].plan.step_id)
-    assert [message.handoff for message in bench.said(Abort)] == ["a"]
+    assert [message.attempt.request_id for message in bench.said(Abort)] == ["a"]
     bench.read_all()
-    assert [transfer.transfer.handoff for transfer in bench.made(ShipKV)] == ["b"]
+    assert [transfer.transfer.attempt.request_id for transfer in bench.made(ShipKV)] == ["b"]
 
 
 def test_a_colocated_prompt_computes_in_the_pages_of_its_reservation():
@@ -693,4 +695,4 @@ def test_when_every_sequence_waits_for_pages_prompts_go_on_without_steps_between
     bench.start(second, decode=bench.worker.config.worker)
     bench.read_all()
     assert tokens_of(bench, "first") == definition(first) and tokens_of(bench, "second") == definition(second)[:1]
-    assert [message.request_id for message in bench.said(Preempted)] == ["second"]
+    assert [message.attempt.request_id for message in bench.said(Preempted)] == ["second"]

@@ -72,7 +72,9 @@ class SideMachine(RuleBasedStateMachine):
         return each
 
     def tokens_of(self, name: str) -> list[int]:
-        draws = [draw for message in self.bench.said(Drawn) for draw in message.draws if draw.request_id == name]
+        draws = [
+            draw for message in self.bench.said(Drawn) for draw in message.deltas if draw.attempt.request_id == name
+        ]
         return [sampled.token for draw in draws for sampled in draw.sampled]
 
     @precondition(lambda self: self.bench.pending)
@@ -127,7 +129,7 @@ class DecodeSideMachine(SideMachine):
     def arrive(self, data: st.DataObject) -> None:
         each = self.requests[data.draw(st.sampled_from(sorted(self.bench.epochs)))]
         part = data.draw(st.integers(0, parts_of(each) - 1))
-        waited = each.request_id in {owner.handoff for owner in self.bench.worker.decode_side.sequences}
+        waited = each.request_id in {owner.request_id for owner in self.bench.worker.decode_side.sequences}
         kinds = {type(effect) for effect in self.bench.arrive(each, part, parts_of(each))}
         assert len(kinds & {InsertKV, DropKV}) == 1
         assert waited or DropKV in kinds
@@ -139,8 +141,8 @@ class DecodeSideMachine(SideMachine):
             self.bench.commit(self.requests[name], parts_of(self.requests[name]))
             self.arrive_all(self.requests[name])
         self.check_all_back()
-        ended = {message.request_id: message for message in self.bench.said(Ended)}
-        preempted = {message.request_id: message for message in self.bench.said(Preempted)}
+        ended = {message.attempt.request_id: message for message in self.bench.said(Ended)}
+        preempted = {message.attempt.request_id: message for message in self.bench.said(Preempted)}
         for name, each in self.requests.items():
             expected, told = definition(each), self.tokens_of(name)
             assert told == expected[1 : 1 + len(told)]
@@ -176,7 +178,7 @@ class PromptsMachine(SideMachine):
             for name in list(self.bench.shipped):
                 self.bench.ack(name)
         self.check_all_back()
-        counted = {message.handoff: message.num_parts for message in self.bench.said(Commit)}
+        counted = {message.attempt.request_id: message.num_parts for message in self.bench.said(Commit)}
         for name, num_parts in counted.items():
             assert self.bench.joined(name) == self.requests[name].prompt
             assert [shipment.transfer.part for shipment in self.bench.shipped[name]] == list(range(num_parts))

@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
@@ -63,7 +63,7 @@ def _prompt(tokens: int, cached: int) -> PrefillChunks:
 
 
 def _shipped(tokens: int) -> KVTransfer:
-    return KVTransfer("", 0, RequestId(""), WorkerId(""), WorkerId(""), (), (), tokens)
+    return KVTransfer(Attempt(RequestId(""), 0), WorkerId(""), WorkerId(""), (), (), tokens)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A small `Service` for tests of the fronts: each request gets the deltas that a script writes for it."""
+"""A small `Service` for tests of the fronts: each request gets the updates that a script writes for it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 
 from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger, Mark
+from jdisagg.core.messages import TokenDelta
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.service import Capacity, Delta, Draining
+from jdisagg.serve.service import Capacity, Draining, Update
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "conformance" / "llama3"
-Step = Delta | Exception | float  # a float is a pause in seconds
+Step = Update | Exception | float  # a float is a pause in seconds
 Script = Callable[[Request], Iterator[Step]]
 
 
-def end(request: Request, reason: FinishReason, detail: str = "") -> Delta:
-    """The last delta, with a ledger whose parts are known: 1 ms in the queue, 2 ms of prefill, 3 ms of decode."""
+def end(request: Request, reason: FinishReason, detail: str = "") -> Update:
+    """The last update, with a ledger whose parts are known: 1 ms in the queue, 2 ms of prefill, 3 ms of decode."""
     ledger, at_s = Ledger(), 100.0
     for mark, part_s in (
         (Mark.ARRIVED, 0.0),
@@ -31,7 +32,7 @@ def end(request: Request, reason: FinishReason, detail: str = "") -> Delta:
         at_s += part_s
         ledger.mark(mark, at_s)
     workers = (WorkerId("prefill-0"), WorkerId("decode-0"))
-    return Delta(finish=Finish(request.request_id, reason, ledger, *workers, detail=detail))
+    return Update(finish=Finish(request.request_id, reason, ledger, *workers, detail=detail))
 
 
 def sampled(request: Request, token: int) -> Sampled:
@@ -41,6 +42,12 @@ def sampled(request: Request, token: int) -> Sampled:
         return Sampled(token)
     top = tuple(((token + i) % 256, -0.5 - i) for i in range(wanted))
     return Sampled(token, -0.5, top)
+
+
+def told(request: Request, *ids: int, prompt: tuple[Sampled, ...] = ()) -> Update:
+    """These tokens, wherever in the output they are."""
+    drawn = tuple(sampled(request, token) for token in ids)
+    return Update(TokenDelta(Attempt(request.request_id, 1), 0, drawn, prompt))
 
 
 def prompt_sampled(request: Request) -> tuple[Sampled, ...]:
@@ -54,7 +61,7 @@ def tokens(request: Request, ids: list[int], reason: FinishReason | None = None)
     """These ids one by one until a stop token or max_tokens; then the end."""
     prompt = prompt_sampled(request)
     for count, token in enumerate(ids, start=1):
-        yield Delta((sampled(request, token),), prompt)
+        yield told(request, token, prompt=prompt)
         prompt = ()
         if token in request.sampling.stop_token_ids and count > request.sampling.min_tokens:
             yield end(request, FinishReason.STOP)
@@ -97,7 +104,7 @@ class ScriptedService:
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         self.cancelled.add(request_id)
 
-    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
+    async def stream(self, request: Request) -> AsyncGenerator[Update]:
         if self.draining or not self.ready:
             raise Draining("not ready, or going down")
         self.seen.append(request)
@@ -110,7 +117,7 @@ class ScriptedService:
                     return
                 if isinstance(step, Exception):
                     raise step
-                if isinstance(step, Delta):
+                if isinstance(step, Update):
                     yield step
         finally:
             self.running.discard(request.request_id)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.worker_config import Role
@@ -88,8 +88,8 @@ class Breakable:
         self._try("insert")
         self.machine.insert(shipment)
 
-    def open_gates(self, handoff: str, epoch: int) -> None:
-        self.machine.open_gates(handoff, epoch)
+    def open_gates(self, attempt: Attempt) -> None:
+        self.machine.open_gates(attempt)
 
 
 def flipped(shipment: Any) -> Any:
@@ -147,10 +147,10 @@ def requests(count: int, max_tokens: int = 12) -> list[Request]:
 
 async def answer(stack: Stack, request: Request) -> tuple[FinishReason, list[int]]:
     tokens: list[int] = []
-    async for delta in stack.service.stream(request):
-        tokens.extend(each.token for each in delta.sampled)
-        if delta.finish is not None:
-            return delta.finish.reason, tokens
+    async for update in stack.service.stream(request):
+        tokens.extend(each.token for each in update.delta.sampled)
+        if update.finish is not None:
+            return update.finish.reason, tokens
     raise AssertionError("the stream ended without a finish")
 
 

@@ -11,7 +11,7 @@ import pytest
 from jdisagg.core.errors import BadTicket
 from jdisagg.core.events import Received, Reject, Submit
 from jdisagg.core.messages import Abort
-from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.records import MAX_ROWS, Records
@@ -123,7 +123,7 @@ def test_only_the_last_requests_are_remembered_and_only_so_many_messages_of_each
         submitted(records, name)
     assert [each["request_id"] for each in records.requests()] == ["c", "b"]
     for at_s in range(MAX_ROWS + 5):
-        records.observe("router", Received(WorkerId("d"), Abort("c", 1, "no")), float(at_s))
+        records.observe("router", Received(WorkerId("d"), Abort(Attempt(RequestId("c"), 1), "no")), float(at_s))
     (trace,) = records.request("c")
     assert len(trace["messages"]) == MAX_ROWS and trace["left_out"] == 5
     assert trace["messages"][0] == {

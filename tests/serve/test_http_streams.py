@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.request import FinishReason, Request
 from tests.serve.live_http import Front, eventually
-from tests.serve.scripted import Delta, Step, echo, end, sampled
+from tests.serve.scripted import Step, echo, end, told
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 50, "stream": True}
 
@@ -23,7 +23,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 50, "stream": True}
 def slowly(request: Request) -> Iterator[Step]:
     """A token every 10 ms, for a long time."""
     for _ in range(500):
-        yield Delta((sampled(request, 70),))
+        yield told(request, 70)
         yield 0.01
     yield end(request, FinishReason.LENGTH)
 
@@ -32,8 +32,8 @@ def breaks(with_: Any) -> Any:
     """A script of two tokens and then `with_`, an exception or a finish reason."""
 
     def script(request: Request) -> Iterator[Step]:
-        yield Delta((sampled(request, 70),))
-        yield Delta((sampled(request, 71),))
+        yield told(request, 70)
+        yield told(request, 71)
         yield end(request, with_, "the engine fell over") if isinstance(with_, FinishReason) else with_
 
     return script
@@ -79,8 +79,8 @@ def test_usage_can_come_with_every_chunk(front: Front) -> None:
 
 def test_tokens_that_come_at_once_go_out_in_one_event(front: Front) -> None:
     def script(request: Request) -> Iterator[Step]:
-        yield Delta((sampled(request, 70),))
-        yield Delta(tuple(sampled(request, 71 + i) for i in range(8)))
+        yield told(request, 70)
+        yield told(request, *range(71, 79))
         yield end(request, FinishReason.LENGTH)
 
     front.service.script = script
@@ -146,7 +146,7 @@ def test_choices_over_the_parallel_limit_wait_for_their_step(front: Front) -> No
     def script(request: Request) -> Iterator[Step]:
         nonlocal most
         most = max(most, len(front.service.running))
-        yield Delta((sampled(request, 70),))
+        yield told(request, 70)
         yield end(request, FinishReason.LENGTH)
 
     front.service.script = script

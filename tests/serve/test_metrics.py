@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, EngineFailed, Reject, Send, Submit
 from jdisagg.core.messages import Ended, Preempted, Resend
-from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.serve import lag
 from jdisagg.serve.generation import pieces
 from jdisagg.serve.metrics import Metrics
@@ -21,6 +21,8 @@ from jdisagg.serve.metrics_compat import NAMES
 from jdisagg.serve.text import TextOptions
 from tests.serve.live_toy import PAGE_BYTES, PAGE_SIZE, ToyStack, toy_stack
 from tests.serve.scripted import end
+
+A1 = Attempt(RequestId("a"), 1)
 
 DECODE = WorkerId("decode-0")
 PROMPT = tuple(range(20, 40))
@@ -65,11 +67,15 @@ def ran() -> Iterator[ToyStack]:
         observe = stack.metrics.observe
         observe("router", Submit(request("full")), now_s)
         observe("router", Reject(RequestId("full"), 1.0, "full"), now_s)
-        observe("decode-0", Send(WorkerId("router"), Preempted(RequestId("a"), 1, (), "no pages")), now_s)
-        observe("decode-0", Send(WorkerId("prefill-0"), Resend("a", 1, 0)), now_s)
-        observe("decode-0", EngineFailed(1, None, "fault"), now_s)
+        observe("decode-0", Send(WorkerId("router"), Preempted(A1, (), "no pages")), now_s)
+        observe("decode-0", Send(WorkerId("prefill-0"), Resend(A1, 0)), now_s)
+        observe("decode-0", EngineFailed(1, "fault"), now_s)
         stack.metrics.journal_dropped()
-        observe("decode-0", Send(ROUTER, Ended(RequestId("a"), 1, FinishReason.ERROR, now_s, 0, "no numbers")), now_s)
+        observe(
+            "decode-0",
+            Send(ROUTER, Ended(A1, FinishReason.ERROR, now_s, 0, "no numbers")),
+            now_s,
+        )
         yield stack
 
 

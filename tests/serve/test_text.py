@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.request import FinishReason, Request, RequestId, Sampled, SamplingParams
+from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.service import Delta
 from jdisagg.serve.text import StopStrings, TextOptions, Transcript
-from tests.serve.scripted import FIXTURE, end
+from tests.serve.scripted import FIXTURE, end, told
 
 REQUEST = Request(RequestId("r"), (1,), SamplingParams())
 AB = st.text(alphabet="ab", max_size=40)
@@ -66,7 +65,7 @@ def test_a_stop_string_may_be_left_in() -> None:
 
 def text_of(tokenizer: Tokenizer, ids: list[int], options: TextOptions, reason: FinishReason) -> list:
     transcript = Transcript(tokenizer, options)
-    return [transcript.take(Delta((Sampled(i),))) for i in ids] + [transcript.take(end(REQUEST, reason))]
+    return [transcript.take(told(REQUEST, i)) for i in ids] + [transcript.take(end(REQUEST, reason))]
 
 
 def test_characters_split_over_tokens_arrive_whole(tokenizer: Tokenizer) -> None:
@@ -90,7 +89,7 @@ def test_the_stop_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
     options = TextOptions(stop_token_ids=frozenset({stop}))
     found = text_of(tokenizer, ids, options, FinishReason.STOP)
     assert "".join(piece.text for piece in found) == "ab"
-    assert sum(len(piece.sampled) for piece in found) == 3
+    assert sum(len(piece.delta.sampled) for piece in found) == 3
     assert (found[-1].finish_reason, found[-1].stop_reason) == ("stop", stop)
 
 
@@ -104,17 +103,17 @@ def test_the_models_own_end_has_no_stop_reason(tokenizer: Tokenizer) -> None:
 def test_tokens_behind_the_stop_string_are_not_counted_when_many_come_at_once(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("abSTOPcd", add_special_tokens=False)
     transcript = Transcript(tokenizer, TextOptions(stop=("STOP",)))
-    piece = transcript.take(Delta(tuple(Sampled(i) for i in ids)))
+    piece = transcript.take(told(REQUEST, *ids))
     assert transcript.stopped
     assert (piece.text, piece.stop_reason) == ("ab", "STOP")
-    assert tokenizer.decode([each.token for each in piece.sampled]) == "abSTOP"
+    assert tokenizer.decode([each.token for each in piece.delta.sampled]) == "abSTOP"
 
 
 def test_stop_strings_count_only_after_min_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("xxabxxab", add_special_tokens=False)
     options = TextOptions(stop=("xx",), min_tokens=3)
     transcript = Transcript(tokenizer, options)
-    piece = transcript.take(Delta(tuple(Sampled(i) for i in ids)))
+    piece = transcript.take(told(REQUEST, *ids))
     assert (piece.text, piece.stop_reason) == ("xxab", "xx")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model, Roofline, distserve_fit, distserve_kv_tokens
@@ -26,7 +26,7 @@ def step(batch: int) -> DecodeRows:
 
 
 def part(tokens: int, layers: tuple[int, int] | None = None) -> KVTransfer:
-    return KVTransfer("r", 1, RequestId("r"), WorkerId("p"), WorkerId("d"), (), (), tokens, layers=layers)
+    return KVTransfer(Attempt(RequestId("r"), 1), WorkerId("p"), WorkerId("d"), (), (), tokens, layers=layers)
 
 
 def test_distserves_lines_give_its_milliseconds():

@@ -8,7 +8,7 @@ import pytest
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Host, TransferTime, read_profile
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import TransferMode, bucket
 from jdisagg.sim.__main__ import main
@@ -85,7 +85,9 @@ def test_nothing_is_faster_than_the_least_that_was_timed_and_nothing_falls_beyon
 
 
 def test_parts_of_kv_are_whole_pages_of_their_own_layers():
-    transfer = KVTransfer("r", 1, RequestId("r"), WorkerId("p"), WorkerId("d"), (1, 2, 3), (4, 5, 6), 9, layers=(0, 2))
+    transfer = KVTransfer(
+        Attempt(RequestId("r"), 1), WorkerId("p"), WorkerId("d"), (1, 2, 3), (4, 5, 6), 9, layers=(0, 2)
+    )
     assert cost().transfer_bytes(transfer) == 3 * PAGE_BYTES / 2
     assert cost().transfer_bytes(replace(transfer, layers=None)) == 3 * PAGE_BYTES
 

@@ -93,8 +93,8 @@ def configs_of(mesh: str) -> list[WorkerConfig]:
 async def ask(service: Service, each: Request, wait_s: float, gives_up: bool) -> None:
     await asyncio.sleep(wait_s)
     stream = service.stream(replace(each, arrival_s=service.now_s()))
-    async for delta in stream:
-        if gives_up and delta.sampled:
+    async for update in stream:
+        if gives_up and update.delta.sampled:
             await stream.aclose()  # type: ignore[attr-defined]
             return
 

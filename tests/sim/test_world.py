@@ -135,7 +135,7 @@ def test_the_oldest_of_the_highest_priority_is_never_preempted():
     world = World(colocated(num_pages=12, reserve_tokens=1))
     requests = [request(f"r{i}", 5, max_tokens=30, arrival_s=i * 1e-3, priority=3 - i) for i in range(4)]
     run_all(world, requests)
-    assert sent(world, Preempted) and "r3" not in {each.request_id for each in sent(world, Preempted)}
+    assert sent(world, Preempted) and "r3" not in {each.attempt.request_id for each in sent(world, Preempted)}
 
 
 def test_priority_goes_first_and_then_arrival():
@@ -155,7 +155,7 @@ def test_who_is_first_in_line_and_too_big_for_now_is_not_overtaken():
     small = [request(f"s{i}", 4, max_tokens=12, arrival_s=i * 1e-4) for i in range(8)]
     big = request("big", 40, max_tokens=20, arrival_s=1.5e-4)
     run_all(world, [*small, big])
-    order = [message.handoff for message in sent(world, StartPrefill)]
+    order = [message.attempt.request_id for message in sent(world, StartPrefill)]
     assert order.index("big") == 2
 
 

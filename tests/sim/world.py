@@ -149,18 +149,18 @@ class World:
             case InsertKV(transfer):
                 self.machines[actor].insert(self._shipments.pop(transfer))
                 self._run_on(actor)
-            case OpenGates(handoff, epoch):
-                self.machines[actor].open_gates(handoff, epoch)
+            case OpenGates(attempt):
+                self.machines[actor].open_gates(attempt)
                 self._run_on(actor)
             case DropKV(transfer):
                 self._shipments.pop(transfer, None)
             case SetTimer(at_s, key):
                 self._timers[actor, key] = at_s
                 self._at(at_s, actor, TimerFired(key))
-            case EmitTokens(request_id, sampled, _, prompt):
-                assert request_id not in self.finished, f"{request_id} got tokens after its end"
-                self.told.setdefault(request_id, []).extend(sampled)
-                self.scored.setdefault(request_id, []).extend(prompt)
+            case EmitTokens(delta):
+                assert effect.request_id not in self.finished, f"{effect.request_id} got tokens after its end"
+                self.told.setdefault(effect.request_id, []).extend(delta.sampled)
+                self.scored.setdefault(effect.request_id, []).extend(delta.prompt)
             case Finish(request_id):
                 self.finished.setdefault(request_id, []).append(effect)
             case Reject(request_id):
@@ -195,7 +195,7 @@ class World:
             result = pending.read()
         except ToyFault as fault:
             self._failing[actor] += 1
-            self._at(self.now_s, actor, EngineFailed(plan.step_id, None, str(fault)))
+            self._at(self.now_s, actor, EngineFailed(plan.step_id, str(fault)))
             return
         self._busy_until_s[actor] = done_s
         self._at(done_s, actor, result)
@@ -228,7 +228,7 @@ class World:
         if transfer.destination not in self.machines or self.injector.occurs(self.injector.faults.lose_transfer):
             return
         if self.injector.occurs(self.injector.faults.fail_transfer):
-            failure = EngineFailed(None, transfer.handoff, "an injected transfer fault", transfer.epoch, transfer.part)
+            failure = EngineFailed(None, "an injected transfer fault", transfer.attempt, transfer.part)
             self._at(ready_s, actor, failure)
             return
         machine, link = self.machines[actor], (actor, transfer.destination)

@@ -62,7 +62,7 @@ class Node:
         """Whoever gives a handoff up here, or hears of it, lets go what is offered for it. On the driver's thread."""
         match item:
             case Received(_, Abort() | AbortAck() as message) | Send(_, Abort() | AbortAck() as message):
-                self.remote_kv.withdraw(message.handoff, message.epoch)
+                self.remote_kv.withdraw(message.attempt)
             case RouterLost():
                 self.remote_kv.withdraw_all()
 
@@ -74,7 +74,8 @@ class Node:
     def ship(self, machine: Any, transfer: KVTransfer) -> Any:
         peer = self.peers.get(transfer.destination)
         if peer is None:
-            raise TransferRefused(f"{transfer.destination} has gone, with the pages that {transfer.handoff!r} was for")
+            request_id = transfer.attempt.request_id
+            raise TransferRefused(f"{transfer.destination} has gone, with the pages that {request_id!r} was for")
         notice = self.remote_kv.ship(machine, transfer, peer)
         self.post(transfer.destination, {"from": transfer.source, "to": transfer.destination, "kv": notice})
 

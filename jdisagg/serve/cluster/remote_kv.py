@@ -22,7 +22,7 @@ from jdisagg.core.errors import ConfigError, DecodeError, PeerMismatch, Senseles
 from jdisagg.core.events import KVArrived
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
@@ -77,6 +77,10 @@ def _read_stage(record: Any) -> StageShape:
     return StageShape(range(first, stop), tp, page_size, dtype)
 
 
+def id_of(transfer: KVTransfer) -> TransferId:
+    return TransferId(transfer.attempt.request_id, transfer.attempt.epoch, transfer.part)
+
+
 def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransfer:
     """The transfer of a notice that `sender` gives `to`. Raises SenselessWord, BadTicket."""
     try:
@@ -86,13 +90,12 @@ def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransf
     except (KeyError, TypeError, ValueError, DecodeError) as error:
         raise SenselessWord(f"a notice that cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
     check_transfer(transfer, sender, to)
-    if ticket.transfer != TransferId(transfer.handoff, transfer.epoch, transfer.part):
-        raise SenselessWord(
-            f"a notice of part {transfer.part} of {transfer.handoff!r} offers another: {ticket.transfer}"
-        )
+    request_id = transfer.attempt.request_id
+    if ticket.transfer != id_of(transfer):
+        raise SenselessWord(f"a notice of part {transfer.part} of {request_id!r} offers another: {ticket.transfer}")
     for pages in rows:
         if not {NULL_PAGE, *transfer.destination_pages}.issuperset(pages):
-            raise SenselessWord(f"a notice of {transfer.handoff!r} is for pages that are not the transfer's")
+            raise SenselessWord(f"a notice of {request_id!r} is for pages that are not the transfer's")
     return transfer
 
 
@@ -143,7 +146,7 @@ class RemoteKV:
         """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
         packed = machine.pack(transfer, peer.stages)
         transport = self._open(choose(self.mine, peer.capability, self.wanted))
-        transfer_id = TransferId(transfer.handoff, transfer.epoch, transfer.part)
+        transfer_id = id_of(transfer)
         arrays = [array for each in packed for array in each.device_arrays]
         until_s = time.monotonic() + self._timeout_s
         ticket = transport.offer(transfer_id, arrays, until_s)
@@ -151,9 +154,9 @@ class RemoteKV:
         moves = [_move_json(each) for each in packed]
         return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
 
-    def withdraw(self, handoff: str, epoch: int) -> None:
-        """The handoff was given up: what is still offered for it is let go."""
-        self._tickets.end(handoff, epoch)
+    def withdraw(self, attempt: Attempt) -> None:
+        """It was given up: what is still offered for it is let go."""
+        self._tickets.end(attempt)
 
     def withdraw_for(self, destination: WorkerId) -> None:
         self._tickets.end_for(destination)
@@ -170,7 +173,7 @@ class RemoteKV:
         try:
             shipment = RemoteShipment(transfer, self._pull(machine, notice, began_s + self._timeout_s))
         except TransportError as error:
-            log.warning("part %d of %s did not come: %s", transfer.part, transfer.handoff, error)
+            log.warning("part %d of %s did not come: %s", transfer.part, transfer.attempt.request_id, error)
             shipment = RemoteShipment(transfer, [])
         return shipment, KVArrived(transfer, shipment.came, time.monotonic() - began_s)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.kv.transport.ticket import Ticket
 
 
@@ -19,22 +19,22 @@ class _Given:
 
 
 class Tickets:
-    """By handoff and epoch. Any thread may call; to end what is over already changes nothing."""
+    """By attempt. Any thread may call; to end what is over already changes nothing."""
 
     def __init__(self, cancel: Callable[[Ticket], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._cancel, self._clock = cancel, clock
         self._lock = threading.Lock()
-        self._given: dict[tuple[str, int], list[_Given]] = {}
+        self._given: dict[Attempt, list[_Given]] = {}
 
     def add(self, ticket: Ticket, destination: WorkerId, until_s: float) -> None:
         with self._lock:
             self._forget_old()
-            key = ticket.transfer.handoff, ticket.transfer.epoch
+            key = Attempt(RequestId(ticket.transfer.handoff), ticket.transfer.epoch)
             self._given.setdefault(key, []).append(_Given(ticket, destination, until_s))
 
-    def end(self, handoff: str, epoch: int) -> None:
+    def end(self, attempt: Attempt) -> None:
         with self._lock:
-            given = self._given.pop((handoff, epoch), [])
+            given = self._given.pop(attempt, [])
         self._cancel_all(given)
 
     def end_for(self, destination: WorkerId) -> None:

@@ -96,8 +96,8 @@ class Orchestrator(OrchestratorServicer):
                         failure = failure_of(piece)
                         if failure is not None:
                             raise failure
-                        if piece.text or piece.sampled:
-                            ids = [each.token for each in piece.sampled]
+                        if piece.text or piece.delta.sampled:
+                            ids = [each.token for each in piece.delta.sampled]
                             await self._write(context, _response(index, len(requests), piece.text, ids))
         except JdisaggError as error:
             await _abort(context, error)

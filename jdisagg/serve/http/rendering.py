@@ -78,7 +78,9 @@ class Renderer:
         """The piece, its end kept; without the drawn token where only the prompt was asked for."""
         if self.job.prompt_only:
             reason = piece.finish_reason if piece.finish_reason in (None, "abort") else "length"
-            piece = replace(piece, text="", sampled=(), finish_reason=reason, stop_reason=None)
+            piece = replace(
+                piece, text="", delta=replace(piece.delta, sampled=()), finish_reason=reason, stop_reason=None
+            )
         if piece.finish_reason is not None:
             self.answers[index].last = piece
         return piece
@@ -98,14 +100,14 @@ class Renderer:
             return event(dump(self._chunk_of(index, self._prompt_ids(index) | delta)))
         if not self.job.echo:
             return b""
-        await self._read_prompt(index, piece.prompt)
+        await self._read_prompt(index, piece.delta.prompt)
         fields = {"logprobs": self.answers[index].echo_logprobs, "finish_reason": None}
         return event(await dump_slowly(self._chunk_of(index, {"text": self.job.choices[index].prompt.text} | fields)))
 
     def chunk(self, index: int, piece: Piece) -> bytes:
         """The event of one piece; b"" where it shows nothing (half a character)."""
         piece, answer = self._noted(index, piece), self.answers[index]
-        answer.num_tokens += len(piece.sampled)
+        answer.num_tokens += len(piece.delta.sampled)
         if piece.finish_reason is None and self._plain:
             if not piece.text:
                 return b""
@@ -119,12 +121,12 @@ class Renderer:
         return head, tail
 
     def _full_chunk(self, index: int, piece: Piece, text: str) -> bytes:
-        if not (text or piece.finish_reason or (piece.sampled and not self._plain)):
+        if not (text or piece.finish_reason or (piece.delta.sampled and not self._plain)):
             return b""
         fields = self._delta(text) | self._ending(piece)
-        fields["logprobs"] = self._logprobs(index, piece.sampled)
+        fields["logprobs"] = self._logprobs(index, piece.delta.sampled)
         if self.job.token_ids:
-            fields["token_ids"] = [each.token for each in piece.sampled]
+            fields["token_ids"] = [each.token for each in piece.delta.sampled]
         return event(dump(self._chunk_of(index, fields | self._ledger(piece.finish))))
 
     def _delta(self, text: str) -> dict[str, Any]:
@@ -154,12 +156,12 @@ class Renderer:
         """Keeps a piece for `whole`."""
         piece, answer = self._noted(index, piece), self.answers[index]
         if not answer.parts:
-            await self._read_prompt(index, piece.prompt)
+            await self._read_prompt(index, piece.delta.prompt)
         answer.parts.append(piece.text)
-        answer.num_tokens += len(piece.sampled)
-        answer.logprobs = _joined(answer.logprobs, self._logprobs(index, piece.sampled))
+        answer.num_tokens += len(piece.delta.sampled)
+        answer.logprobs = _joined(answer.logprobs, self._logprobs(index, piece.delta.sampled))
         if self.job.token_ids:
-            answer.token_ids += [each.token for each in piece.sampled]
+            answer.token_ids += [each.token for each in piece.delta.sampled]
 
     async def _read_prompt(self, index: int, prompt: Sequence[Sampled]) -> None:
         """What is asked for of the prompt, which may be long: a slice at a time."""

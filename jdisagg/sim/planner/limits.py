@@ -18,7 +18,7 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import PoolSpec
-from jdisagg.core.request import RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.sim.cluster_spec import ClusterSpec
@@ -282,7 +282,7 @@ def _link_limit(given: ClusterSpec, cost: CostModel, workload: Workload) -> floa
     """Ports of all senders, or of all receivers, over the bytes of a mean prompt."""
     tokens = round(workload.means.input_tokens)
     pages = (0,) * given.workers[0].pages_for(tokens)
-    whole = KVTransfer("h", 0, RequestId("r"), WorkerId("a"), WorkerId("b"), pages, pages, tokens)
+    whole = KVTransfer(Attempt(RequestId("r"), 0), WorkerId("a"), WorkerId("b"), pages, pages, tokens)
     limit = math.inf
     for way, role in (("out", Role.PREFILL), ("in", Role.DECODE)):
         ports = [

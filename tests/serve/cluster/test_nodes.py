@@ -30,7 +30,7 @@ from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.service import Delta, Draining
+from jdisagg.serve.service import Draining, Update
 from tests.serve.live_http import eventually
 from tests.serve.scripted import FIXTURE
 
@@ -198,16 +198,16 @@ def test_a_client_of_a_router_that_no_worker_has_joined_waits_until_its_deadline
     )  # fmt: skip
     service.start()
 
-    async def ask() -> list[Delta]:
+    async def ask() -> list[Update]:
         deadline_s = service.now_s() + 0.3
         request = Request(RequestId("a"), (5, 6), SamplingParams(), service.now_s(), queue_deadline_s=deadline_s)
-        return [delta async for delta in service.stream(request)]
+        return [update async for update in service.stream(request)]
 
     try:
         assert not service.ready, "for /ready, and for whoever balances load"
-        (delta,) = asyncio.run(ask())
-        assert delta.finish is not None and delta.finish.reason == "timeout"
-        assert "no worker is there for prefill and decode" in delta.finish.detail
+        (update,) = asyncio.run(ask())
+        assert update.finish is not None and update.finish.reason == "timeout"
+        assert "no worker is there for prefill and decode" in update.finish.detail
         service.draining = True
         with pytest.raises(Draining):
             asyncio.run(ask())
