@@ -74,7 +74,7 @@ def test_a_layer_that_would_lose_more_than_the_bound_comes_raw_and_nothing_is_lo
     with running(transfer_compress="int4", transfer_error_bound=1e-6) as llm:
         assert answers(llm) == FAMILY.greedy
         refused = [event.transfer for event in events(llm, KVArrived) if not event.intact]
-        assert refused and all(part.wire == "int4" and part.attempt == 0 for part in refused)
+        assert refused and all(part.wire == "int4" and part.resends == 0 for part in refused)
         assert len(refused) < len(FAMILY.prompts), "once it is known, layers go raw at the first try"
         assert set().union(*error_monitor_of(llm).over) == set(range(llm.service.model_config.num_layers))
         assert llm.service.recompiles() == 0
