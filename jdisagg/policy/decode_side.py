@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from bisect import insort
 
-from jdisagg.core.events import DropKV, InsertKV, KVArrived, StepDone
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Ack, Commit, Preempted, Refused, Renew, Resend, Reserve, Reserved, TokenDelta
-from jdisagg.core.request import Attempt, FinishReason, Sampled, WorkerId
+from jdisagg.core.messages import Ack, Preempted, Refused, Reserve, Reserved
+from jdisagg.core.request import Attempt, Sampled
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, end_of
+from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
 from jdisagg.policy.early_admission import EarlyAdmission
-from jdisagg.policy.handoff import End, Handoff, Signal, State, Timer, timer_of
+from jdisagg.policy.handoff import End, Handoff, Signal, State
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.planning import full_tokens, order_of, predicted_pages
@@ -35,13 +34,13 @@ class DecodeSide:
         self.steps: dict[int, Step] = {}
         self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
         self.ahead = EarlyAdmission(config, self.slots, self.steps, out)
-        self._drained = 0
+        self._drained: set[Attempt] = set()  # whose last step is dispatched: they take no slot any more
 
     # ------------------------------------------------------------ what is free
 
     @property
     def free_slots(self) -> int:
-        return self.config.num_slots + self.config.reservations_ahead - (len(self.sequences) - self._drained)
+        return self.config.num_slots + self.config.reservations_ahead - (len(self.sequences) - len(self._drained))
 
     @property
     def num_ready(self) -> int:
@@ -96,103 +95,16 @@ class DecodeSide:
         self.sequences[owner] = sequence
         return sequence
 
-    def renew(self, message: Renew, source: WorkerId, now_s: float) -> None:
-        """The source is at it still; one that waits for an Ack though the sequence is complete has missed it."""
-        sequence = self.sequences.get(message.attempt)
-        if sequence is None:
-            self.out.send(source, Abort(message.attempt, "no such reservation"))
-        elif admitted(sequence):
-            self.out.send(source, Ack(sequence.owner, sequence.arrivals.wire_s))
-        else:
-            sequence.renew(now_s)
-
-    def commit(self, message: Commit, source: WorkerId, now_s: float) -> None:
-        owner = message.attempt
-        sequence = self.sequences.get(owner)
-        if sequence is None or sequence.source != source:
-            self.out.send(source, Abort(owner, "no such reservation"))
-        elif admitted(sequence):
-            self.out.send(source, Ack(owner, sequence.arrivals.wire_s))  # said twice: the Ack may have been lost
-        elif sequence.handoff.can_take(Signal.COMMIT):
-            self._commit(sequence, message, now_s)
-
-    def _commit(self, sequence: DecodeSequence, message: Commit, now_s: float) -> None:
-        ours, theirs = self.config.kv_layout, message.layout
-        if ours and theirs and ours != theirs:
-            self._give_up(sequence, f"{sequence.source} shipped pages of {theirs}, {self.config.worker} holds {ours}")
-            return
-        if message.num_tokens != len(sequence.request.prompt):
-            self._give_up(
-                sequence, f"{sequence.source} commits {message.num_tokens} tokens of {len(sequence.request.prompt)}"
-            )
-            return
-        sequence.commit(message.first, message.num_tokens, message.num_parts, message.layers)
-        sequence.renew(now_s)
-        if not self._admit_if_complete(sequence, now_s):
-            self.ahead.wait(sequence)
-            self._watch_parts(sequence, now_s)
-
-    def arrive(self, event: KVArrived, now_s: float) -> None:
-        """A part landed: inserted where its sequence still waits for it, dropped where it is late or came before."""
-        transfer = event.transfer
-        sequence = self.sequences.get(transfer.attempt)
-        if sequence is None or not sequence.wants(transfer.part) or not sequence.is_for(transfer):
-            self.out.put(DropKV(transfer))
-            return
-        sequence.renew(now_s)
-        sequence.arrivals.moved_s = now_s
-        sequence.arrivals.wire.append((now_s - event.wire_s, now_s))
-        if not event.intact:
-            self.out.put(DropKV(transfer))
-            self._ask_again(sequence, [transfer.part], "came broken", FinishReason.ERROR)
-            return
-        sequence.handoff.take(Signal.ARRIVE)
-        sequence.arrivals.parts.add(transfer.part)
-        self.out.put(InsertKV(transfer))
-        self._admit_if_complete(sequence, now_s)
-
-    # ------------------------------------------------------------ repair
-
-    def _ask_again(self, sequence: DecodeSequence, parts: list[int], what: str, reason: FinishReason) -> None:
-        """The source still holds these pages; a part that was asked for often enough ends the handoff."""
-        tried = max(sequence.arrivals.asked[part] for part in parts)
-        if tried >= self.config.part_tries:
-            self._give_up(sequence, f"part {parts[0]} {what} {tried + 1} times", reason)
-            return
-        for part in parts:
-            sequence.arrivals.asked[part] += 1
-            self.out.send(sequence.source, Resend(sequence.owner, part))
-
-    def _give_up(self, sequence: DecodeSequence, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
-        self.end(sequence.owner, Signal.ABORT)
-        self.out.abort(sequence.owner, detail, reason)
-
-    def _watch_parts(self, sequence: DecodeSequence, now_s: float) -> None:
-        sequence.arrivals.moved_s = now_s
-        self.out.set_timer(now_s + self.config.part_timeout_s, timer_of(Timer.PARTS, sequence.owner))
-
-    def parts_late(self, owner: Attempt, now_s: float) -> None:
-        """Asks for what COMMIT counted and did not come, once nothing has come for a while."""
-        sequence = self.sequences.get(owner)
-        if sequence is None or sequence.handoff.state is not State.COMMITTED:
-            return
-        due_s = sequence.arrivals.moved_s + self.config.part_timeout_s
-        if now_s < due_s:
-            self.out.set_timer(due_s, timer_of(Timer.PARTS, owner))
-            return
-        self._ask_again(sequence, sequence.arrivals.missing, "did not come", FinishReason.TIMEOUT)
-        if not sequence.handoff.over:
-            self._watch_parts(sequence, now_s)
-
     # ------------------------------------------------------------ admission
 
     def commit_here(self, owner: Attempt, first: Sampled, now_s: float) -> None:
         """The colocated handoff: the KV was computed in the sequence's own pages."""
         sequence = self.sequences[owner]
         sequence.commit(first, len(sequence.request.prompt), 0)
-        self._admit_if_complete(sequence, now_s)
+        self.admit_if_complete(sequence, now_s)
 
-    def _admit_if_complete(self, sequence: DecodeSequence, now_s: float) -> bool:
+    def admit_if_complete(self, sequence: DecodeSequence, now_s: float) -> bool:
+        """Whether all that COMMIT counted has come: then it waits for a slot, or has one."""
         if sequence.handoff.state is not State.COMMITTED or sequence.arrivals.missing:
             return False
         sequence.handoff.take(Signal.COMPLETE)
@@ -222,7 +134,7 @@ class DecodeSide:
         sequence = self.sequences.get(owner)
         if sequence is None or not sequence.handoff.can_take(signal):
             return False
-        self._drained -= sequence.drained
+        self._drained.discard(owner)
         good = good and (admitted(sequence) or signal is Signal.RELEASE)
         sequence.handoff.take(signal)
         del self.sequences[owner]
@@ -249,7 +161,7 @@ class DecodeSide:
 
         Pages that may be kept for their content wait for its last tokens, which name them, or for somebody in need.
         """
-        self._drained += 1
+        self._drained.add(sequence.owner)
         self._leave_slot(sequence)
         if not self.config.prefix_caching:
             self._give_back(sequence, good=False)
@@ -293,55 +205,3 @@ class DecodeSide:
         detail = f"no free page of {self.pool.num_pages} for a request of higher rank"
         self.out.tell_router(Preempted(sequence.owner, tuple(sequence.output), detail))
         self.end(sequence.owner, Signal.RELEASE, good=True)
-
-    # ------------------------------------------------------------ results
-
-    def step_done(self, event: StepDone, now_s: float) -> None:
-        step = self.steps.pop(event.step_id)
-        self.slots.end_step(step.microbatch)
-        draws: list[TokenDelta] = []
-        over: list[tuple[DecodeSequence, FinishReason]] = []
-        for slot, drawn in event.decode:
-            sequence = step.sequences.get(slot)
-            if sequence is None or sequence.handoff.over:
-                continue  # it stopped, was preempted or aborted, or stepped back, while this step was in flight
-            assert drawn, f"slot {slot} masked itself though its sequence goes on"
-            self._first_step(sequence, now_s)
-            kept, reason = self._until_end(sequence, drawn)
-            sequence.read(step.widths[slot], len(drawn))
-            if kept:
-                index = sequence.num_output + len(sequence.output)
-                sequence.output.extend(sampled.token for sampled in kept)
-                draws.append(TokenDelta(sequence.owner, index, kept))
-            if reason is not None:
-                over.append((sequence, reason))
-            elif sequence.drained and sequence.slot is not None:
-                self.drain(sequence)  # more of a draft was accepted than was certain
-        self.out.draw(draws)
-        for sequence, reason in over:
-            num_output = sequence.num_output + len(sequence.output)
-            self.out.end(sequence.owner, reason, num_output, now_s)
-            self.end(sequence.owner, Signal.RELEASE, good=reason is not FinishReason.ERROR)
-
-    def _until_end(
-        self, sequence: DecodeSequence, drawn: tuple[Sampled, ...]
-    ) -> tuple[tuple[Sampled, ...], FinishReason | None]:
-        """The tokens that are the client's, and why it is over with them; None where it goes on."""
-        for count, sampled in enumerate(drawn, 1):
-            reason = end_of(sequence.request, sampled, len(sequence.output) + count)
-            if reason is not None:
-                return drawn[: count - sampled.broken], reason
-        return drawn, None
-
-    def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
-        if not sequence.stepped:
-            sequence.stepped = True
-            self.out.reach(sequence.owner, Mark.FIRST_STEP, now_s)
-
-    def step_failed(self, step_id: int, reason: str) -> None:
-        step = self.steps.pop(step_id)
-        self.slots.end_step(step.microbatch)
-        self.slots.retire_again(step.microbatch, step.retired)
-        for sequence in step.sequences.values():
-            if self.end(sequence.owner, Signal.ABORT):
-                self.out.abort(sequence.owner, reason)

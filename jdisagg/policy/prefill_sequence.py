@@ -8,7 +8,7 @@ from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import Attempt, Request, Sampled, WorkerId
 from jdisagg.core.reshard import PageGroup, pages_elsewhere
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.worker_config import TransferMode
+from jdisagg.core.worker_config import TransferMode, WorkerConfig
 from jdisagg.policy.handoff import Handoff
 from jdisagg.policy.parts import Piece
 from jdisagg.policy.planning import Order
@@ -52,3 +52,8 @@ class PrefillSequence:
         start, stop = pages_elsewhere(piece.start, piece.stop, len(self.request.prompt), page_size, self.group)
         pages = self.decode_pages[start:stop]
         return tuple(NULL_PAGE if start + at < self.cached_pages else page for at, page in enumerate(pages))
+
+
+def is_here(prompt: PrefillSequence, config: WorkerConfig) -> bool:
+    """Whether it decodes on this very worker, and so computes in its reservation's pages."""
+    return prompt.decode_worker == config.worker

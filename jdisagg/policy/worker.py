@@ -40,11 +40,13 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.fast_forward import next_rows, repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
+from jdisagg.policy.kv_arrivals import KVArrivals
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.prefill_side import PrefillSide
 from jdisagg.policy.scheduler import Scheduler
 from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.step_results import StepResults
 
 
 class Worker:
@@ -57,6 +59,7 @@ class Worker:
         self.shared = SharedPages(config, self.pool)
         self.out = Outbox()
         self.decode_side = DecodeSide(config, self.shared, self.out)
+        self.arrivals, self.results = KVArrivals(self.decode_side), StepResults(self.decode_side)
         self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side)
         self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, step_ids.__next__)
         self._told_view: View | None = None
@@ -74,7 +77,7 @@ class Worker:
             case StepDone():
                 self._step_done(event, now_s)
             case KVArrived():
-                self.decode_side.arrive(event, now_s)
+                self.arrivals.arrive(event, now_s)
             case Received(sender, message):
                 self._hear(sender, message, now_s)
                 return isinstance(message, Reserve)
@@ -83,7 +86,7 @@ class Worker:
             case EngineFailed():
                 self._engine_failed(event, now_s)
             case WiresTimed(costs):
-                self.prefill_side.wires.measured(costs)
+                self.prefill_side.shipping.wires.measured(costs)
             case RouterLost():
                 self._give_up_all()
                 return True
@@ -96,7 +99,7 @@ class Worker:
         of_rows, of_chunks = self.decode_side.steps, self.prefill_side.steps
         assert event.step_id in of_rows or event.step_id in of_chunks, f"step {event.step_id} is not under way"
         if event.step_id in of_rows:
-            self.decode_side.step_done(event, now_s)
+            self.results.done(event, now_s)
         if event.step_id in of_chunks:
             self.prefill_side.step_done(event, now_s)
 
@@ -107,13 +110,13 @@ class Worker:
             case StartPrefill():
                 self.prefill_side.start(message, now_s)
             case Commit():
-                self.decode_side.commit(message, sender, now_s)
+                self.arrivals.commit(message, sender, now_s)
             case Ack():
                 self.prefill_side.acknowledged(message)
             case Resend():
                 self.prefill_side.resend(message, sender, now_s)
             case Renew():
-                self.decode_side.renew(message, sender, now_s)
+                self.arrivals.renew(message, sender, now_s)
             case Abort():
                 self._aborted(message, sender)
             case AbortAck():
@@ -138,7 +141,7 @@ class Worker:
             case Timer.RENEW:
                 self.prefill_side.beat(owner, now_s)
             case Timer.PARTS:
-                self.decode_side.parts_late(owner, now_s)
+                self.arrivals.parts_late(owner, now_s)
             case _:
                 self._expire(owner, now_s)
 
@@ -160,7 +163,7 @@ class Worker:
 
     def _step_failed(self, step_id: int, reason: str) -> None:
         if step_id in self.decode_side.steps:
-            self.decode_side.step_failed(step_id, reason)
+            self.results.failed(step_id, reason)
         if step_id in self.prefill_side.steps:
             self.prefill_side.step_failed(step_id, reason)
 
@@ -182,7 +185,7 @@ class Worker:
     @property
     def repeatable_steps(self) -> int:
         """Steps whose ends are foreseen: each only gives its sequences a token, until another event comes."""
-        busy_with_prompts = self.prefill_side.waiting_tokens or self.prefill_side.steps
+        busy_with_prompts = self.prefill_side.waiting.tokens or self.prefill_side.steps
         return 0 if busy_with_prompts else repeatable_steps(self.decode_side)
 
     def next_repeated_rows(self) -> tuple[DecodeRows, ...]:
@@ -200,11 +203,11 @@ class Worker:
 
     def _snapshot(self) -> View:
         free_pages = self.decode_side.reservable_pages if self.config.role.decodes else self.shared.available
-        streaming = self.prefill_side.streaming
+        streaming = self.prefill_side.shipping.streaming
         return View(
             free_pages=free_pages,
             free_slots=max(0, self.decode_side.free_slots),
-            waiting_tokens=self.prefill_side.waiting_tokens,
+            waiting_tokens=self.prefill_side.waiting.tokens,
             running=self.decode_side.slots.num_taken,
             stream_tokens=0 if streaming is None else streaming.stream_tokens,
         )

@@ -84,5 +84,5 @@ def test_a_part_that_is_asked_for_again_comes_raw():
 def test_a_worker_takes_the_figures():
     actor = Worker(prefill(Compress.AUTO))
     actor.handle(WiresTimed(COSTS), 0.0)
-    assert actor.prefill_side.wires.costs == COSTS
-    assert "raw 0.01 ms, int8 0.05 ms" in actor.prefill_side.wires.describe()
+    assert actor.prefill_side.shipping.wires.costs == COSTS
+    assert "raw 0.01 ms, int8 0.05 ms" in actor.prefill_side.shipping.wires.describe()

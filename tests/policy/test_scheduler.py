@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from tests.policy.bench import Bench
 from tests.sim.cases import check_outputs, colocated, definition, pair, request, run_all, stopping, worker
@@ -70,6 +71,7 @@ def test_a_prompt_is_cut_at_the_same_tokens_in_any_company():
 def test_a_row_that_may_draw_a_draft_gets_pages_for_all_of_it_and_tells_what_was_accepted():
     world, each = World(pair(draft_tokens=3, reserve_tokens=1)), request("a", max_tokens=30)
     run_all(world, [each])
+    assert world.workers[WorkerId("decode-0")].decode_side.free_slots == 4 + 2
     rows = [effect.plan.decode for _, _, effect in world.effects if runs_decode(effect)]
     assert {width for row in rows for width in row.widths} == {1, 4} and len(rows) < 29
 
@@ -125,3 +127,5 @@ def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails
         world.submit(each, each.arrival_s)
     world.run()
     check_outputs(world, asked)
+    for each in world.workers.values():
+        assert each.decode_side.free_slots == each.config.num_slots + each.config.reservations_ahead

@@ -506,9 +506,9 @@ def test_a_worker_that_learns_says_from_where_on_it_streams():
         bench.now_s += 1e-3
         bench.read()
     bench.says(Ack(A1, wire_s=2.0), OTHER)
-    learnt = bench.worker.prefill_side.streaming
+    learnt = bench.worker.prefill_side.shipping.streaming
     assert 0 < bench.said(View)[-1].stream_tokens != told and learnt is not None and "ms" in learnt.describe()
-    assert not prefilling(transfer=TransferMode.CHUNK).worker.prefill_side.streaming
+    assert not prefilling(transfer=TransferMode.CHUNK).worker.prefill_side.shipping.streaming
 
 
 def test_a_part_asked_for_again_is_the_same_pages_again():
@@ -641,7 +641,7 @@ def test_a_cancelled_prompt_returns_every_page(reads):
     bench.abort("long")
     assert bench.free_pages == 64
     bench.read_all()
-    assert bench.worker.idle and not bench.worker.prefill_side.waiting_tokens
+    assert bench.worker.idle and not bench.worker.prefill_side.waiting.tokens
 
 
 def test_a_prompt_said_twice_is_computed_once():
