@@ -17,7 +17,8 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.engine.executor import Executor
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome, RemoteWorkers
+from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome
+from jdisagg.serve.executors import RemoteWorkers
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.records import DebugState
 from jdisagg.serve.service import Capacity, Draining, Rejected, Update

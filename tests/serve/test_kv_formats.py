@@ -38,7 +38,7 @@ def events(llm, kind: type) -> list:
 
 
 def error_monitor_of(llm) -> ErrorMonitor:
-    (machine,) = [each for name, each in llm.service.driver._machines.items() if name.startswith("prefill")]
+    (machine,) = [each for name, each in llm.service.driver.executors.by_worker.items() if name.startswith("prefill")]
     return machine.error_monitor
 
 

@@ -29,7 +29,8 @@ from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.bodies import read_shift_s, read_status, read_word
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
-from jdisagg.serve.driver import LiveDriver, Readers
+from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.readers import Readers
 from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
 from jdisagg.serve.transfer_stats import TransferStats, transfer_stats_of
 
