@@ -105,7 +105,7 @@ def serve(talk: Told, name: str, *, wire_s: float) -> str:
         talk.now_s += part_s
         row.mark(mark, talk.now_s)
     row.output.append(5)
-    talk.router._finish(row, FinishReason.LENGTH, "", talk.now_s)
+    talk.router.requests.finish(row, FinishReason.LENGTH, "", talk.now_s)
     return pair[0]
 
 
