@@ -29,7 +29,7 @@ SMALL = (
     "--prefill_buckets=64",
     "--page_size=16",
     "--log_level=info",
-    "--drain_s=5",
+    "--drain_s=30",
 )
 PATIENCE_S = 240.0  # the machine may be busy
 STEADY_S = 2.0  # longer than a status report takes
