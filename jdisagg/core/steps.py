@@ -120,6 +120,11 @@ class StepPlan:
         return "prefill" if self.decode is None else f"decode-{self.decode.microbatch}"
 
     @property
+    def num_rows(self) -> int:
+        """Decode rows and chunk tokens together."""
+        return (len(self.decode.active) if self.decode else 0) + (self.prefill.num_tokens if self.prefill else 0)
+
+    @property
     def mixed(self) -> bool:
         return self.decode is not None and self.prefill is not None
 

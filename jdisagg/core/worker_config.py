@@ -127,7 +127,8 @@ class WorkerConfig:
     @property
     def step_tokens(self) -> int:
         """The most that one step holds: rows and chunk tokens together where they are mixed."""
-        return self.prefill_buckets[-1] + (self.slots_per_microbatch if self.mixed_steps else 0)
+        chunk, rows = self.prefill_buckets[-1], self.slots_per_microbatch
+        return chunk + rows if self.mixed_steps else max(chunk, rows)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -63,7 +63,7 @@ class EarlyAdmission:
 
     @property
     def under_way(self) -> list[int]:
-        """Microbatches whose turn may wait at a gate: they take no other."""
+        """Microbatches whose step may wait at a gate: they take no other."""
         return [microbatch for microbatch, sequence in self.seated.items() if sequence.on_device]
 
     # ------------------------------------------------------------ ends

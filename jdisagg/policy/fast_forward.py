@@ -23,7 +23,7 @@ from jdisagg.policy.decode_side import DecodeSide
 def repeatable_steps(decode_side: DecodeSide) -> int:
     """Steps that end quietly from now on, whatever their tokens, for as long as nothing else happens to the worker.
 
-    0 unless the turns in flight are what they will go on to be: as many of each busy microbatch as may be, in strict
+    0 unless the steps in flight are what they will go on to be: as many of each busy microbatch as may be, in strict
     rounds, of all its sequences.
     """
     slots, flight = decode_side.slots, tuple(decode_side.steps.values())

@@ -70,7 +70,9 @@ class Scheduler:
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
             self.steps_since_chunk = 0
-        self.out.put(RunStep(StepPlan(step_id, rows, chunks), ships))
+        plan = StepPlan(step_id, rows, chunks)
+        assert plan.num_rows <= self.config.step_tokens, f"{plan.num_rows} rows are over the budget of a step"
+        self.out.put(RunStep(plan, ships))
         if rows is not None:
             self._book(step_id, rows)
             self.steps_since_chunk += 1
@@ -109,7 +111,7 @@ class Scheduler:
             table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
             admit=tuple(admission(slot, sequence) for slot, sequence in active if not sequence.on_device),
             grants=tuple(grants),
-            retire=self.slots.begin_turn(microbatch),
+            retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),
             widths=tuple(self._width(sequence) for _, sequence in active) if self.config.draft_tokens else (),
         )

@@ -1,4 +1,4 @@
-"""Which sequence sits in which decode slot, which slots the device must be told to retire, and turns in flight."""
+"""Which sequence sits in which decode slot, which slots the device must be told to retire, and steps in flight."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Slots(Generic[T]):
         wait for them.
 
         They go round: no microbatch takes two steps while another's are in flight. A stage runs steps in the order of
-        their dispatch, and the second of two turns in a row waits for the first to pass through all stages; whatever
-        is behind it waits as well, though it could run (two stages then work two turns in three).
+        their dispatch, and the second of two steps in a row waits for the first to pass through all stages; whatever
+        is behind it waits as well, though it could run (two stages then work two steps in three).
         """
         waiting_for = [m for m in self._order if self._taken[m] and self.in_flight[m] and m not in held]
         first = waiting_for[0] if waiting_for else None
@@ -78,7 +78,7 @@ class Slots(Generic[T]):
         able = [m for m in self._order if self._taken[m] and self.in_flight[m] < self.steps_in_flight and m not in held]
         return [m for m in able if first is None or at[m] <= at[first] or not self.in_flight[m]]
 
-    def begin_turn(self, microbatch: int) -> tuple[int, ...]:
+    def begin_step(self, microbatch: int) -> tuple[int, ...]:
         """Books a step; returns the slots that it retires."""
         self._order.remove(microbatch)
         self._order.append(microbatch)
@@ -97,7 +97,7 @@ class Slots(Generic[T]):
         self._order = [microbatch for microbatch in self._order if microbatch not in latest] + latest
 
     def end_step(self, microbatch: int) -> None:
-        assert self.in_flight[microbatch] > 0, f"microbatch {microbatch} has no turn in flight"
+        assert self.in_flight[microbatch] > 0, f"microbatch {microbatch} has no step in flight"
         self.in_flight[microbatch] -= 1
 
     def retire_again(self, microbatch: int, slots: tuple[int, ...]) -> None:

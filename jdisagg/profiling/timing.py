@@ -134,7 +134,7 @@ class DecodeFixture:
         return time.perf_counter() - began_s
 
     def period(self, steps: int = TURNS) -> float:
-        """Seconds from turn to step of one microbatch, `steps_in_flight` of each dispatched before the first is
+        """Seconds from step to step of one microbatch, `steps_in_flight` of each dispatched before the first is
         read.
         """
         ahead = self.config.steps_in_flight * len(self.microbatches)
@@ -162,7 +162,7 @@ def decode_fixture(machine: MeshExecutor, batch: int, context: int, microbatches
 
 
 def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> float:
-    """From turn to step, of that many microbatches at once."""
+    """From step to step, of that many microbatches at once."""
     with decode_fixture(machine, batch, context, microbatches) as fixture:
         return fixture.period()
 

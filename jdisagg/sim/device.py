@@ -59,7 +59,7 @@ class Pipeline:
 
 
 class Device:
-    """A pipeline, the turns in flight on it, and the KV of its slots."""
+    """A pipeline, the steps in flight on it, and the KV of its slots."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.pipeline = Pipeline(config.num_microbatches)

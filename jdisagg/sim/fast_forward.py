@@ -1,6 +1,6 @@
 """Steps that are certain to repeat, run ahead of the clock: when each ends, so that one event can stand for many.
 
-A worker says how many of its turns end quietly; here follows when, exactly as step by step. Whatever comes in between
+A worker says how many of its steps end quietly; here follows when, exactly as step by step. Whatever comes in between
 takes the steps that have ended by then, and the rest of what was foreseen stands where the worker still says so.
 """
 
@@ -33,7 +33,7 @@ class FastForward:
         self._seconds = [
             _seconds(device, cost, plan, len(range(place, steps, len(round_of)))) for place, plan in enumerate(round_of)
         ]
-        self.done_s = [each.done_s for each in device.flight]  # of the turns in flight, and then of one for each end
+        self.done_s = [each.done_s for each in device.flight]  # of the steps in flight, and then of one for each end
         self.done_s += self._one_stage() if len(device.pipeline.free_s) == 1 else self._stages()
 
     def stands(self, repeatable_steps: int) -> bool:

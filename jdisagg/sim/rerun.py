@@ -69,10 +69,6 @@ class Measured:
     def end_s(self) -> float:
         return self.entries[-1].at_s if self.entries else 0.0
 
-    @property
-    def num_effects(self) -> int:
-        return sum(len(entry.effects) for entry in self.entries)
-
 
 def between(began_s: float, ended_s: float) -> float:
     """Seconds that lead from the one instant to the other exactly: began_s + between == ended_s, to the last bit."""

@@ -54,6 +54,18 @@ def test_an_outline_lists_every_program_of_a_warm_pair_and_no_other():
     assert len(seen) == before, "a program that was compiled is not in the outline"
 
 
+def test_an_outline_lists_every_program_of_a_warm_executor_that_mixes():
+    machine = stacks.open_machine(Role.COLOCATED, stacks.HALVES, jax.devices()[:2], pp=2, mixed_steps=True)
+    machine.warm()
+    outline = outline_like(machine)
+    real, before = {id(ours): theirs for ours, theirs in twins(machine, outline)}, machine.num_compiled
+    tasks = outline.tasks()
+    assert [task.stage for task in tasks if task.kind == "mixed"] == [0, 1]
+    for task in tasks:
+        jax.block_until_ready(real[id(task.program)](*jax.tree.map(zeros, task.arguments)))
+        assert machine.num_compiled == before, f"{task.kind} of {task.size} has other shapes"
+
+
 # Two stages of two layers: one has the embedding, the other the head.
 DECODE = [
     ("v5e:2x2", "8B", 1),

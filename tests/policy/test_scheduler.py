@@ -44,7 +44,7 @@ def test_a_step_never_holds_more_than_its_budget():
     run_all(world, [request(f"r{i}", 5 + 3 * i, max_tokens=30, arrival_s=0.002 * i) for i in range(9)])
     held = [
         (len(run.plan.decode.active) if run.plan.decode else 0)
-        + (run.plan.prefill.num_tokens if run.plan.prefill else 0)
+        + sum(len(chunk.tokens) for chunk in (run.plan.prefill.chunks if run.plan.prefill else ()))
         for run in steps_of(world)
     ]
     assert sizes.step_tokens == 8 + 4 and max(held) <= sizes.step_tokens and max(held) > 8

@@ -32,7 +32,7 @@ def test_microbatches_take_steps_so_that_every_stage_has_work():
     order = []
     for _ in range(6):
         order.append(slots.due()[0])
-        slots.begin_turn(order[-1])
+        slots.begin_step(order[-1])
     assert order == [0, 1, 2, 0, 1, 2] and slots.due() == []
     slots.end_step(0)
     assert slots.due() == [0]
@@ -44,12 +44,12 @@ def test_two_steps_of_a_microbatch_never_stand_before_another_that_could_run():
     seat_all(slots, "a")
     for _ in range(2):  # alone, it runs ahead of itself
         order += slots.due()[:1]
-        slots.begin_turn(0)
+        slots.begin_step(0)
     seat_all(slots, "b")
     for step in range(6):
         while due := slots.due():
             order.append(due[0])
-            slots.begin_turn(due[0])
+            slots.begin_step(due[0])
         slots.end_step(order[step])  # results come in the order of their dispatch
     assert order[:2] == [0, 0] and all(one != other for one, other in pairwise(order[2:])), order
 
@@ -57,8 +57,8 @@ def test_two_steps_of_a_microbatch_never_stand_before_another_that_could_run():
 def test_a_microbatch_that_cannot_take_its_step_holds_the_others_up_only_while_its_last_is_in_flight():
     slots = slots_of()
     seat_all(slots, "a", "b")
-    slots.begin_turn(0)
-    slots.begin_turn(1)
+    slots.begin_step(0)
+    slots.begin_step(1)
     assert slots.due() == [0], "and its worker finds that it has no page for it"
     slots.end_step(0)
     assert slots.due() == [0, 1]
@@ -69,17 +69,17 @@ def test_a_cleared_slot_is_retired_by_the_next_step_of_its_microbatch_once():
     seat_all(slots, "a", "b", "c")
     slots.clear(0, on_device=True)
     slots.clear(2, on_device=False)
-    assert slots.begin_turn(1) == ()
-    assert slots.begin_turn(0) == (0,)
-    assert slots.begin_turn(0) == ()
+    assert slots.begin_step(1) == ()
+    assert slots.begin_step(0) == (0,)
+    assert slots.begin_step(0) == ()
 
 
 def test_a_retirement_that_failed_comes_again():
     slots = slots_of()
     seat_all(slots, "a")
     slots.clear(0, on_device=True)
-    slots.retire_again(0, slots.begin_turn(0))
-    assert slots.begin_turn(0) == (0,)
+    slots.retire_again(0, slots.begin_step(0))
+    assert slots.begin_step(0) == (0,)
 
 
 def test_a_slot_is_cleared_once():

@@ -68,3 +68,17 @@ def test_sharing_is_warned_of_and_its_absence_is_not(caplog):
         "prefill-0 and decode-0 share device 0",
         "prefill-1 and decode-0 share device 1",
     ]
+
+
+def test_the_budget_of_a_mixed_step_is_met_by_chunks_of_whole_pages_and_a_row_for_every_slot():
+    (both,) = resolved("colocated:tp1", max_num_batched_tokens=128, max_num_seqs=8, page_size=16).workers
+    assert both.mixed_steps and both.prefill_buckets[-1] == 112 and both.step_tokens == 120
+    (apart,) = resolved("colocated:tp1", max_num_batched_tokens=128, max_num_seqs=8, mixed_steps="off").workers
+    assert not apart.mixed_steps and apart.prefill_buckets[-1] == 128
+    pools = resolved("prefill:tp1,decode:tp1", max_num_batched_tokens=128, max_num_seqs=8).workers
+    assert not any(each.mixed_steps for each in pools) and pools[0].prefill_buckets[-1] == 128
+
+
+def test_a_budget_that_holds_every_row_and_no_page_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"=20 holds 8 decode rows and no page of 16 .* raise it to 24 or more"):
+        resolved("colocated:tp1", max_num_batched_tokens=20, max_num_seqs=8, page_size=16)
