@@ -77,6 +77,15 @@ def test_who_joins_a_step_and_the_host_are_paid_for():
     assert with_host.decode_s(joined, 4) == pytest.approx(step_s(1, 4) + 2e-3 + 5e-4)
 
 
+@pytest.mark.parametrize(("batch", "context"), [(1, 20), (4, 64), (8, 200)])
+def test_a_mixed_step_pays_its_chunk_a_row_for_each_sequence_and_the_kv_that_these_read(batch, context):
+    both = cost("colocated:2xtp1", "colocated-0")
+    plan, rows = chunks((0, 8)), step(batch)
+    read_s = both.decode_s(rows, batch * context) - both.decode_s(rows, 0)
+    expected = both.prefill_s(plan) * (1 + batch / 8) + read_s
+    assert both.mixed_s(plan, rows, batch * context) == pytest.approx(expected) and read_s > 0
+
+
 def test_nothing_is_faster_than_the_least_that_was_timed_and_nothing_falls_beyond_the_table():
     noisy = Surface([(1, 10, 5.0), (1, 20, 4.0), (2, 10, 3.0), (2, 20, 6.0)])
     assert noisy.at(1, 1000) == 4.0
