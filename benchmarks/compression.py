@@ -28,10 +28,9 @@ from jdisagg import devices
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
-from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks, StepPlan
+from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import RAW
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
-from jdisagg.engine.warmup import idle_rows, layers_of
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.build import load_executors
@@ -130,7 +129,9 @@ class Stage:
             state[0, :slots] = [text[position] for text in self.texts]
             state[1, :slots], state[3, :slots] = position, 1
             batch.state = jax.device_put(state, decoder.device)
-            logits = layers_of(self.destination.runner, idle_rows(self.destination.config.table_buckets[-1]), None)
+            logits = self.destination.runner.activations(
+                DecodeRows(0, (), self.destination.config.table_buckets[-1]), None
+            )
             logits = np.asarray(logits)[:slots].astype(np.float64)
             top = logits.max(axis=-1, keepdims=True)
             yield logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))

@@ -29,8 +29,9 @@ from jdisagg import aot_report, config, flags
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
-from jdisagg.engine.abstract_programs import AbstractPrograms, Task, shipments
 from jdisagg.engine.compile_check import check, memory_of
+from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.engine.programs import ProgramTable, abstract_table
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve.deployment import Deployment, NoRoom, resolve_deployment
 
@@ -79,14 +80,14 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
         raise ConfigError(
             f"the mesh {deployment.mesh} needs {deployment.mesh.num_devices} devices, {target} has {target.num_devices}"
         )
-    outlines = outlines_of(deployment, target)
+    tables = tables_of(deployment, target)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     aot_report.show_deployment(console, deployment, target, memory_bytes)
-    checked = compile_all(outlines, values.all_programs)
+    checked = compile_all(tables, values.all_programs)
     memory = [
         stage
-        for outline in outlines
-        for stage in memory_of(outline, [each for each in checked if each.worker == outline.config.worker])
+        for table in tables
+        for stage in memory_of(table, [each for each in checked if each.worker == table.config.worker])
     ]
     context = min(values.context_tokens, deployment.max_model_len)
     report = aot_report.Report(deployment, target, memory_bytes, context, checked, memory)
@@ -106,12 +107,12 @@ def usable_bytes(target: Target) -> int:
         raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
 
 
-def outlines_of(deployment: Deployment, target: Target) -> list[AbstractPrograms]:
+def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:
     """One for each pool of equal workers: the first of each speaks for the others."""
     devices = devices_of(target)
     first = {config.role: config for config in reversed(deployment.workers)}
     return [
-        AbstractPrograms(
+        abstract_table(
             config,
             deployment.model,
             deployment.layout(config.role),
@@ -124,12 +125,12 @@ def outlines_of(deployment: Deployment, target: Target) -> list[AbstractPrograms
     ]
 
 
-def compile_all(outlines: Sequence[AbstractPrograms], every: bool) -> list:
-    tasks = [(outline.config.worker, task) for outline in outlines for task in outline.tasks()]
-    if len(outlines) == 2:
-        prefill, decode = sorted(outlines, key=lambda outline: outline.config.role.decodes)
-        for task in shipments(prefill, decode):
-            tasks.append(((prefill if task.kind == "pack" else decode).config.worker, task))
+def compile_all(tables: Sequence[ProgramTable], every: bool) -> list:
+    declared = [(table.config.worker, each) for table in tables for each in table.steps()]
+    if len(tables) == 2:
+        prefill, decode = sorted(tables, key=lambda table: table.config.role.decodes)
+        declared += [(prefill.config.worker, each) for each in prefill.departures(decode.shapes)]
+        declared += [(decode.config.worker, each) for each in decode.arrivals(prefill.shapes)]
     bar = Progress(
         TextColumn("[bold]compile[/] "),
         BarColumn(),
@@ -142,10 +143,10 @@ def compile_all(outlines: Sequence[AbstractPrograms], every: bool) -> list:
     with bar:
         line = bar.add_task("", total=None)
 
-        def told(task: Task, done: int, total: int) -> None:
-            bar.update(line, description=aot_report.label(task), completed=done, total=total)
+        def told(each: DeclaredProgram, done: int, total: int) -> None:
+            bar.update(line, description=each.label, completed=done, total=total)
 
-        return check(tasks, every, told)
+        return check(declared, every, told)
 
 
 def write_json(path: Path, report: aot_report.Report) -> None:

@@ -16,7 +16,6 @@ from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.roofline import Shard, Work
 from jdisagg.core.targets import GIB, Target
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.abstract_programs import Task
 from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
 from jdisagg.serve.deployment import Deployment
@@ -42,13 +41,13 @@ class Report:
 
     def work(self, each: Checked) -> Work | None:
         """Of one device; None for programs whose floor says nothing."""
-        shard, config = self.shard(self.deployment.place(each.worker), each.task.stage), self._config(each.worker)
-        if each.task.kind == "decode":
-            width = each.task.size * config.page_size
+        shard, config = self.shard(self.deployment.place(each.worker), each.declared.stage), self._config(each.worker)
+        if each.declared.kind == "decode":
+            width = each.declared.size * config.page_size
             return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
-        if each.task.kind == "prefill":
-            return shard.prefill(each.task.size)
-        return shard.head(config.max_chunk_seqs) if each.task.kind == "head" else None
+        if each.declared.kind == "prefill":
+            return shard.prefill(each.declared.size)
+        return shard.head(config.max_chunk_seqs) if each.declared.kind == "head" else None
 
     def limit_bytes(self, stage: StageMemory) -> int:
         """Of one device, where workers share it: this one's part."""
@@ -57,7 +56,7 @@ class Report:
 
     @cached_property
     def faults(self) -> list[str]:
-        found = [f"{each.worker} {label(each.task)}: {why}" for each in self.checked for why in each.complaints]
+        found = [f"{each.worker} {each.declared.label}: {why}" for each in self.checked for why in each.complaints]
         for stage in self.memory:
             over = stage.total_bytes - self.limit_bytes(stage)
             if over > 0:
@@ -71,11 +70,11 @@ class Report:
         """One line a worker: the floor of its whole step, and what that allows."""
         lines = []
         for config in self.first_workers():
-            tasks = [each for each in self.checked if each.worker == config.worker]
+            checked = [each for each in self.checked if each.worker == config.worker]
             if config.role.prefills:
-                lines.append(self._prefill_line(config, tasks))
+                lines.append(self._prefill_line(config, checked))
             if config.role.decodes:
-                lines.append(self._decode_line(config, tasks))
+                lines.append(self._decode_line(config, checked))
         return lines
 
     def first_workers(self) -> list[WorkerConfig]:
@@ -85,21 +84,21 @@ class Report:
     def _config(self, worker: str) -> WorkerConfig:
         return next(config for config in self.deployment.workers if config.worker == worker)
 
-    def _floors(self, tasks: list[Checked], kind: str, size: int) -> list[float]:
-        works = [self.work(each) for each in tasks if each.task.kind == kind and each.task.size == size]
+    def _floors(self, checked: list[Checked], kind: str, size: int) -> list[float]:
+        works = [self.work(each) for each in checked if each.declared.kind == kind and each.declared.size == size]
         return [work.floor_s(self.target.chip) for work in works if work is not None]
 
-    def _prefill_line(self, config: WorkerConfig, tasks: list[Checked]) -> str:
+    def _prefill_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
         tokens = config.prefill_buckets[-1]
-        floor_s = sum(self._floors(tasks, "prefill", tokens) + self._floors(tasks, "head", tokens))
+        floor_s = sum(self._floors(checked, "prefill", tokens) + self._floors(checked, "head", tokens))
         return (
             f"{config.worker}: a prompt of {tokens:,} tokens takes at least {floor_s * 1e3:.2f} ms,"
             f" so at most {tokens / floor_s:,.0f} tokens/s"
         )
 
-    def _decode_line(self, config: WorkerConfig, tasks: list[Checked]) -> str:
+    def _decode_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
         widest = config.table_buckets[-1]
-        floors = self._floors(tasks, "decode", widest)
+        floors = self._floors(checked, "decode", widest)
         context, slots = min(self.context_tokens, widest * config.page_size), config.slots_per_microbatch
         gap_s = max(sum(floors), config.num_microbatches * max(floors))
         return (
@@ -112,13 +111,13 @@ class Report:
         programs = [
             {
                 "worker": each.worker,
-                "kind": each.task.kind,
-                "stage": each.task.stage,
-                "size": each.task.size,
+                "kind": each.declared.kind,
+                "stage": each.declared.stage,
+                "size": each.declared.size,
                 "exact": each.alike,
                 **asdict(each.facts),
-                "expected_collectives": each.task.collectives,
-                "donated_bytes": each.task.donated_bytes,
+                "expected_collectives": each.declared.collectives,
+                "donated_bytes": each.declared.donated_bytes,
                 "floor_s": None if (work := self.work(each)) is None else work.floor_s(self.target.chip),
                 "complaints": each.complaints,
             }
@@ -140,11 +139,6 @@ class Report:
             "faults": self.faults,
         }
         return json.dumps(found, indent=1)
-
-
-def label(task: Task) -> str:
-    units = {"prefill": "tokens", "head": "tokens", "score": "tokens", "decode": "pages", "draw": "rows"}
-    return f"{task.kind} of {task.size} {units.get(task.kind.split()[0], 'pages')}, stage {task.stage}"
 
 
 def show_deployment(console: Console, deployment: Deployment, target: Target, memory_bytes: int) -> None:
@@ -186,7 +180,7 @@ def _programs(report: Report, checked: list[Checked]) -> Table:
     for column in (*table.columns[2:5], table.columns[6]):
         column.justify = "right"
     shown = [each for each in checked if each.alike or report.work(each)]
-    for _, group in groupby(shown, lambda each: SECTIONS.get(each.task.kind.split()[0], "rest")):
+    for _, group in groupby(shown, lambda each: SECTIONS.get(each.declared.kind.split()[0], "rest")):
         for each in group:
             table.add_row(*_row(report, each))
         table.add_section()
@@ -196,16 +190,16 @@ def _programs(report: Report, checked: list[Checked]) -> Table:
 def _row(report: Report, each: Checked) -> tuple[str, ...]:
     facts, work = each.facts, report.work(each)
     floor = ("", "") if work is None else _floor(work, report)
-    name = label(each.task).rpartition(",")[0]
+    name = each.declared.label.rpartition(",")[0]
     if facts.why:
-        return name, str(each.task.stage), "[red]no[/]", "", "", "", *floor
+        return name, str(each.declared.stage), "[red]no[/]", "", "", "", *floor
     if not each.alike:
-        return name, str(each.task.stage), "=", "", "", "", *floor
+        return name, str(each.declared.stage), "=", "", "", "", *floor
     across = ", ".join(f"{number} {kind}" for kind, number in sorted(facts.collectives.items())) or "none"
     mark = "[red]![/]" if each.complaints else ""
-    in_place = f"{facts.aliased_bytes / GIB:.2f}" if each.task.donated_bytes else ""
+    in_place = f"{facts.aliased_bytes / GIB:.2f}" if each.declared.donated_bytes else ""
     numbers = f"{facts.compile_s:.1f} s", f"{facts.temp_bytes / MIB:,.1f}", in_place
-    return name, str(each.task.stage), *numbers, mark + across, *floor
+    return name, str(each.declared.stage), *numbers, mark + across, *floor
 
 
 def _floor(work: Work, report: Report) -> tuple[str, str]:

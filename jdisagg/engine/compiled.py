@@ -1,4 +1,4 @@
-"""What the compiler makes of a task: how long it took, the bytes of one device, and what crosses between devices."""
+"""What the compiler makes of a program: how long it took, the bytes of one device, and what crosses between devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.errors import JaxRuntimeError
 
-from jdisagg.engine.abstract_programs import Task
+from jdisagg.engine.declaration import DeclaredProgram
 
 MIB = 1 << 20
 TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied
@@ -32,12 +32,12 @@ class Facts:
     why: str = ""
 
 
-def compile_task(task: Task) -> Facts:
-    """Compiles the task to the end for the chip of its submesh; nothing runs. A refusal is a result, not an error."""
+def compile_declared(declared: DeclaredProgram) -> Facts:
+    """Compiles it to the end for the chip of its submesh; nothing runs. A refusal is a result, not an error."""
     start_s = time.monotonic()
     try:
-        with jax.sharding.set_mesh(task.submesh.mesh):
-            compiled = task.program.lower(*task.arguments).compile()
+        with jax.sharding.set_mesh(declared.submesh.mesh):
+            compiled = declared.program.lower(*declared.arguments).compile()
     except Exception as error:  # tracing, Mosaic, Triton and XLA each raise their own kinds
         return Facts(time.monotonic() - start_s, why=_first_line(error))
     seconds, memory = time.monotonic() - start_s, compiled.memory_analysis()
@@ -53,17 +53,17 @@ def compile_task(task: Task) -> Facts:
     )
 
 
-def complaints(task: Task, facts: Facts) -> list[str]:
+def complaints(declared: DeclaredProgram, facts: Facts) -> list[str]:
     """What is wrong with a program that should be sound on every target; empty where nothing is."""
     if facts.why:
         return [facts.why]
     found = []
-    if facts.aliased_bytes < task.donated_bytes:
-        found.append(f"{facts.aliased_bytes:,} of {task.donated_bytes:,} donated bytes are updated in place")
-    if facts.temp_bytes > TEMP_LIMIT_BYTES + task.batch_bytes:
+    if facts.aliased_bytes < declared.donated_bytes:
+        found.append(f"{facts.aliased_bytes:,} of {declared.donated_bytes:,} donated bytes are updated in place")
+    if facts.temp_bytes > TEMP_LIMIT_BYTES + declared.batch_bytes:
         found.append(f"{facts.temp_bytes / MIB:,.0f} MiB of temporaries: a pool or a matrix is copied")
-    if facts.collectives != task.collectives:
-        found.append(f"collectives are {facts.collectives or 'none'}, expected {task.collectives or 'none'}")
+    if facts.collectives != declared.collectives:
+        found.append(f"collectives are {facts.collectives or 'none'}, expected {declared.collectives or 'none'}")
     return found
 
 

@@ -7,10 +7,10 @@ else is the same code (`layer_group.py`, `prefill.py`, `decode.py`, and `jdisagg
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,27 +22,26 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
 from jdisagg.core.steps import KVTransfer, StepPlan
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.layer_group import LayerGroup
+from jdisagg.engine.programs import ProgramTable, submeshes_of, transfer_programs_of
 from jdisagg.engine.runner import Runner
-from jdisagg.engine.warmup import Job, Progress, ship_jobs, step_jobs
+from jdisagg.engine.warmup import Progress, run_null
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import (
     LandedKV,
     PackedKV,
-    TransferPrograms,
     check_landed,
     insert_landed,
     null_lists,
     pack_pages,
-    send,
-    shapes_of,
     ship_pages,
 )
 from jdisagg.model.sources import Source
-from jdisagg.parallel.submesh import Device, Program, Submesh
+from jdisagg.parallel.submesh import Device
 
 TIMINGS = 3  # of one pack; the least counts
 
@@ -99,12 +98,12 @@ class MeshExecutor:
             LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype)
             for run, submesh in zip(layers, submeshes, strict=True)
         ]
-        self.transfer_programs = {
-            submesh: TransferPrograms(submesh, config.digests, config.error_bound) for submesh in submeshes
-        }
+        self.transfer_programs = transfer_programs_of(config, submeshes)
         self.error_monitor = ErrorMonitor(config.error_bound)
         self.runner = Runner(self.layer_groups, config, model.vocab_size)
-        self._compiled_when_warm: int | None = None
+        owners = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
+        self.table = ProgramTable(config, model, layout, dtype, *owners)
+        self.warmed: dict[Any, DeclaredProgram] = {}  # by key
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         return self.runner.run(plan, group_done)
@@ -113,8 +112,9 @@ class MeshExecutor:
         self.runner.gates.open(attempt)
 
     def ship(self, transfer: KVTransfer, destination: MeshExecutor) -> MeshShipment:
-        packed = self.pack(transfer, shapes_of(destination.pages))
-        landed = [send(each, destination.pages[each.stage].submesh) for each in packed]
+        pages = transfer.source_pages, transfer.destination_pages
+        how = transfer.layers, transfer.wire, self.error_monitor
+        landed, packed = ship_pages(self.pages, self.transfer_programs, destination.pages, *pages, *how)
         return MeshShipment(transfer, landed, packed)
 
     def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[PackedKV]:
@@ -142,34 +142,23 @@ class MeshExecutor:
         self,
         progress: Progress = lambda label, done, total: None,
         peers: Sequence[MeshExecutor] = (),
-        more: Sequence[Job] = (),
+        more: Sequence[DeclaredProgram] = (),
     ) -> None:
-        """Compiles every declared program by running it on null pages and idle slots, and `more` jobs like these.
+        """Compiles every declared program by running it on null pages and idle slots, and `more` of its table.
 
         `peers` are the executors this one ships to (their inserts are compiled too). `progress(label, done, total)` is
-        called before each program and once after the last, with done == total.
+        called before each program and once after the last, with done == total. What is warm already is not run again.
         """
-        jobs = [*self._warm_jobs(peers), *more]
-        for done, (label, job) in enumerate(jobs):
-            progress(label, done, len(jobs))
-            jax.block_until_ready(job())
-        progress("ready", len(jobs), len(jobs))
-        for executor in (self, *peers):
-            executor._compiled_when_warm = executor.num_compiled
-
-    def _warm_jobs(self, peers: Sequence[MeshExecutor]) -> list[Job]:
-        jobs = step_jobs(self.runner)
-        for peer, wire in product(peers, self.config.wires):
-            sizes = self.group_to(peer.config).buckets()
-            jobs += ship_jobs(partial(self._ship_null, peer, wire), f"{peer.config.worker} {wire}", sizes)
-        return jobs
-
-    def _ship_null(self, peer: MeshExecutor, wire: str, groups: int) -> list:
-        nulls = null_lists(self.group_to(peer.config), groups)
-        landed, _ = ship_pages(self.pages, self.transfer_programs, peer.pages, *nulls, wire=wire)
-        jax.block_until_ready(check_landed(peer.pages, peer.transfer_programs, landed))
-        insert_landed(peer.pages, peer.transfer_programs, landed)
-        return [stage.pools for stage in peer.pages]
+        declared = [(self, each) for each in [*self.table.steps(), *more]]
+        for peer in peers:
+            declared += [(self, each) for each in self.table.departures(peer.table.shapes)]
+            declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]
+        cold = {each.key: (machine, each) for machine, each in declared if each.key not in machine.warmed}
+        for done, (key, (machine, each)) in enumerate(cold.items()):
+            progress(each.label if machine is self else f"{machine.config.worker} {each.label}", done, len(cold))
+            jax.block_until_ready(run_null(machine.layer_groups[each.stage], each))
+            machine.warmed[key] = each
+        progress("ready", len(cold), len(cold))
 
     def group_to(self, peer: WorkerConfig) -> PageGroup:
         return group_pages(self.config.page_size, peer.page_size)
@@ -191,17 +180,13 @@ class MeshExecutor:
         return tuple(costs)
 
     def recompiles(self) -> int:
-        """Programs compiled since `warm`; stays 0 unless a shape was left undeclared."""
-        return self.num_compiled - (self._compiled_when_warm or 0)
-
-    @property
-    def programs(self) -> list[Program]:
-        owners = [*self.layer_groups, *self.transfer_programs.values(), self.runner.prefiller, self.runner.decoder]
-        return [program for owner in owners if owner is not None for program in owner.programs]
+        """Programs that were compiled and not by `warm`; stays 0 unless a shape or a placement was left undeclared."""
+        declared = Counter(id(each.program) for each in self.warmed.values())
+        return sum(max(0, each.num_compiled - declared[id(each)]) for each in self.table.owned)
 
     @property
     def num_compiled(self) -> int:
-        return sum(program.num_compiled for program in self.programs)
+        return sum(program.num_compiled for program in self.table.owned)
 
     def figures(self) -> Figures:
         return Figures(
@@ -209,12 +194,3 @@ class MeshExecutor:
             sum(group.kv.num_bytes for group in self.layer_groups),
             self.num_compiled,
         )
-
-
-def submeshes_of(role: Role, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
-    """One submesh a group: a prefill worker's groups share all its devices, stages split them evenly."""
-    if not role.decodes:
-        return [Submesh(devices)] * num_groups
-    tp = len(devices) // num_groups
-    assert tp * num_groups == len(devices), (num_groups, len(devices))
-    return [Submesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]

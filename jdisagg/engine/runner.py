@@ -77,6 +77,13 @@ class Runner:
             x = self.through(group, slots, prompts, x)
         return self._finish(plan, slots, prompts, x)
 
+    def activations(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> Any:
+        """What the last layer group makes of a step; nothing is drawn."""
+        slots, prompts, x = self.slots(rows), self.prompts(chunks), None
+        for group in self.layer_groups:
+            x = self.through(group, slots, prompts, x)
+        return x
+
     def slots(self, rows: DecodeRows | None) -> Slots | None:
         if rows is None:
             return None

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from jdisagg.parallel.pace import LAUNCHES
 
 Device = Any  # a jax.Device, which is no type to type checkers
+Signature = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each leaf
 AXIS = "tp"
 WHOLE = PartitionSpec()
 
@@ -89,8 +90,13 @@ class Submesh:
         return Program(function, donate, out_formats, paced=self.tp > 1)
 
 
+def signature_of(arguments: Any) -> Signature:
+    """What a program is traced anew for."""
+    return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(arguments))
+
+
 class Program:
-    """A jitted pure function that knows how often it was compiled. Paced ones return a non-donated array last."""
+    """A jitted pure function that knows what it was compiled for. Paced ones return a non-donated array last."""
 
     def __init__(
         self,
@@ -103,8 +109,10 @@ class Program:
         # Through a function of its own: jit keeps one cache a function, and counts here are this program's alone.
         @wraps(function)
         def own(*arguments: Any) -> Any:
+            self.traced.add(signature_of(arguments))  # runs while tracing alone
             return function(*arguments)
 
+        self.traced: set[Signature] = set()
         self._jit: Any = jax.jit(own, donate_argnums=donate, out_shardings=out_formats)
         self._paced = paced
 

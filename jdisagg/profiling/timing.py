@@ -20,7 +20,6 @@ from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, 
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
-from jdisagg.engine.warmup import layers_of
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
 TURNS = 8  # of one sample
@@ -72,7 +71,7 @@ def time_first_draw(machine: MeshExecutor) -> float:
     prefiller = machine.runner.prefiller
     assert prefiller is not None, f"{machine.config.worker} does not prefill"
     chunks = one_chunk(machine.config, 1, 0)
-    activations = layers_of(machine.runner, None, chunks)
+    activations = machine.runner.activations(None, chunks)
     logits = jax.block_until_ready(prefiller.head(activations, pack(chunks, machine.config)))
     return seconds(lambda: jax.block_until_ready(prefiller.draw(chunks, logits)))
 

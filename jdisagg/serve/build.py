@@ -13,8 +13,8 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.warmup import Job
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.hf_config import read_generation_config
 from jdisagg.model.tokenizer import Tokenizer
@@ -114,13 +114,13 @@ def load_executors(
 def warm(
     machines: Mapping[WorkerId, MeshExecutor],
     progress: Progress,
-    remote_jobs: Callable[[MeshExecutor], Sequence[Job]] = lambda machine: (),
+    remote_programs: Callable[[MeshExecutor], Sequence[DeclaredProgram]] = lambda machine: (),
 ) -> None:
-    """Compiles every declared program of every worker: shipments between all pairs, and its `remote_jobs`."""
+    """Compiles every declared program of every worker: shipments between all pairs, and its `remote_programs`."""
     decoders = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
     for worker, machine in machines.items():
         peers = decoders if machine.config.role is Role.PREFILL else []
-        machine.warm(partial(_tell, progress, worker), peers, more=remote_jobs(machine))
+        machine.warm(partial(_tell, progress, worker), peers, more=remote_programs(machine))
 
 
 def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: int) -> None:

@@ -19,4 +19,4 @@ def post_compression_costs(
     tps = [place.tp for place in deployment.mesh.workers() if place.role is Role.DECODE]
     for worker, machine in machines.items():
         if tps and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
-            driver.post(worker, WiresTimed(machine.time_packs(deployment.decode_shapes(tps[0]))))
+            driver.post(worker, WiresTimed(machine.time_packs(deployment.shapes(Role.DECODE, tps[0]))))

@@ -48,9 +48,10 @@ class Deployment:
         """How workers of this role hold KV."""
         return self.prefill_kv if role is Role.PREFILL else self.kv
 
-    def decode_shapes(self, tp: int) -> list[StageShape]:
-        """The stages of a decode worker, `tp` shards each."""
-        return [StageShape(run, tp, self.kv.page_size, self.kv.dtype) for run in self.layers]
+    def shapes(self, role: Role, tp: int) -> list[StageShape]:
+        """The layer groups of a worker of this role, `tp` shards each."""
+        kv = self.layout(role)
+        return [StageShape(run, tp, kv.page_size, kv.dtype) for run in self.layers]
 
     def place(self, worker: WorkerId) -> WorkerMesh:
         return next(each for each in self.mesh.workers() if each.worker == worker)

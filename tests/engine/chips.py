@@ -13,8 +13,9 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.targets import Target
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.abstract_programs import AbstractPrograms, Task
 from jdisagg.engine.compile_check import Checked, check, memory_of
+from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.engine.programs import ProgramTable, abstract_table
 from jdisagg.parallel.submesh import Device
 from jdisagg.parallel.topology import ENVIRONMENT, check_compiler, devices_of
 
@@ -37,7 +38,7 @@ def devices(target: Target) -> tuple[Device, ...]:
 
 def few_layers(
     model: str, role: Role, target: str, tp: int, stages: int, layers: int, num_pages: int, chunk_tokens: int = 128
-) -> AbstractPrograms:
+) -> ProgramTable:
     """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups."""
     config = replace(MODELS[model], num_layers=stages * layers)
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, "bfloat16")
@@ -45,19 +46,19 @@ def few_layers(
     buckets = (chunk_tokens,), (WIDEST_PAGES,)
     places = stages if role.decodes else 1
     sizes = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, places, *buckets, 4)
-    return AbstractPrograms(sizes, config, layout, runs, devices(Target.parse(target))[: tp * places], jnp.bfloat16)
+    return abstract_table(sizes, config, layout, runs, devices(Target.parse(target))[: tp * places], jnp.bfloat16)
 
 
-def checked_kinds(outline: AbstractPrograms, tasks: Sequence[Task], *kinds: str) -> list[Checked]:
-    """The tasks of these kinds compiled, without a complaint: pools in place, no copy, collectives as expected."""
-    checked = check([(outline.config.worker, task) for task in tasks if task.kind in kinds], every=False)
-    assert {each.task.kind for each in checked} == set(kinds)
-    assert not [(each.task.kind, why) for each in checked for why in each.complaints]
+def checked_kinds(table: ProgramTable, declared: Sequence[DeclaredProgram], *kinds: str) -> list[Checked]:
+    """The programs of these kinds compiled, without a complaint: pools in place, no copy, collectives as expected."""
+    checked = check([(table.config.worker, each) for each in declared if each.kind in kinds], every=False)
+    assert {each.declared.kind for each in checked} == set(kinds)
+    assert not [(each.declared.kind, why) for each in checked for why in each.complaints]
     return checked
 
 
-def assert_sound(outline: AbstractPrograms, target: str, *kinds: str) -> None:
+def assert_sound(table: ProgramTable, target: str, *kinds: str) -> None:
     """`checked_kinds`, and every device holds weights, pages and the rest."""
-    memory, limit = memory_of(outline, checked_kinds(outline, outline.tasks(), *kinds)), Target.parse(target).chip
+    memory, limit = memory_of(table, checked_kinds(table, table.steps(), *kinds)), Target.parse(target).chip
     assert memory and all(stage.total_bytes < limit.memory_bytes for stage in memory), memory
-    assert all(stage.kv_bytes >= outline.pool_bytes(stage.stages[0]) for stage in memory)
+    assert all(stage.kv_bytes >= table.pool_bytes(stage.stages[0]) for stage in memory)

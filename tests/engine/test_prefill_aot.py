@@ -18,5 +18,5 @@ PREFILL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "model", "tp", "kinds"), PREFILL)
 def test_a_prefill_mesh_compiles_in_place_and_fits(target, model, tp, kinds):
-    outline = few_layers(model, Role.PREFILL, target, tp, stages=1, layers=1, num_pages=8192)
-    assert_sound(outline, target, *kinds)
+    table = few_layers(model, Role.PREFILL, target, tp, stages=1, layers=1, num_pages=8192)
+    assert_sound(table, target, *kinds)

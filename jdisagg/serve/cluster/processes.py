@@ -26,8 +26,8 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.warmup import Job
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
@@ -42,7 +42,6 @@ from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
-from jdisagg.serve.cluster.remote_warmup import arrival_jobs, departure_jobs
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import LiveDriver
@@ -115,15 +114,12 @@ def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
-def remote_jobs(deployment: Deployment, machine: MeshExecutor) -> list[Job]:
-    """Shipments to and from workers of other processes."""
-    tps = {role: {place.tp for place in deployment.mesh.workers() if place.role is role} for role in Role}
-    if machine.config.role is Role.PREFILL:
-        stages = [deployment.decode_shapes(tp) for tp in tps[Role.DECODE]]
-        return [job for shapes in stages for job in departure_jobs(machine, shapes)]
-    if machine.config.role is Role.DECODE:
-        return [job for tp in tps[Role.PREFILL] for job in arrival_jobs(machine, deployment.prefill_kv, tp)]
-    return []
+def remote_programs(deployment: Deployment, machine: MeshExecutor) -> list[DeclaredProgram]:
+    """For shipments to and from workers of other processes."""
+    other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(machine.config.role)
+    tps = {place.tp for place in deployment.mesh.workers() if place.role is other}
+    declare = machine.table.departures if other is Role.DECODE else machine.table.arrivals
+    return [] if other is None else [each for tp in tps for each in declare(deployment.shapes(other, tp))]
 
 
 def remote_kv_of(deployment: Deployment, settings: Settings) -> RemoteKV:
@@ -198,7 +194,7 @@ def build_workers(
     credentials = channel_credentials(settings)
     remote_kv = remote_kv_of(deployment, settings)
     machines = load_executors(deployment, settings, devices, own)
-    warm(machines, progress, partial(remote_jobs, deployment))
+    warm(machines, progress, partial(remote_programs, deployment))
     node = WorkerNode(remote_kv, machines, peers_of(machines, remote_kv), ended)
     metrics = _metrics(deployment, settings, node)
     node.driver = LiveDriver(
@@ -267,7 +263,7 @@ def build_router(
     control_server = ControlServer(
         address, transport.secret, transport.identity, node, heartbeat_of(settings), credentials
     )
-    warm(machines, progress, partial(remote_jobs, deployment))
+    warm(machines, progress, partial(remote_programs, deployment))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
     records = Records(settings.debug_keep)
     service = _service(deployment, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)

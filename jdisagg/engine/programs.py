@@ -1,0 +1,277 @@
+"""Every device program of a worker, declared once: what warm-up runs, `jdisagg.aot` compiles for chips that are not
+here, the profiler times, and the count of recompiles is held to.
+
+A `ProgramTable` is made of a worker's sizes and the owners of its jitted functions, which may hold weights and pages
+(`MeshExecutor`) or shapes alone (`abstract_table`). Who adds a program to a step adds it to `steps`: a test serves a
+mixed load by machines that were never warmed and holds what they compile to this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.reshard import Route, StageShape, plan_routes
+from jdisagg.core.worker_config import RAW, Role, WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
+from jdisagg.engine.decode import DrawPrograms
+from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
+from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
+from jdisagg.engine.prefill import FirstDrawPrograms
+from jdisagg.kv.packing import HeadSlices
+from jdisagg.kv.pools import abstract_pool
+from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
+from jdisagg.model.params import abstract_stage_params
+from jdisagg.parallel.submesh import Device, Program, Submesh
+
+
+@dataclass(frozen=True)
+class ProgramTable:
+    """One worker's programs; `steps` are its own, `departures` and `arrivals` those of shipments."""
+
+    config: WorkerConfig
+    model: ModelConfig
+    layout: KVLayout
+    dtype: DTypeLike
+    layer_groups: Sequence[LayerGroupPrograms]
+    transfer_programs: Mapping[Submesh, TransferPrograms]
+    first_draws: FirstDrawPrograms | None  # None where it does not prefill
+    draws: DrawPrograms | None  # None where it does not decode
+
+    @property
+    def owned(self) -> list[Program]:
+        """The jitted functions, each with all that it was compiled for."""
+        owners = (*self.layer_groups, *self.transfer_programs.values(), self.first_draws, self.draws)
+        return [program for owner in owners if owner is not None for program in owner.programs]
+
+    @property
+    def shapes(self) -> tuple[StageShape, ...]:
+        """What the other end of a shipment must know."""
+        kv = self.layout
+        return tuple(StageShape(each.layers, each.submesh.tp, kv.page_size, kv.dtype) for each in self.layer_groups)
+
+    def steps(self) -> list[DeclaredProgram]:
+        """Every step that the worker may take, layer group by layer group, and what is drawn after it."""
+        found: list[DeclaredProgram] = []
+        if self.first_draws is not None:
+            found += [each for tokens in self.config.prefill_buckets for each in self._prefills(tokens)]
+            found += declared_first_draws(self.first_draws, self._drawn(self.config.max_chunk_seqs))
+        if self.draws is not None:
+            found += [each for width in self.config.table_buckets for each in self._decodes(width)]
+            found += declared_draws(self.draws, self._drawn(self.config.slots_per_microbatch))
+        if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
+            found += [each for tokens in self.config.prefill_buckets for each in self._mixed(tokens)]
+        return found
+
+    def departures(self, shapes: Sequence[StageShape]) -> list[DeclaredProgram]:
+        """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
+        return [
+            self._pack(route, wire, groups)
+            for route in plan_routes(self.shapes, tuple(shapes), self.layout.num_kv_heads)
+            for wire in self.config.wires
+            for groups in route.group.buckets()
+        ]
+
+    def arrivals(self, shapes: Sequence[StageShape]) -> list[DeclaredProgram]:
+        """Checks and inserts of what leaves stages of these shapes."""
+        return [
+            each
+            for route in plan_routes(tuple(shapes), self.shapes, self.layout.num_kv_heads)
+            for wire in self.config.wires
+            for groups in route.group.buckets()
+            for each in self._inserts(shapes[route.source_stage], route, wire, groups)
+        ]
+
+    def weight_bytes(self, stage: int) -> int:
+        """Of one device of the group."""
+        return sum(local_bytes(leaf) for leaf in self.layer_groups[stage].params.leaves)
+
+    def pool_bytes(self, stage: int, layers: int | None = None) -> int:
+        """Of one device: the pages of `layers` layers of the layer group (None: all), without padding."""
+        group = self.layer_groups[stage]
+        return (len(group.layers) if layers is None else layers) * local_bytes(self._pool(group.submesh))
+
+    # ------------------------------------------------------------ one kind after the other
+
+    def _pool(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
+        return abstract_pool(self.layout, self.config.num_pages, submesh)
+
+    def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
+        group = self.layer_groups[stage]
+        windows = tuple({self.model.window(layer) for layer in group.layers})
+        sums = 2 * len(group.layers) if group.submesh.tp > 1 else 0
+        gathers = _gathers(group) if kind in ("decode", "mixed") and group.is_last else {}
+        return DeclaredProgram(
+            kind,
+            stage,
+            size,
+            program,
+            batch,
+            group.submesh,
+            group.layers,
+            _abstract(group.params.leaves),
+            [self._pool(group.submesh)] * len(group.layers),
+            (group.is_first, group.is_last, windows),
+            self._activation_bytes(rows, group.submesh.tp) + (logit_bytes(self.model, rows) if gathers else 0),
+            self.pool_bytes(stage),
+            {**({"all-reduce": sums} if sums else {}), **gathers},
+        )
+
+    def _prefills(self, tokens: int) -> Iterator[DeclaredProgram]:
+        sequences, width = self.config.max_chunk_seqs, self.config.table_buckets[-1]
+        for stage, group in enumerate(self.layer_groups):
+            ints = [(3, tokens), (2, sequences + 1), (sequences, width)]
+            batch = (*(whole(group.submesh, shape) for shape in ints), self._activations(group, tokens))
+            yield self._layers("prefill", stage, tokens, tokens, group.prefill_program, batch)
+        last, stage = self.layer_groups[-1], len(self.layer_groups) - 1
+        submesh, weights = last.submesh, _abstract(last.params.leaves)
+        x = whole(submesh, (tokens, self.model.hidden_size), self.dtype)
+        for kind, program, rows in (("head", last.head_program, sequences), ("score", last.score_program, tokens)):
+            room = 2 * local_bytes(x) + logit_bytes(self.model, min(rows, max(sequences, SCORE_ROWS)))
+            yield DeclaredProgram(
+                kind,
+                stage,
+                tokens,
+                program,
+                (x, whole(submesh, (rows,))),
+                submesh,
+                weights=weights,
+                batch_bytes=room,
+                collectives=_gathers(last),
+            )
+
+    def _decodes(self, width: int) -> Iterator[DeclaredProgram]:
+        slots = self.config.slots_per_microbatch
+        for stage, group in enumerate(self.layer_groups):
+            submesh = group.submesh
+            batch = (whole(submesh, (slots, width)), whole(submesh, (4, slots)), self._activations(group, slots))
+            yield self._layers("decode", stage, width, slots, group.decode_program, batch)
+
+    def _mixed(self, tokens: int) -> Iterator[DeclaredProgram]:
+        """Slots with the widest table, and chunks; their logits are made with the layers."""
+        config = self.config
+        slots, sequences, width = config.slots_per_microbatch, config.max_chunk_seqs, config.table_buckets[-1]
+        for stage, group in enumerate(self.layer_groups):
+            ints = [(slots, width), (4, slots), (3, tokens), (2, sequences + 1), (sequences, width)]
+            batch = (*(whole(group.submesh, shape) for shape in ints), self._activations(group, slots + tokens))
+            yield self._layers("mixed", stage, tokens, slots + tokens, group.mixed_program, batch)
+
+    def _activation_bytes(self, rows: int, tp: int) -> int:
+        """Four copies of the residual stream in f32, and two of the widest product of a layer."""
+        widest = 2 * self.model.intermediate_size // tp
+        return rows * (4 * 4 * self.model.hidden_size + 2 * widest * jnp.dtype(self.dtype).itemsize)
+
+    def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
+        return None if group.is_first else whole(group.submesh, (rows, self.model.hidden_size), self.dtype)
+
+    def _drawn(self, rows: int) -> Drawn:
+        return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.devices[0], rows)
+
+    def _pack(self, route: Route, wire: str, groups: int) -> DeclaredProgram:
+        submesh, pages = self.layer_groups[route.source_stage].submesh, groups * route.group.source
+        program = self.transfer_programs[submesh].pack_program(route.heads.slice_heads, wire, route.dtype)
+        number, pool = len(route.layers), self._pool(submesh)
+        return DeclaredProgram(
+            "pack",
+            route.source_stage,
+            pages,
+            program,
+            (whole(submesh, (pages,)),),
+            submesh,
+            route.layers,
+            pools=[pool] * number,
+            traits=_traits(wire),
+            batch_bytes=2 * number * pages * local_bytes(pool) // (self.config.num_pages + 1),
+        )
+
+    def _inserts(self, source: StageShape, route: Route, wire: str, groups: int) -> Iterator[DeclaredProgram]:
+        stage, pages = route.destination_stage, groups * route.group.source
+        submesh, number = self.layer_groups[stage].submesh, len(route.layers)
+        form = replace(self.layout, page_size=source.page_size, dtype=source.dtype)
+        cut = slice_shapes(form, self.layout.dtype, number, pages, route.heads, self.config.digests, wire)
+        programs, slices = self.transfer_programs[submesh], landed(cut, submesh)
+        taken, donated = groups * route.group.destination, self.pool_bytes(stage, number)
+        moved = donated * taken // (self.config.num_pages + 1)
+        place, traits = (submesh, route.layers), _traits(wire)
+        if slices.digests or slices.errors:
+            program = programs.check_program
+            yield DeclaredProgram("check", stage, pages, program, (slices,), *place, traits=traits, batch_bytes=moved)
+        yield DeclaredProgram(
+            "insert",
+            stage,
+            pages,
+            programs.insert_program,
+            (whole(submesh, (taken,)), slices.numbers),
+            *place,
+            pools=[self._pool(submesh)] * number,
+            traits=traits,
+            batch_bytes=2 * moved,
+            donated_bytes=donated,
+        )
+
+
+def abstract_table(
+    config: WorkerConfig,
+    model: ModelConfig,
+    layout: KVLayout,
+    layers: Sequence[range],
+    devices: Sequence[Device],
+    dtype: DTypeLike,
+) -> ProgramTable:
+    """Of a worker that need not exist; arguments as those of `MeshExecutor`, devices perhaps of a topology."""
+    submeshes = submeshes_of(config.role, len(layers), devices)
+    groups = [
+        LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype))
+        for run, submesh in zip(layers, submeshes, strict=True)
+    ]
+    first_draws = FirstDrawPrograms() if config.role.prefills else None
+    draws = DrawPrograms() if config.role.decodes else None
+    return ProgramTable(
+        config, model, layout, dtype, groups, transfer_programs_of(config, submeshes), first_draws, draws
+    )
+
+
+def submeshes_of(role: Role, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
+    """One submesh a group: a prefill worker's groups share all its devices, stages split them evenly."""
+    if not role.decodes:
+        return [Submesh(devices)] * num_groups
+    tp = len(devices) // num_groups
+    assert tp * num_groups == len(devices), (num_groups, len(devices))
+    return [Submesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]
+
+
+def transfer_programs_of(config: WorkerConfig, submeshes: Sequence[Submesh]) -> dict[Submesh, TransferPrograms]:
+    return {submesh: TransferPrograms(submesh, config.digests, config.error_bound) for submesh in submeshes}
+
+
+def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
+    """Shapes for one shard as the submesh holds them: cut on heads, axis 2."""
+    cut = submesh.sharding(SLICE_SPEC)
+
+    def whole(each: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*each.shape[:2], each.shape[2] * submesh.tp, *each.shape[3:])
+        return jax.ShapeDtypeStruct(shape, each.dtype, sharding=cut)
+
+    return jax.tree.map(whole, slices)
+
+
+def _gathers(group: LayerGroupPrograms) -> dict[str, int]:
+    """The head's logits, gathered where the vocabulary is split."""
+    shards = group.submesh.tp
+    return {"all-gather": 1} if shards > 1 and group.config.vocab_size % shards == 0 else {}
+
+
+def _abstract(arrays: Any) -> Any:
+    """The same as shapes where they lie."""
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding), arrays)
+
+
+def _traits(wire: str) -> tuple[str, ...]:
+    return () if wire == RAW else (wire,)
