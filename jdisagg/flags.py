@@ -89,6 +89,14 @@ def declare() -> FlagValues:
     return values
 
 
+def define_settings(values: FlagValues, *names: str) -> None:
+    """Flags for some of the settings, by the names, words and defaults that `jdisagg.launch` has for them."""
+    for each in fields(Settings):
+        if each.name in names:
+            choices, text = list(each.metadata["choices"]), each.metadata["help"]
+            flags.DEFINE_enum(each.name, str(each.default), choices, text, flag_values=values)
+
+
 def help_text() -> str:
     """One line a flag, grouped."""
     lines = ["python -m jdisagg.launch [--flag=value ...]   (every flag is also a key of the --config file)"]

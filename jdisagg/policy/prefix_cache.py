@@ -12,6 +12,7 @@ the blocks are found again in 10,000 tokens that way, 4.2 % this way.)
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,11 +23,23 @@ PageHash = int
 DIGEST_BYTES = 16
 
 
-def page_hashes(tokens: Sequence[int], page_size: int, salt: str = "") -> tuple[PageHash, ...]:
+class NamedTokens(ABC):
+    """Tokens that are not at hand, though what to call their pages is: a simulated prompt's."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def page_hashes(self, page_size: int, salt: str) -> tuple[PageHash, ...]:
+        """As the function of this name."""
+
+
+def page_hashes(tokens: Sequence[int] | NamedTokens, page_size: int, salt: str = "") -> tuple[PageHash, ...]:
     """One 128-bit name a full page, each with all pages before it in it; `salt` keeps tenants or adapters apart.
 
     128 bits of a keyless cryptographic hash: nobody finds two prompts of one name by trying, and chance does not.
     """
+    if isinstance(tokens, NamedTokens):
+        return tokens.page_hashes(page_size, salt)
     chain = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
     content = array("I", tokens)  # 4 bytes a token
     names = list[int]()
@@ -111,7 +124,13 @@ class PrefixCache:
 
     def touch(self, names: Sequence[PageHash]) -> None:
         """Marks the leading pages that are held as used now."""
-        self.release(self.lock(names))
+        self._touch([self._nodes[name] for name in names[: self.match(names)]])
+
+    def _touch(self, path: Sequence[Node]) -> None:
+        for node in reversed(path):
+            if node.locks == 0:
+                self._unlocked[node.name] = node
+                self._unlocked.move_to_end(node.name)
 
     def insert(self, names: Sequence[PageHash], pages: Sequence[int]) -> tuple[int, ...]:
         """Takes the pages of a path into the cache, where they are the most recent.
@@ -119,18 +138,18 @@ class PrefixCache:
         Returns those that stay the caller's: pages of names that the cache holds already, under other pages.
         """
         assert len(names) == len(pages), (len(names), len(pages))
-        spare, parent = list[int](), None
+        spare, path, parent = list[int](), list[Node](), None
         for name, page in zip(names, pages, strict=True):
             node = self._nodes.get(name)
             if node is None:
                 node = self._nodes[name] = Node(name, page, parent)
-                self._unlocked[name] = node
                 if parent is not None:
                     parent.num_children += 1
             elif node.page != page:
                 spare.append(page)
+            path.append(node)
             parent = node
-        self.touch(names)
+        self._touch(path)
         return tuple(spare)
 
     def evict(self, count: int) -> tuple[int, ...]:

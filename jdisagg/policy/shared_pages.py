@@ -47,8 +47,7 @@ class SharedPages:
         """Of the full pages of the request's prompt with these output tokens behind it."""
         if not self.config.prefix_caching:
             return ()
-        tokens = (*request.prompt, *output) if output else request.prompt
-        return page_hashes(tokens, self.config.page_size, request.cache_salt)
+        return page_hashes(request.prompt + tuple(output), self.config.page_size, request.cache_salt)
 
     def to_read(self, request: Request, *, here: bool) -> tuple[PageHash, ...]:
         """Names of pages of its prompt that nobody will write: where the prompt is computed `here`, its last token is

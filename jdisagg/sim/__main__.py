@@ -11,6 +11,7 @@ or by --servegen's rates. --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
 --cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --mixed_steps;
 --cost=profile:FILE are your own devices as jdisagg.profile timed them, with that run's model, sizes and transfers.
+Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,14 +29,15 @@ from typing import Any
 import numpy as np
 from absl import flags as absl_flags
 from rich.console import Console
-from rich.table import Table
 
 from jdisagg import flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
+from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import (
     ClusterSpec,
     CostOf,
@@ -52,14 +54,14 @@ from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.hardware import HARDWARE
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
-from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text, trust, write_csv
+from jdisagg.sim.outcome import SLO, Point, trust, write_csv
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.spans import SpanLog
+from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import KINDS, by_rates, cut, drawn, read_workload
 
 ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # as such engines run
-QUANTILES = (50, 90, 99)
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
 
@@ -76,6 +78,7 @@ def _define_output(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_float("slo_tpot_s", 0.1, "objective for the mean gap between tokens", 0.0, flag_values=values)
     absl_flags.DEFINE_float("attainment", 0.9, "of requests that goodput asks for", 0.0, 1.0, flag_values=values)
     absl_flags.DEFINE_string("csv", "", "file for a row a request", flag_values=values)
+    absl_flags.DEFINE_string("json", "", "file for the run's figures", flag_values=values)
     absl_flags.DEFINE_string("parquet", "", "the same as Parquet; needs pyarrow", flag_values=values)
     absl_flags.DEFINE_string("report", "", "HTML page that stands alone; needs matplotlib", flag_values=values)
 
@@ -124,6 +127,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_bool(
         "mixed_steps", False, "a colocated worker runs chunks and decode rows as one step", flag_values=values
     )
+    flags.define_settings(values, "routing", "prefix_caching")
     absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
     absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
@@ -187,9 +191,11 @@ def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
 
 
 def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
+    """Workers keep no pages where no block has a name: nobody would ever find one."""
+    keeps = values.prefix_caching == "on" and bool(trace.block_hashes)
     if values.cost.startswith("profile:"):
         mode = TransferMode(values.transfer) if values["transfer"].present else None
-        given = cluster_spec_of(_profiled(values), MeshSpec.parse(values.mesh), mode)
+        given = cluster_spec_of(_profiled(values), MeshSpec.parse(values.mesh), mode, prefix_caching=keeps)
         check_fits(given, trace)
         return given
     sizes = Sizes(
@@ -200,74 +206,27 @@ def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
         mixed_steps=values.mixed_steps,
+        prefix_caching=keeps,
         **(ONE_AT_A_TIME if values.mixed_steps else {}),
     )
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
     return cluster_spec(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
 
 
-def latencies(outcome: Outcome) -> Table:
-    """Mean and quantiles, milliseconds."""
-    table = Table(title=f"{len(outcome.served)} of {len(outcome.records)} requests served, milliseconds")
-    for name in ("", "mean", *(f"p{q}" for q in QUANTILES)):
-        table.add_column(name, justify="right" if name else "left")
-    for metric in METRICS:
-        values = outcome.values(metric)
-        found = [values.mean(), *np.percentile(values, QUANTILES)] if len(values) else [float("nan")] * 4
-        table.add_row(metric, *(f"{1e3 * each:,.1f}" for each in found))
-    for part, mean_s in outcome.parts_s().items():
-        table.add_row(f"  {part.replace('_', ' ')}", f"{1e3 * mean_s:,.1f}", *[""] * len(QUANTILES))
-    return table
-
-
-def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
-    """Attainment, throughput, how busy the workers were, and how fast all this was."""
-    outcome, took_s = run.outcome, run.took_s
-    span_s, requests = max(outcome.span_s, 1e-9), len(outcome.records)
-    tokens, met = sum(record.told_tokens for record in outcome.records), outcome.attainment(slo.ttft_s, slo.tpot_s)
-    busy = ", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items())
-    return [
-        f"attainment {met:.1%} of TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s:"
-        f" {met * requests / span_s / devices:.3g} requests/s a device within both",
-        f"{requests / span_s:.4g} requests/s, {tokens / span_s:,.0f} tokens/s over {outcome.span_s:,.1f} s; busy:"
-        f" {busy}",
-        f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
-        f" {outcome.span_s / took_s:,.1f} x real time",
-    ]
-
-
-def curve(points: Sequence[Point], slo: SLO) -> Table:
-    """A line a rate."""
-    best = goodput_text(points, slo.share)
-    table = Table(title=f"{best} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s")
-    head, *rows = curve_rows(points)
-    for name in head:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One simulation, and the seconds that it took."""
-
-    outcome: Outcome
-    took_s: float
-    rate_rps: float
-    log: SpanLog | None = None
-
-
 def simulate(values: flags.FlagValues, rate: float) -> Run:
     trace = workload(values, rate)
     given = build(values, trace)
     log = SpanLog() if values.report else None
-    cluster = simulated(given, log=log)
+    cluster = simulated(given, log=log, router=router_of(values))
     began = time.perf_counter()
     outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
     return Run(outcome, took_s, rate or trace.rate_rps, log)
+
+
+def router_of(values: flags.FlagValues) -> RouterConfig:
+    return replace(PATIENT, routing=Routing(values.routing), routing_seed=values.seed)
 
 
 def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[Run, list[Point]]:
@@ -307,11 +266,13 @@ def run(values: flags.FlagValues) -> int:
         console.print(curve(points, slo), highlight=False)
     if values.csv:
         write_csv(told.outcome, values.csv)
+    if values.json:
+        write_json(told, slo, devices, values.json)
     if "parquet" in rooms:
         rooms["parquet"].write_parquet(told.outcome, values.parquet)
     if "report" in rooms:
         rooms["report"].write_report(story(values, rooms["report"], told, points), values.report)
-    for path in filter(None, (values.csv, values.parquet, values.report)):
+    for path in filter(None, (values.csv, values.json, values.parquet, values.report)):
         console.print(f"wrote {path}", highlight=False)
     return 0
 

@@ -14,6 +14,7 @@ from jdisagg.core.events import (
     OpenGates,
     Received,
     RunStep,
+    Send,
     ShipKV,
 )
 from jdisagg.core.request import WorkerId
@@ -27,6 +28,7 @@ from jdisagg.sim.held_steps import HeldSteps
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.network import NETWORK, FlowDone, Network, PartPacked
 from jdisagg.sim.outcome import Outcome
+from jdisagg.sim.prefix_lookups import PrefixLookups
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
 from jdisagg.sim.traces import Trace
@@ -60,6 +62,7 @@ class Cluster(Simulation):
         self.costs, self.log = dict(costs), log
         self.network = Network(links or FairLinks(), latency_s)
         self._held, self._steps = HeldSteps(), StepEnds(fast_forward)
+        self._lookups = PrefixLookups(workers)
 
     @property
     def skipped_steps(self) -> int:
@@ -76,7 +79,7 @@ class Cluster(Simulation):
         records = list(self.requests.records.values())
         span_s = max((record.end_s for record in records), default=0.0)
         busy = {str(name): device.pipeline.busy_s / span_s if span_s else 0.0 for name, device in self.devices.items()}
-        return Outcome(records, self.events, span_s, busy)
+        return Outcome(records, self.events, span_s, busy, self._lookups.by_role)
 
     def _take(self, actor: WorkerId, event: Any) -> None:
         if event is STEP_END:
@@ -100,6 +103,11 @@ class Cluster(Simulation):
             due_s = self._steps.look_ahead(actor, worker, device, self.costs[actor])
             if due_s is not None:
                 self._queue.push_first(due_s, actor, STEP_END)
+
+    def _send(self, actor: WorkerId, effect: Send) -> None:
+        if self._lookups.by_role:
+            self._lookups.said(actor, effect)
+        super()._send(actor, effect)
 
     # ------------------------------------------------------------ steps
 

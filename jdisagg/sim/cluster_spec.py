@@ -32,6 +32,7 @@ class Sizes:
     transfer: TransferMode = TransferMode.CHUNK
     reservations_ahead: int = 2
     mixed_steps: bool = False  # chunks and decode rows in one step, where a worker has both
+    prefix_caching: bool = False  # full pages are kept; only prompts whose blocks have names find any
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
         pages = kv_tokens // self.page_size
@@ -55,6 +56,7 @@ class Sizes:
             transfer=self.transfer,
             reservations_ahead=self.reservations_ahead,
             mixed_steps=self.mixed_steps and place.role is Role.COLOCATED,
+            prefix_caching=self.prefix_caching,
         )
 
 

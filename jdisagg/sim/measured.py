@@ -146,7 +146,9 @@ def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> Tran
 # ---------------------------------------------------------------------- from a profile to a cluster spec
 
 
-def cluster_spec_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None) -> ClusterSpec:
+def cluster_spec_of(
+    profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None, *, prefix_caching: bool = False
+) -> ClusterSpec:
     """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError.
 
     Times of chunks and of steps may come from pools of other roles: what counts is the devices of one stage.
@@ -155,7 +157,7 @@ def cluster_spec_of(profile: Profile, mesh: MeshSpec, transfer: TransferMode | N
     workers, costs, ports = [], {}, {}
     for place in mesh.workers():
         config, costs[place.worker] = _worker(profile, place)
-        workers.append(replace(config, transfer=transfer or config.transfer))
+        workers.append(replace(config, transfer=transfer or config.transfer, prefix_caching=prefix_caching))
         ports |= {(side, place.worker): way.bytes_per_s for side in ("out", "in") if way.bytes_per_s}
     slowdown = {
         phase: {other: share for other, share in row.items() if share > NOTICEABLE}
@@ -185,7 +187,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         pools = ", ".join(f"{each.config.role}:pp{each.pp}tp{each.tp}" for each in profile.pools)
         raise ConfigError(f"{place.worker} is {role}:pp{place.pp}tp{place.tp}; the profile is of {pools}")
     chosen = decodes[0] if role.decodes else prefills[0]
-    config = replace(chosen.config, worker=place.worker, role=role, prefix_caching=False)  # prompts here are lengths
+    config = replace(chosen.config, worker=place.worker, role=role)
     cost = Measured(
         chunks=chunk_surfaces(prefills[0].prefill) if role.prefills else (),
         steps=step_surface(decodes[0].decode) if role.decodes else None,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.profile import Checked
 from jdisagg.core.request import FinishReason
+from jdisagg.core.worker_config import Role
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 ASKED = ("request_id", "arrival_s", "input_tokens", "output_tokens", "prefill_worker", "decode_worker", "reason")
+CACHED = "cached_tokens"
 NOT_CALIBRATED = "not calibrated: these seconds were never checked against a live run"
 DERIVED = ("ttft_s", "tpot_s", "latency_s")
 WIRE = ("wire_s", "transfer_hidden_s", "transfer_exposed_s")
@@ -76,6 +78,18 @@ METRICS: dict[str, Callable[[Record], float]] = {
 }
 
 
+@dataclass(slots=True)
+class Lookups:
+    """Prompt tokens that were looked up in kept KV, and found: as the live metrics count them."""
+
+    looked_up: int = 0
+    found: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.found / self.looked_up if self.looked_up else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Of a whole run. `busy` is the share of the span that each worker's first stage worked."""
@@ -84,10 +98,16 @@ class Outcome:
     events: int
     span_s: float  # of the virtual clock, from 0 to the last request's end
     busy: dict[str, float]
+    lookups: Mapping[Role, Lookups] = field(default_factory=dict[Role, Lookups])  # of workers that keep KV
 
     @property
     def served(self) -> list[Record]:
         return [record for record in self.records if record.served]
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """Of each request: prompt tokens that were not computed, their KV being there."""
+        return [record.ledger.cached_tokens if record.ledger else 0 for record in self.records]
 
     def attainment(self, ttft_s: float, tpot_s: float) -> float:
         """Share of all requests, those that failed included, that met both objectives."""
@@ -110,7 +130,9 @@ class Outcome:
 
 def columns(outcome: Outcome) -> dict[str, list[Any]]:
     """A row a request: what it asked for, who served it, when, and its ledger, in seconds; None where it has none."""
-    found: dict[str, list[Any]] = {name: [] for name in (*ASKED, *DERIVED, *(f"{part}_s" for part in PARTS), *WIRE)}
+    names = (*ASKED, CACHED, *DERIVED, *(f"{part}_s" for part in PARTS), *WIRE)
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    found[CACHED] = list(outcome.cached_tokens)
     for record in outcome.records:
         for name in ASKED:
             found[name].append(getattr(record, name))

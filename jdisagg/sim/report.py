@@ -110,6 +110,9 @@ def tiles(story: Story) -> str:
         "TTFT p50 / p99": _pair_ms(outcome.values("TTFT")),
         "TPOT p50 / p99": _pair_ms(outcome.values("TPOT")),
     }
+    for role, each in outcome.lookups.items():
+        if each.looked_up:
+            shown[f"of prompt tokens found on {role} workers"] = f"{each.hit_rate:.1%}"
     if len(story.curve) > 1:
         shown[f"requests/s at {slo.share:.0%} good"] = goodput_text(story.curve, slo.share)
     each = (

@@ -8,17 +8,23 @@ from typing import cast
 
 from jdisagg.core.events import EmitTokens, Finish, Reject
 from jdisagg.core.request import Request, RequestId, SamplingParams
-from jdisagg.sim import sequence
 from jdisagg.sim.outcome import Record
+from jdisagg.sim.sequence import NamedPrompts, Sequence
 from jdisagg.sim.traces import Trace
 
 
 def requests_of(trace: Trace) -> Iterator[Request]:
     """The trace's rows as requests, named by their place in it."""
-    rows = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
-    for index, (arrival_s, inputs, outputs) in enumerate(rows):
-        prompt = cast(tuple[int, ...], sequence.Sequence(inputs))  # the actors only slice, join and measure it
-        yield Request(RequestId(f"r{index:07d}"), prompt, SamplingParams(max_tokens=outputs), arrival_s)
+    sizes = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    for index, ((arrival_s, _, outputs), prompt) in enumerate(zip(sizes, _prompts(trace), strict=True)):
+        words = cast(tuple[int, ...], prompt)  # the actors only slice, join, measure it, and ask what its pages are
+        yield Request(RequestId(f"r{index:07d}"), words, SamplingParams(max_tokens=outputs), arrival_s)
+
+
+def _prompts(trace: Trace) -> Iterator[Sequence]:
+    if not trace.block_hashes:
+        return map(Sequence, trace.input_tokens.tolist())
+    return map(NamedPrompts(trace.block_tokens).prompt, trace.input_tokens.tolist(), trace.block_hashes)
 
 
 class Requests:

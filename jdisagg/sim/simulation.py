@@ -2,7 +2,7 @@
 
 How long anything takes is said by who inherits from here. No tokens are computed: a prompt is a length, a drawn token
 is always the same, and every output ends by its max_tokens. Equal inputs give equal outcomes, event for event: nothing
-here draws lots.
+here draws lots. Pages have names where the trace has, and workers that keep pages find them again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Simulation:
 
     def _run(self, trace: Trace, until_s: float = math.inf, clients: int = 0, think_s: float = 0.0) -> None:
         """Until all requests have ended and nothing is left to happen, or until `until_s`."""
-        self.requests.begin(trace, clients > 0, think_s)
+        caches = any(worker.config.prefix_caching for worker in self.workers.values())
+        self.requests.begin(trace if caches else trace.unnamed(), clients > 0, think_s)
         for _ in range(max(1, clients)):
             self._next_arrival()
         with _no_collection():

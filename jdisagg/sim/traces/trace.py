@@ -77,19 +77,19 @@ class Trace:
         return tuple(self.rows(owner == part) for part in range(parts))
 
     def sample(self, count: int, seed: int = 0) -> Trace:
-        """`count` rows drawn with replacement, lengths of a row kept together; arrivals are those of the first rows."""
+        """`count` rows drawn with replacement, lengths of a row kept together; arrivals are those of the first rows.
+
+        Block names are dropped: a row that is drawn twice is another conversation of the same lengths.
+        """
         if not len(self):
             raise ConfigError("an empty trace has no rows to draw")
         index = np.random.default_rng(seed).integers(len(self), size=count)
         times = np.resize(self.arrival_s, count) if count <= len(self) else np.zeros(count)
-        hashes = tuple(self.block_hashes[i] for i in index) if self.block_hashes else ()
-        return replace(
-            self,
-            arrival_s=times,
-            input_tokens=self.input_tokens[index],
-            output_tokens=self.output_tokens[index],
-            block_hashes=hashes,
-        )
+        return Trace(times, self.input_tokens[index], self.output_tokens[index])
+
+    def unnamed(self) -> Trace:
+        """Prompts of which nothing is known but their lengths."""
+        return replace(self, block_hashes=(), block_tokens=0)
 
 
 def _scaled(lengths: np.ndarray, factor: float) -> np.ndarray:

@@ -1,0 +1,120 @@
+"""One simulated run told: as a table, in sentences, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text
+from jdisagg.sim.spans import SpanLog
+
+QUANTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation, and the seconds that it took."""
+
+    outcome: Outcome
+    took_s: float
+    rate_rps: float
+    log: SpanLog | None = None
+
+
+def latencies(outcome: Outcome) -> Table:
+    """Mean and quantiles, milliseconds."""
+    table = Table(title=f"{len(outcome.served)} of {len(outcome.records)} requests served, milliseconds")
+    for name in ("", "mean", *(f"p{q}" for q in QUANTILES)):
+        table.add_column(name, justify="right" if name else "left")
+    for metric in METRICS:
+        values = outcome.values(metric)
+        found = [values.mean(), *np.percentile(values, QUANTILES)] if len(values) else [float("nan")] * 4
+        table.add_row(metric, *(f"{1e3 * each:,.1f}" for each in found))
+    for part, mean_s in outcome.parts_s().items():
+        table.add_row(f"  {part.replace('_', ' ')}", f"{1e3 * mean_s:,.1f}", *[""] * len(QUANTILES))
+    return table
+
+
+def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
+    """Attainment, throughput, how busy the workers were, what was found again, and how fast all this was."""
+    outcome, took_s = run.outcome, run.took_s
+    span_s, requests = max(outcome.span_s, 1e-9), len(outcome.records)
+    tokens, met = sum(record.told_tokens for record in outcome.records), outcome.attainment(slo.ttft_s, slo.tpot_s)
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items())
+    return [
+        f"attainment {met:.1%} of TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s:"
+        f" {met * requests / span_s / devices:.3g} requests/s a device within both",
+        f"{requests / span_s:.4g} requests/s, {tokens / span_s:,.0f} tokens/s over {outcome.span_s:,.1f} s; busy:"
+        f" {busy}",
+        *found_again(outcome),
+        f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
+        f" {outcome.span_s / took_s:,.1f} x real time",
+    ]
+
+
+def found_again(outcome: Outcome) -> list[str]:
+    """Hit rates, pool by pool; nothing where no worker kept what anybody could find."""
+    if not any(each.looked_up for each in outcome.lookups.values()):
+        return []
+    rates = (f"{each.hit_rate:.1%} on {role} workers" for role, each in outcome.lookups.items() if each.looked_up)
+    cached = sum(outcome.cached_tokens)
+    return [f"prefix cache: of prompt tokens, {', '.join(rates)} were there already; {cached:,} were not computed"]
+
+
+def write_json(run: Run, slo: SLO, devices: int, path: Path | str) -> None:
+    """The run in figures. Raises ConfigError where the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(figures(run, slo, devices), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
+    """What the table and the sentences say, in seconds and tokens; None for quantiles of nothing."""
+    outcome, span_s = run.outcome, max(run.outcome.span_s, 1e-9)
+    point = Point.of(outcome, run.rate_rps, slo, devices)
+    return {
+        "requests": len(outcome.records),
+        "served": len(outcome.served),
+        "rate_rps": run.rate_rps,
+        "span_s": outcome.span_s,
+        "attainment": point.attainment,
+        "good_rps_per_device": point.good_rps_per_device,
+        "output_tokens_per_s": sum(record.told_tokens for record in outcome.records) / span_s,
+        "cached_tokens": sum(outcome.cached_tokens),
+        "prefix_cache": {
+            str(role): {"looked_up_tokens": each.looked_up, "found_tokens": each.found, "hit_rate": each.hit_rate}
+            for role, each in outcome.lookups.items()
+        },
+        **{f"{metric.lower()}_s": _spread(outcome.values(metric)) for metric in METRICS},
+        "parts_s": outcome.parts_s(),
+        "busy": outcome.busy,
+        "events": outcome.events,
+        "simulated_in_s": run.took_s,
+    }
+
+
+def _spread(values_s: np.ndarray) -> dict[str, float] | None:
+    if not len(values_s):
+        return None
+    quantiles = zip(QUANTILES, np.percentile(values_s, QUANTILES).tolist(), strict=True)
+    return {"mean": float(values_s.mean()), **{f"p{percent}": value for percent, value in quantiles}}
+
+
+def curve(points: Sequence[Point], slo: SLO) -> Table:
+    """A line a rate."""
+    best = goodput_text(points, slo.share)
+    table = Table(title=f"{best} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s")
+    head, *rows = curve_rows(points)
+    for name in head:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
