@@ -56,6 +56,16 @@ class TransferTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramTime:
+    """One declared program over null pages and idle slots: what it takes whatever the load is."""
+
+    kind: str
+    stage: int
+    size: int  # tokens of a chunk, pages of a table, rows of a draw
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """Times of one kind of worker; a prefill worker has no decode times, and the other way round."""
 
@@ -67,6 +77,7 @@ class Pool:
     first_draw_s: float = 0.0  # of a chunk's logits
     draw_s: float = 0.0  # of a step's logits
     admit_s: float = 0.0  # that a step takes longer when sequences join it
+    programs: tuple[ProgramTime, ...] = ()  # every one that its steps are made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,7 @@ def _pool(record: dict[str, Any]) -> Pool:
         "config": decode(record["config"]),
         "prefill": tuple(PrefillTime(**each) for each in record["prefill"]),
         "decode": tuple(_decode_time(each) for each in record["decode"]),
+        "programs": tuple(ProgramTime(**each) for each in record.get("programs", ())),
     }
     return Pool(**{**record, **read})
 

@@ -28,7 +28,7 @@ from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.programs import ProgramTable, submeshes_of, transfer_programs_of
 from jdisagg.engine.runner import Runner
-from jdisagg.engine.warmup import Progress, run_null
+from jdisagg.engine.warmup import Progress, null_batch, run_null
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import (
@@ -156,7 +156,7 @@ class MeshExecutor:
         cold = {each.key: (machine, each) for machine, each in declared if each.key not in machine.warmed}
         for done, (key, (machine, each)) in enumerate(cold.items()):
             progress(each.label if machine is self else f"{machine.config.worker} {each.label}", done, len(cold))
-            jax.block_until_ready(run_null(machine.layer_groups[each.stage], each))
+            jax.block_until_ready(run_null(machine.layer_groups[each.stage], each, null_batch(each)))
             machine.warmed[key] = each
         progress("ready", len(cold), len(cold))
 

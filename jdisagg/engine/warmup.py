@@ -18,13 +18,21 @@ from jdisagg.engine.layer_group import LayerGroup
 Progress = Callable[[str, int, int], None]
 
 
-def run_null(group: LayerGroup, declared: DeclaredProgram) -> Any:
-    """Calls it for the weights and pools of the layer group that it runs on; the result says when it is done."""
+def null_batch(declared: DeclaredProgram) -> tuple[Any, ...]:
+    """Zeros for what the layer group does not hold, where the program expects them."""
+    return jax.tree.map(_zeros, declared.batch)
+
+
+def run_null(group: LayerGroup, declared: DeclaredProgram, batch: tuple[Any, ...]) -> Any:
+    """Calls it for the weights and pools of the layer group that it runs on; the result says when it is done.
+
+    The batch may be donated: each call needs one of its own.
+    """
     first = declared.layers.start - group.layers.start
     held = slice(first, first + len(declared.layers))
     weights = [] if declared.weights is None else [group.params.leaves]
     pools = [] if declared.pools is None else [group.kv.pools[held]]
-    results = declared.program(*weights, *pools, *jax.tree.map(_zeros, declared.batch))
+    results = declared.program(*weights, *pools, *batch)
     if declared.writes_pools:
         group.kv.pools[held] = results[0]
     return results

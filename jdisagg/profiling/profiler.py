@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jdisagg.core.profile import PHASES, DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
+from jdisagg.core.profile import PHASES, DecodeTime, Host, Pool, PrefillTime, Profile, ProgramTime, TransferTime
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import bucket
@@ -38,6 +38,7 @@ class Profiler:
         self.cases: dict[Key, Case] = {}
         self.samples: dict[Key, list[tuple[float, ...]]] = {}
         for machine in self.firsts.values():
+            self._add_programs(machine)
             self._add_prefill(machine)
             self._add_decode(machine)
         self._add_transfers()
@@ -48,6 +49,11 @@ class Profiler:
 
     def _add(self, key: Key, work: timing.Work) -> None:
         self.cases[key] = lambda: (work(),)
+
+    def _add_programs(self, machine: MeshExecutor) -> None:
+        for each in machine.table.steps():
+            key = machine.config.role, "program", each.kind, each.stage, each.size
+            self._add(key, lambda each=each: timing.time_program(machine, each))
 
     def _add_prefill(self, machine: MeshExecutor) -> None:
         if not machine.config.role.prefills:
@@ -162,7 +168,7 @@ class Profiler:
 
     def _pool(self, machine: MeshExecutor) -> Pool:
         config, place = machine.config, self.deployment.place(machine.config.worker)
-        pool = Pool(config, place.tp, place.pp)
+        pool = Pool(config, place.tp, place.pp, programs=self._programs(machine))
         if machine.config.role.prefills:
             chunks = tuple(
                 PrefillTime(bucket(size[0], config.prefill_buckets), *size, self.seconds(config.role, PREFILL, *size))
@@ -175,6 +181,11 @@ class Profiler:
             admit_s = max(0.0, self.seconds(config.role, "admission"))
             pool = replace(pool, decode=times, draw_s=draw_s, admit_s=admit_s)
         return pool
+
+    def _programs(self, machine: MeshExecutor) -> tuple[ProgramTime, ...]:
+        role, table = machine.config.role, machine.table.steps()
+        places = [(each.kind, each.stage, each.size) for each in table]
+        return tuple(ProgramTime(*place, self.seconds(role, "program", *place)) for place in places)
 
     def _step(self, machine: MeshExecutor, batch: int, context: int) -> DecodeTime:
         role, size = machine.config.role, (batch, context)

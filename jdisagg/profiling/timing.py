@@ -18,8 +18,10 @@ import jax
 from jdisagg.core.request import Attempt, RequestId, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig, bucket
+from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
+from jdisagg.engine.warmup import null_batch, run_null
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
 TURNS = 8  # of one sample
@@ -39,6 +41,15 @@ def pages_for(config: WorkerConfig, tokens: int, row: int = 0) -> tuple[int, ...
     """Pages of a sequence, other ones for each row as far as the pool has them."""
     needed = config.pages_for(tokens)
     return tuple((row * needed + index) % config.num_pages + 1 for index in range(needed))
+
+
+# ---------------------------------------------------------------------- programs, one by one
+
+
+def time_program(machine: MeshExecutor, declared: DeclaredProgram) -> float:
+    """Of one call over null pages, from its dispatch to its result."""
+    group, batch = machine.layer_groups[declared.stage], jax.block_until_ready(null_batch(declared))
+    return seconds(lambda: jax.block_until_ready(run_null(group, declared, batch)))
 
 
 # ---------------------------------------------------------------------- prefill
