@@ -19,7 +19,8 @@ from rich.table import Table
 
 from jdisagg import flags
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.hf_config import read_config
+from jdisagg.model.checkpoint import read_model
+from jdisagg.model.gguf_file import is_gguf
 from jdisagg.sim.arithmetic import (
     DTYPE_BYTES,
     MODELS,
@@ -34,7 +35,7 @@ from jdisagg.sim.hardware import HARDWARE, LINKS, Hardware, hardware
 
 def declare() -> flags.FlagValues:
     values = flags.own()
-    names = f"one of {', '.join(MODELS)}; or a folder with a Hugging Face config.json"
+    names = f"one of {', '.join(MODELS)}; a folder with a Hugging Face config.json; or a GGUF file"
     absl_flags.DEFINE_string("model", "llama3-70b", names, flag_values=values)
     absl_flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
     absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of the KV", flag_values=values)
@@ -44,9 +45,9 @@ def declare() -> flags.FlagValues:
 
 
 def model_of(name: str) -> ModelConfig:
-    """The numbers of a model that is known by its name, or of a folder. Raises ConfigError, CheckpointError."""
-    folder = Path(name)
-    return replace(read_config(folder), family=folder.name) if folder.is_dir() else model(name)
+    """The numbers of a model known by its name, or of a folder or GGUF file. Raises ConfigError, CheckpointError."""
+    place = Path(name)
+    return replace(read_model(place), family=place.name) if place.is_dir() or is_gguf(place) else model(name)
 
 
 def decimal(size_bytes: float) -> str:

@@ -1,10 +1,11 @@
-"""Converts a model folder between Hugging Face safetensors and a sharded Orbax checkpoint, either way.
+"""Converts a model between Hugging Face safetensors and a sharded Orbax checkpoint, either way, or from GGUF to these.
 
-    python -m jdisagg.convert --input=FOLDER --output=DIR --format=orbax|hf [--dtype=bfloat16|float32|float16]
+    python -m jdisagg.convert --input=FOLDER|FILE.gguf --output=DIR --format=orbax|hf [--dtype=bfloat16|float32|float16]
 
-The input may be either kind. Config, tokenizer and chat template files come along, so the output folder is served as
-it is: `--load_format=orbax` restores each shard's slice straight onto its device. Writing Orbax holds the whole model
-in host memory once; writing safetensors holds one file of it.
+The input may be any kind; a GGUF file's numbers become float32 where --dtype does not say. Config, tokenizer and chat
+template files come along, so the output folder is served as it is: `--load_format=orbax` restores each shard's slice
+straight onto its device. Writing Orbax holds the whole model in host memory once; writing safetensors holds one file
+of it.
 """
 
 import os
@@ -20,32 +21,32 @@ from rich.progress import track
 
 from jdisagg import flags
 from jdisagg.core.errors import CheckpointError, FlagError
-from jdisagg.model.checkpoint import stored_source
+from jdisagg.model.checkpoint import Stored, read_model, stored_source
 from jdisagg.model.export import copy_companions, save_hf
 from jdisagg.model.files import first_line
-from jdisagg.model.hf_config import read_config
-from jdisagg.model.orbax_source import OrbaxSource, save_orbax
+from jdisagg.model.gguf_export import write_companions
+from jdisagg.model.gguf_file import is_gguf
+from jdisagg.model.orbax_source import save_orbax
 from jdisagg.model.params import check_tensors
-from jdisagg.model.sources import HFSource
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 
 
 def declare() -> flags.FlagValues:
     values = flags.own()
-    absl_flags.DEFINE_string("input", None, "model folder, Hugging Face or Orbax", flag_values=values)
+    absl_flags.DEFINE_string("input", None, "model folder, Hugging Face or Orbax, or GGUF file", flag_values=values)
     absl_flags.DEFINE_string("output", None, "folder to write, new or empty", flag_values=values)
     absl_flags.DEFINE_enum("format", "orbax", ["orbax", "hf"], "what to write", flag_values=values)
     absl_flags.DEFINE_enum("dtype", None, list(DTYPES), "cast weights to this; as stored if absent", flag_values=values)
     return values
 
 
-def convert(source_folder: Path, target: Path, fmt: str, dtype: str | None) -> None:
-    """Writes the model of `source_folder` to `target` as "orbax" or "hf", or nothing. Raises `CheckpointError`."""
+def convert(place: Path, target: Path, fmt: str, dtype: str | None) -> None:
+    """Writes the model at `place` to `target` as "orbax" or "hf", or nothing. Raises `CheckpointError`."""
     target = target.resolve()
     _refuse_occupied(target)
-    source = stored_source(source_folder)
-    check_tensors(source, read_config(source_folder))
+    source = stored_source(place)
+    check_tensors(source, read_model(place))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -53,7 +54,10 @@ def convert(source_folder: Path, target: Path, fmt: str, dtype: str | None) -> N
             save_orbax(partial, dict(_tensors(source, dtype)))
         else:
             save_hf(partial, _tensors(source, dtype))
-        copy_companions(source_folder, partial, dtype)
+        if is_gguf(place):
+            write_companions(place, partial, dtype or "float32")
+        else:
+            copy_companions(place, partial, dtype)
         partial.replace(target)
     except CheckpointError:
         raise
@@ -71,7 +75,7 @@ def _refuse_occupied(target: Path) -> None:
         raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
 
-def _tensors(source: HFSource | OrbaxSource, dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(source: Stored, dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
     for name in track(source.names, description="tensors"):
         shape = source.shape(name)
         assert shape is not None, name
@@ -81,7 +85,7 @@ def _tensors(source: HFSource | OrbaxSource, dtype: str | None) -> Iterator[tupl
 
 def run(values: flags.FlagValues) -> int:
     if not values.input or not values.output:
-        raise FlagError(f"needed: --input=FOLDER --output=DIR; found: {values.input!r} and {values.output!r}")
+        raise FlagError(f"needed: --input=FOLDER|FILE.gguf --output=DIR; found: {values.input!r} and {values.output!r}")
     convert(Path(values.input), Path(values.output), values.format, values.dtype)
     print(f"wrote {values.output} ({values.format})")
     return 0

@@ -49,7 +49,7 @@ class Settings:
     """One run's settings; `check()` says which value cannot be."""
 
     # model
-    model: str = _setting("", "model", "Hugging Face or Orbax folder; empty: the embedded code model")
+    model: str = _setting("", "model", "Hugging Face or Orbax folder, or GGUF file; empty: the embedded code model")
     tokenizer: str = _setting("", "model", "folder of the tokenizer; empty: the model's")
     served_model_name: str = _setting("", "model", "name clients use; empty: the folder's name")
     load_format: str = _setting("hf", "model", "how weights are read", ("hf", "orbax", "random"))

@@ -1,26 +1,65 @@
-"""The three places weights come from, behind one name: `--load_format=hf|orbax|random`."""
+"""A model wherever it lies, behind one name each for its numbers, its defaults and its weights.
+
+A place is a Hugging Face folder, an Orbax folder or a GGUF file (`--load_format=random`: no weights at all).
+"""
 
 from pathlib import Path
 
 from jdisagg.core.errors import FlagError
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.model import gguf_config, hf_config
+from jdisagg.model.gguf_file import is_gguf, read_gguf
+from jdisagg.model.gguf_source import GGUFSource
+from jdisagg.model.hf_config import GenerationDefaults
 from jdisagg.model.orbax_source import WEIGHTS, OrbaxSource
 from jdisagg.model.sources import HFSource, RandomSource, Source
 
 LOAD_FORMATS = ("hf", "orbax", "random")
+Stored = HFSource | OrbaxSource | GGUFSource
 
 
-def open_source(folder: str | Path, load_format: str, config: ModelConfig, seed: int = 0) -> Source:
-    """Weights of the model in `folder`. "random" reads nothing: they follow from `seed` and `config` alone."""
-    if load_format == "hf":
-        return HFSource(folder)
-    if load_format == "orbax":
-        return OrbaxSource(folder)
+def read_model(place: str | Path) -> ModelConfig:
+    """The model's numbers. Raises `CheckpointError`."""
+    return gguf_config.model_config(read_gguf(place)) if is_gguf(place) else hf_config.read_config(place)
+
+
+def read_defaults(place: str | Path) -> GenerationDefaults:
+    """What the model says about ending and sampling. Raises `CheckpointError`."""
+    if is_gguf(place):
+        return gguf_config.generation_defaults(read_gguf(place))
+    return hf_config.read_generation_config(place)
+
+
+def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: int = 0) -> Source:
+    """Weights of the model at `place`. "random" reads nothing: they follow from `seed` and `config` alone."""
     if load_format == "random":
         return RandomSource(config, seed)
+    if load_format == "hf":
+        return GGUFSource(place) if is_gguf(place) else HFSource(place)
+    if load_format == "orbax":
+        return OrbaxSource(place)
     raise FlagError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
 
 
-def stored_source(folder: str | Path) -> HFSource | OrbaxSource:
-    """The weights that lie in `folder`, whichever of the two kinds it is."""
-    return OrbaxSource(folder) if (Path(folder) / WEIGHTS).is_dir() else HFSource(folder)
+def stored_source(place: str | Path) -> Stored:
+    """The weights that lie at `place`, whichever of the three kinds it is."""
+    if is_gguf(place):
+        return GGUFSource(place)
+    return OrbaxSource(place) if (Path(place) / WEIGHTS).is_dir() else HFSource(place)
+
+
+def weight_files(place: str | Path) -> list[Path]:
+    """The files that the weights are read from, but for an Orbax checkpoint's, in the order of their names."""
+    if is_gguf(place):
+        return sorted({tensor.path for tensor in read_gguf(place).tensors.values()})
+    return sorted(Path(place).glob("*.safetensors"))
+
+
+def why_no_model(place: Path) -> str | None:
+    """Why nothing at `place` can be a model, found out before anything of it is read; None where it may be one."""
+    if is_gguf(place) or (place / "config.json").exists():
+        return None
+    if place.is_file():
+        return "a model is a folder, or a file whose name ends in .gguf"
+    found = sorted(path.name for path in place.glob("*.gguf")) if place.is_dir() else []
+    return "there is no config.json in that folder" + (f"; name its file {found[0]}" if found else "")

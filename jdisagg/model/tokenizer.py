@@ -1,4 +1,4 @@
-"""Text to tokens and back, as the checkpoint's own `tokenizer.json` says; chat messages to text."""
+"""Text to tokens and back, as the checkpoint's own tokenizer says; chat messages to text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,39 +6,27 @@ from typing import Any
 
 import tokenizers
 
-from jdisagg.core.errors import CheckpointError, RequestError, TooLong
-from jdisagg.model.chat_template import ChatTemplates, Message, find_templates
+from jdisagg.core.errors import RequestError, TooLong
+from jdisagg.model.chat_template import ChatTemplates, Message
 from jdisagg.model.content import SpecialText, most_bytes_a_token, without_special
 from jdisagg.model.detokenizer import Vocabulary, pieces
-from jdisagg.model.files import Fields, Json, first_line, read_json, shown
-from jdisagg.model.hf_config import read_generation_config
-
-TOKENIZER_BYTES = 512 << 20  # of a tokenizer.json; the largest public ones have some 35 MB
+from jdisagg.model.tokenizer_files import read_tokenizer
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder (`tokenizer.json`; the other files are optional)."""
+    """The tokenizer of a Hugging Face folder, or the one in a GGUF file."""
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        raw = _read_tokenizer(self.folder / "tokenizer.json")
-        config = self._optional("tokenizer_config.json")
-        named = _special_tokens(self._optional("special_tokens_map.json")) | _special_tokens(config)
+    def __init__(self, place: str | Path):
+        self.place = Path(place)
+        found = read_tokenizer(self.place)
+        raw, named = found.raw, found.named
         self._raw, self.vocabulary = raw, Vocabulary(raw)
         self.bos_id = raw.token_to_id(named["bos_token"]) if "bos_token" in named else None
-        self.eos_ids = self._end_tokens(named.get("eos_token"))
-        self._chat = ChatTemplates(find_templates(self.folder, config), named, str(self.folder))
+        own = raw.token_to_id(named["eos_token"]) if "eos_token" in named else None
+        self.eos_ids = tuple(dict.fromkeys([*found.end_ids, *([] if own is None else [own])]))
+        self._chat = ChatTemplates(found.templates, named, str(self.place))
         self.special_text, self._bytes_a_token = SpecialText(raw), most_bytes_a_token(raw)
         self._plain = without_special(raw) if self._chat.exists else raw
-
-    def _optional(self, name: str) -> Json:
-        return read_json(self.folder / name) if (self.folder / name).exists() else {}
-
-    def _end_tokens(self, eos_token: str | None) -> tuple[int, ...]:
-        """Every id that ends an answer: the generation config's and the tokenizer's own, in that order."""
-        listed = read_generation_config(self.folder).eos_ids if (self.folder / "config.json").exists() else ()
-        own = None if eos_token is None else self._raw.token_to_id(eos_token)
-        return tuple(dict.fromkeys([*listed, *([] if own is None else [own])]))
 
     @property
     def vocab_size(self) -> int:
@@ -128,39 +116,3 @@ def _ids(raw: tokenizers.Tokenizer, texts: Sequence[str], add_special_tokens: bo
     except (UnicodeEncodeError, TypeError) as error:
         raise RequestError(f"text that is not Unicode cannot be tokenized: {error}", "prompt") from error
     return [each.ids for each in found]
-
-
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    if not path.exists():
-        raise CheckpointError(f"no {path.name} in {path.parent}")
-    _refuse_broken_merges(path)
-    try:
-        raw = tokenizers.Tokenizer.from_file(str(path))
-        raw.no_truncation()
-        raw.no_padding()
-        raw.encode_batch_fast(["a"])  # what only use finds out
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the Rust side raises bare Exception, and where it panics a BaseException
-        raise CheckpointError(f"cannot read {path}: {first_line(error)}") from error
-    return raw
-
-
-def _refuse_broken_merges(path: Path) -> None:
-    """A prefix that merged tokens do not have makes `tokenizers` 0.23 read beyond a string and end the process."""
-    model = Fields(read_json(path, TOKENIZER_BYTES), str(path)).part("model")
-    prefix = model.word("continuing_subword_prefix") if model is not None else None
-    if model is None or not prefix:
-        return
-    merges = model.raw.get("merges")
-    for merge in merges if isinstance(merges, list) else []:
-        parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not (isinstance(parts, list) and str(parts[-1:][0] if parts else "").startswith(prefix)):
-            raise model.wrong("continuing_subword_prefix", f"what all second parts begin with; {shown(merge)} does not")
-
-
-def _special_tokens(config: Json) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like, each written as a string or as {"content": ...}."""
-    named = {key: value for key, value in config.items() if key.endswith("_token") and value}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-    return {key: value for key, value in texts.items() if isinstance(value, str)}

@@ -15,8 +15,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.model.checkpoint import open_source
-from jdisagg.model.hf_config import read_generation_config
+from jdisagg.model.checkpoint import open_source, read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -64,7 +63,7 @@ def build(
         model_config=deployment.model,
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
-        sampling_defaults=read_generation_config(deployment.model_folder).sampling,
+        sampling_defaults=read_defaults(deployment.model_folder).sampling,
         observers=(journal.observe, metrics.observe, *debug_observers(records, settings), *observers),
         metrics=metrics,
         journal=journal,

@@ -19,7 +19,8 @@ from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig
-from jdisagg.model.hf_config import read_config
+from jdisagg.model.checkpoint import read_model, why_no_model
+from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.model.params import check_divides
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
@@ -64,9 +65,10 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     Raises ConfigError, MeshError or CheckpointError, each in one line.
     """
     folder = Path(settings.model) if settings.model else EMBEDDED_MODEL
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"--model={settings.model or folder}: there is no config.json in that folder")
-    model = read_config(folder)
+    why = why_no_model(folder)
+    if why is not None:
+        raise CheckpointError(f"--model={settings.model or folder}: {why}")
+    model = read_model(folder)
     mesh = MeshSpec.parse(settings.mesh)
     for pool in mesh.pools:
         check_divides(model, pool.tp)
@@ -88,7 +90,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
         )
     layers = split_layers(model, mesh.decode_pp)
     budget = Budget(model, layers, DTYPE_BYTES[dtype], device_bytes)
-    name = settings.served_model_name or ("embedded" if folder == EMBEDDED_MODEL else folder.resolve().name)
+    name = settings.served_model_name or name_of(folder)
     workers = tuple(
         worker_config(
             settings,
@@ -102,6 +104,11 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
     return Deployment(folder, name, model, mesh, layers, dtype, kv, prefill_kv, longest, workers)
+
+
+def name_of(place: Path) -> str:
+    """What clients call the model at `place`, unless they are told another name."""
+    return "embedded" if place == EMBEDDED_MODEL else gguf_name(place) if is_gguf(place) else place.resolve().name
 
 
 def sharing_warnings(mesh: MeshSpec) -> list[str]:

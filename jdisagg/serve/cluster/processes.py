@@ -31,7 +31,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
-from jdisagg.model.hf_config import read_generation_config
+from jdisagg.model.checkpoint import read_defaults, weight_files
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -88,7 +88,7 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     The mesh and the wires as well: what a worker compiles before it joins is for the shapes of the others.
     """
     text = json.dumps(asdict(deployment.model), sort_keys=True) + settings.load_format + str(settings.seed)
-    files = sorted((path.name, path.stat().st_size) for path in deployment.model_folder.glob("*.safetensors"))
+    files = sorted((path.name, path.stat().st_size) for path in weight_files(deployment.model_folder))
     model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
     kv, sent = deployment.kv, deployment.prefill_kv
     layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.head_dim} in {sent.page_size} to {kv.page_size} of {settings.mesh}"
@@ -286,7 +286,7 @@ def _service(
         model_config=deployment.model,
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
-        sampling_defaults=read_generation_config(deployment.model_folder).sampling,
+        sampling_defaults=read_defaults(deployment.model_folder).sampling,
         observers=(journal.observe, metrics.observe, *debug_observers(records, settings), node.observe),
         metrics=metrics,
         journal=journal,

@@ -1,0 +1,181 @@
+"""A GGUF file's metadata become our numbers: they are spelt as a `config.json`, and read and checked as one.
+
+What llama.cpp computes and this project does not is refused by name, never approximated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+
+from jdisagg.core.errors import CheckpointError, UnsupportedModel
+from jdisagg.core.model_config import ModelConfig, RopeScaling
+from jdisagg.core.request import MAX_STOP_TOKENS
+from jdisagg.model.files import shown
+from jdisagg.model.gguf_file import GGUFFile
+from jdisagg.model.hf_config import FAMILIES, OPEN, SAMPLING_RANGES, GenerationDefaults, parse_config
+from jdisagg.model.rope import inverse_frequencies
+
+EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+NO_WEIGHTS = {ROPE_FACTORS}  # tensors that no layer multiplies by
+SAME = {  # config.json's names of the architecture's own keys
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+REFUSED = (  # keys with which llama.cpp computes something else
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_count",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "rope.scaling.attn_factor",
+)
+SAMPLING_KEYS = {"temp": "temperature", "penalty_repeat": "repetition_penalty", **{k: k for k in SAMPLING_RANGES}}
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+CONTROL = 3  # token type
+ORIGINAL_POSITIONS = [1 << power for power in range(5, 20)]  # that a llama3 scaling may have begun from
+
+
+def model_config(file: GGUFFile) -> ModelConfig:
+    """Numbers of the model. Raises `UnsupportedModel` and its kin, naming the file."""
+    arch = file.architecture
+    known = {family: name for name, family in FAMILIES.items()}
+    supported = sorted(known.keys() & set(MODEL_ARCH_NAMES.values()))
+    if arch not in supported:
+        raise UnsupportedModel(
+            f"{file.path}: architecture {shown(arch)} is not supported; supported: {', '.join(supported)}"
+        )
+    for key in map(file.own, REFUSED):
+        if file.metadata.get(key):
+            raise UnsupportedModel(
+                f"{file.path}: {key} = {shown(file.metadata[key])} is not supported; supported: none"
+            )
+    raw = {name: file.metadata.get(file.own(key)) for name, key in SAME.items()}
+    head_dim = _head_dim(file, raw)
+    family = "mistral" if arch == "llama" and file.metadata.get(file.own("attention.sliding_window")) else arch
+    raw |= {
+        "architectures": [known[family]],
+        "head_dim": head_dim,
+        "partial_rotary_factor": _rotated(file, head_dim),
+        "sliding_window": file.metadata.get(file.own("attention.sliding_window")),
+        "vocab_size": _rows(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_scaling": _rope_scaling(file),
+        "attention_bias": _has_bias(file, "attn_"),
+        "mlp_bias": _has_bias(file, "ffn_"),
+        "use_sliding_window": bool(file.metadata.get(file.own("attention.sliding_window"))),
+    }
+    if raw["num_key_value_heads"] is None:
+        raw["num_key_value_heads"] = raw["num_attention_heads"]
+    config = parse_config(
+        {key: value for key, value in raw.items() if value is not None}, f"{file.path}, as config.json,"
+    )
+    return _with_rope_factors(file, config)
+
+
+def _rows(file: GGUFFile) -> int:
+    """Rows of the embedding, which must be as many as the tokenizer has tokens."""
+    if EMBEDDING not in file.tensors:
+        raise CheckpointError(f"{file.path} has no tensor {EMBEDDING}; found {len(file.tensors)} others")
+    rows = file.tensors[EMBEDDING].shape[0]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) != rows:
+        raise CheckpointError(f"{file.path}: the tokenizer has {len(tokens)} tokens, {EMBEDDING} has {rows} rows")
+    return rows
+
+
+def _head_dim(file: GGUFFile, raw: dict[str, Any]) -> int | None:
+    """`key_length`, or what llama.cpp takes where it is not said; values must be as long."""
+    key, value = (file.fields.whole(file.own(f"attention.{which}_length"), 1, 1 << 16) for which in ("key", "value"))
+    if key is not None and value not in (None, key):
+        raise UnsupportedModel(f"{file.path}: keys of {key} numbers a head and values of {value} are not supported")
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    whole = type(hidden) is int and type(heads) is int and heads > 0
+    return key if key is not None else hidden // heads if whole else None
+
+
+def _rotated(file: GGUFFile, head_dim: int | None) -> float | None:
+    """The share of a head that is rotated, where the file says."""
+    rotated = file.fields.whole(file.own("rope.dimension_count"), 1, 1 << 16)
+    return None if not rotated or not head_dim else min(1.0, rotated / head_dim)
+
+
+def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
+    """In the spelling of `config.json`, with what kinds it does not know yet under llama.cpp's names."""
+    kind = file.fields.word(file.own("rope.scaling.type"))
+    factor = file.metadata.get(file.own("rope.scaling.factor"), file.metadata.get(file.own("rope.scale_linear")))
+    if kind is None and factor not in (None, 1.0):
+        kind = "linear"
+    if kind in (None, "none"):
+        return None
+    original = file.metadata.get(file.own("rope.scaling.original_context_length"))
+    said = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _has_bias(file: GGUFFile, kind: str) -> bool:
+    return any(name.endswith(".bias") and f".{kind}" in name for name in file.tensors)
+
+
+def _with_rope_factors(file: GGUFFile, config: ModelConfig) -> ModelConfig:
+    """Llama 3.1's scaling, which files hold as a divisor for each frequency. Others are refused."""
+    if ROPE_FACTORS not in file.tensors:
+        return config
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.kind is not GGMLQuantizationType.F32 or tensor.shape != (config.head_dim // 2,):
+        found = f"{tensor.kind.name} of shape {tensor.shape}"
+        raise CheckpointError(
+            f"{tensor.path}: {ROPE_FACTORS} is {found}; needed: F32 of shape ({config.head_dim // 2},)"
+        )
+    factors = np.memmap(tensor.path, "<f4", "r", tensor.start, tensor.shape)
+    largest = float(factors.max())
+    if np.all(factors == 1.0):
+        return config
+    plain = inverse_frequencies(replace(config, rope_scaling=None))
+    for original in ORIGINAL_POSITIONS if np.isfinite(largest) and largest > 0 else ():
+        guess = replace(config, rope_scaling=RopeScaling("llama3", largest, 1.0, 4.0, original))
+        if config.rope_scaling is None and np.allclose(plain / inverse_frequencies(guess), factors, rtol=1e-4):
+            return guess
+    raise UnsupportedModel(f"{tensor.path}: {ROPE_FACTORS} (1 to {largest:g}) are not those of Llama 3.1's scaling")
+
+
+def generation_defaults(file: GGUFFile) -> GenerationDefaults:
+    """End tokens, and sampling defaults where the file says any."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    said = [file.fields.ids(f"tokenizer.ggml.{key}", 1, count) for key in ENDS]
+    bos = file.fields.ids("tokenizer.ggml.bos_token_id", 1, count)
+    listed = [i for ids in said if ids for i in ids] + _ends_by_name(file)
+    ends = tuple(dict.fromkeys(listed))[:MAX_STOP_TOKENS]
+    sampling = {
+        ours: value for theirs, ours in SAMPLING_KEYS.items() if (value := _sampling(file, theirs, ours)) is not None
+    }
+    return GenerationDefaults(ends, bos[0] if bos else None, sampling)
+
+
+def _sampling(file: GGUFFile, theirs: str, ours: str) -> float | None:
+    low, high = SAMPLING_RANGES[ours]
+    return file.fields.number(f"general.sampling.{theirs}", low, high, open_low=ours in OPEN)
+
+
+def _ends_by_name(file: GGUFFile) -> list[int]:
+    """Control tokens that end a turn by their names, as llama.cpp takes them: files often name one end of several."""
+    tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return []
+    pairs = zip(tokens, kinds, strict=False)
+    return [i for i, (token, kind) in enumerate(pairs) if kind == CONTROL and token in END_TEXTS]

@@ -1,0 +1,191 @@
+"""GGUF weights against what `transformers` computes from the same file, and against the safetensors they are of."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from jdisagg.convert import convert
+from jdisagg.model.checkpoint import open_source, read_defaults, read_model
+from jdisagg.model.gguf_source import GGUFSource
+from jdisagg.model.hf_config import read_config
+from jdisagg.model.names import stage_leaves
+from jdisagg.model.network import forward
+from jdisagg.model.params import check_tensors, load_stage
+from jdisagg.model.rope import inverse_frequencies
+from jdisagg.model.sources import HFSource
+from jdisagg.model.tokenizer import Tokenizer
+from tests.fixtures.conformance import families, load
+from tests.fixtures.gguf_files import QUANTISED, byte_level, expected, sha256, write
+from tests.model.sharded import mesh_of, run_stage, split_layers, stage_output
+
+LENGTH = 64
+OWN = {  # what our numbers are called in a file
+    "context_length": "max_position",
+    "embedding_length": "hidden_size",
+    "block_count": "num_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_heads",
+    "attention.head_count_kv": "num_kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+
+
+def padded(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens + [0] * (LENGTH - len(tokens)), np.int32)
+
+
+def whole_model(place: Path) -> Callable[[list[int]], np.ndarray]:
+    config = read_model(place)
+    params = load_stage(open_source(place, "hf", config), config, range(config.num_layers), mesh_of(1), jnp.float32)
+    program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
+    return lambda tokens: np.asarray(program(params.leaves, padded(tokens)[None]))[0, : len(tokens)]
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores the rows of q and k of a Llama."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def gguf_of(folder: Path, path: Path, kind: Kind = Kind.F32, **options) -> Path:
+    """The model of a conformance folder as a file, as llama.cpp's converter writes it."""
+    config, source = read_config(folder), HFSource(folder)
+    arch = "llama" if config.family in ("llama", "mistral") else config.family
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_layers)
+
+    def tensors():
+        for name in source.names:
+            found = source.read(name, tuple(slice(0, size) for size in source.shape(name) or ())).astype(np.float32)
+            for letter, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+                if arch == "llama" and f".{letter}_proj." in name:
+                    found = interleaved(found, heads)
+            stored = kind if found.ndim == 2 else Kind.F32
+            yield table.get_name(name, (".weight", ".bias")) or "", gguf.quantize(found, stored), stored
+        if config.rope_scaling is not None:
+            factors = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
+            yield "rope_freqs.weight", factors.astype(np.float32), Kind.F32
+
+    numbers = {key: getattr(config, name) for key, name in OWN.items()}
+    if config.layer_windows:
+        numbers["attention.sliding_window"] = config.window(0) or 0
+    return write(path, arch, numbers, tensors(), byte_level(), **options)
+
+
+@pytest.fixture(scope="module", params=sorted(QUANTISED))
+def quantised(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("quantised") / f"{request.param}.gguf"
+    return QUANTISED[request.param].write(path), expected(request.param)
+
+
+def test_the_files_are_those_that_transformers_read(quantised):
+    path, said = quantised
+    assert sha256(path) == said.sha256, "run tests/fixtures/make_gguf.py"
+
+
+def test_logits_and_greedy_tokens_of_quantised_files_equal_those_of_transformers(quantised):
+    path, said = quantised
+    model = whole_model(path)
+    for prompt, logits, greedy in zip(said.prompts, said.logits, said.greedy, strict=True):
+        assert np.abs(model(prompt) - logits).max() <= 1e-3
+        tokens = list(prompt)
+        for _ in greedy:
+            tokens.append(int(model(tokens)[-1].argmax()))
+        assert tokens[len(prompt) :] == greedy
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_file_in_f32_is_the_folder_that_it_was_made_of(family, tmp_path):
+    fixture = load(family)
+    path = gguf_of(fixture.folder, tmp_path / "model.gguf")
+    config, source = read_model(path), GGUFSource(path)
+    ours = read_config(fixture.folder)
+    stored = {"rms_norm_eps": config.rms_norm_eps, "rope_scaling": config.rope_scaling}  # as f32, and as frequencies
+    assert replace(ours, **stored) == config and np.isclose(ours.rms_norm_eps, config.rms_norm_eps)
+    assert np.allclose(inverse_frequencies(ours), inverse_frequencies(config))
+    check_tensors(source, config)
+    model = whole_model(path)
+    for prompt, logits in zip(fixture.prompts, fixture.logits, strict=True):
+        assert np.abs(model(prompt) - logits).max() <= 1e-4
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+def test_shards_of_a_file_in_a_row_give_the_same_logits(family, tp, pp, tmp_path):
+    fixture = load(family)
+    path = gguf_of(fixture.folder, tmp_path / "model.gguf")
+    config, source = read_model(path), GGUFSource(path)
+    stages = [(load_stage(source, config, run, mesh_of(tp), jnp.float32)) for run in split_layers(config, pp)]
+    x = padded(fixture.prompts[1])
+    for params in stages:
+        x = run_stage(params, mesh_of(tp), stage_output, x)
+    assert np.abs(x[: len(fixture.prompts[1])] - fixture.logits[1]).max() <= 1e-4
+
+
+def test_a_slice_is_the_same_as_the_slice_of_the_whole(tmp_path):
+    """Of all kinds, of permuted rows, and of columns that begin and end inside a block."""
+    source = GGUFSource(QUANTISED["llama"].write(tmp_path / "model.gguf"))
+    for name in source.names:
+        shape = source.shape(name)
+        assert shape is not None and source.dtype(name) == "float32"
+        whole = source.read(name, tuple(slice(0, size) for size in shape))
+        index = (slice(32, 96), slice(40, 150))[: len(shape)]
+        part = source.read(name, index)
+        assert part.dtype == np.float32 and np.array_equal(part, whole[index]), name
+
+
+def test_a_slice_reads_its_own_rows_only(tmp_path, monkeypatch):
+    source, seen = GGUFSource(QUANTISED["llama"].write(tmp_path / "model.gguf")), []
+    dequantize = gguf.quants.dequantize
+    monkeypatch.setattr(
+        "jdisagg.model.gguf_source.dequantize", lambda data, kind: seen.append(data.size) or dequantize(data, kind)
+    )
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"):
+        seen.clear()
+        rows, columns = source.shape(name) or (0, 0)
+        source.read(name, (slice(0, 32), slice(0, columns)))
+        part = sum(seen)
+        source.read(name, (slice(0, rows), slice(0, columns)))
+        assert part * rows == (sum(seen) - part) * 32
+
+
+def test_files_of_several_parts_are_one_model(tmp_path):
+    whole = QUANTISED["qwen2"].write(tmp_path / "whole.gguf")
+    QUANTISED["qwen2"].write(tmp_path / "part.gguf", split_max_tensors=9)
+    parts = sorted(tmp_path.glob("part-*-of-*.gguf"))
+    assert len(parts) == 3
+    one = GGUFSource(whole)
+    for path in (parts[0], parts[2]):
+        several = GGUFSource(path)
+        assert several.names == one.names and read_model(path) == read_model(whole)
+        for name in one.names:
+            index = tuple(slice(0, size) for size in one.shape(name) or ())
+            assert np.array_equal(one.read(name, index), several.read(name, index))
+    assert Tokenizer(parts[1]).encode("the dog") == Tokenizer(whole).encode("the dog")
+
+
+@pytest.mark.parametrize("fmt", ["orbax", "hf"])
+@pytest.mark.parametrize("name", sorted(QUANTISED))
+def test_a_converted_file_is_the_same_model(name, fmt, tmp_path):
+    path, folder = QUANTISED[name].write(tmp_path / "model.gguf"), tmp_path / "folder"
+    convert(path, folder, fmt, None)
+    config, stored = read_model(folder), GGUFSource(path)
+    assert config == read_model(path) and read_defaults(folder) == read_defaults(path)
+    source = open_source(folder, fmt, config)
+    for leaf in stage_leaves(config, range(config.num_layers), 1).values():
+        for part in leaf.parts:
+            if stored.shape(part.name) is not None:
+                assert np.array_equal(
+                    source.read(part.name, part.index(0, 1)), stored.read(part.name, part.index(0, 1))
+                )
+    ours, theirs = Tokenizer(folder), Tokenizer(path)
+    messages, text = [{"role": "user", "content": "Grüße"}], "the dog, 世界"
+    assert ours.chat(messages) == theirs.chat(messages) and ours.encode(text) == theirs.encode(text)
+    assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
