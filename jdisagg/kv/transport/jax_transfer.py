@@ -5,6 +5,9 @@ Its server is left nothing to decide. What was measured of it, and what is done 
   destination polls `is_ready` under its deadline;
 - the only way to end a pending pull is to poison its connection, and one whose server has died stays broken: so a
   connection carries one pull at a time, and after any failure it is poisoned and never used again;
+- where arrays are deleted at their source in the middle of a pull (the destination was frozen for longer than the
+  deadline), neither server completes another pull with anybody, ever: so pulls and offers have servers of their own,
+  and after a failure the next one begins on a new server. What was stuck stays behind: some 40 MB and 5 descriptors;
 - timeouts are swept only when the server next hears something: the listener's tick makes it hear something;
 - an offer never pulled is kept for ever: at its end its arrays are deleted, which frees them at once.
 """
@@ -49,17 +52,10 @@ class JaxBackend:
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
         host = split_address(config.advertise + ":0" if config.advertise else config.listen)[0]
-        here = f"[{host}]:0" if ":" in host else f"{host}:0"
-        client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(
-            client,
-            here,
-            [here] * SOCKETS,
-            max_num_parallel_copies=COPIES,
-            transfer_size=CHUNK_BYTES,
-            use_raw_buffers=False,  # with them an array deleted in the middle would be read all the same
-        )
+        self._here = f"[{host}]:0" if ":" in host else f"{host}:0"
         self._lock = threading.Lock()
+        self._source: Any = None  # servers are made when first needed, and again after a failure
+        self._puller: Any = None
         self._idle: dict[str, list[Any]] = {}
         self._pulling: dict[int, int] = {}  # ticket -> bytes
         self._tiny = jax.device_put(np.zeros((), np.float32))
@@ -73,9 +69,13 @@ class JaxBackend:
     def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
         arrays = list(offer.arrays)
         offer.deadline.wait_computed(arrays, connection.must_be_quiet)
-        offer.staged = arrays
-        self._server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.deadline.left_s() + LINGER_S))
-        return {"server": self._server.address()}
+        with self._lock:
+            if self._source is None:
+                self._source = start_server(self._here)
+            server = self._source
+        offer.staged = server, arrays
+        server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.deadline.left_s() + LINGER_S))
+        return {"server": server.address()}
 
     def send(self, offer: Offer, connection: Connection) -> None:
         """The server does, whenever the destination's server asks."""
@@ -103,7 +103,7 @@ class JaxBackend:
         address = grant.get("server")
         if not isinstance(address, str):
             raise BadTicket(f"{connection.peer} grants {str(grant)[:80]}, which names no transfer server")
-        channel = self._take(address)
+        puller, channel = self._take(address)
         wanted = [
             jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype], sharding=SingleDeviceSharding(device))
             for spec, device in zip(ticket.arrays, devices, strict=True)
@@ -113,9 +113,11 @@ class JaxBackend:
             wait_landed(arrays, connection, deadline)
         except BaseException:
             channel._poison_connection()  # the only way there is to end a pending pull
+            self._drop(puller)
             raise
         with self._lock:
-            self._idle.setdefault(address, []).append(channel)
+            if puller is self._puller:
+                self._idle.setdefault(address, []).append(channel)
         self.abandon(room)
         return arrays
 
@@ -129,8 +131,11 @@ class JaxBackend:
 
     def release(self, offer: Offer, how: Ended) -> None:
         """Deletes what was handed to the server and not fetched: it would keep it."""
-        if how not in (Ended.ACKED, Ended.ACKED_HERE):
-            for array in offer.staged or ():
+        server, arrays = offer.staged or (None, ())
+        if server is not None and how not in (Ended.ACKED, Ended.ACKED_HERE):
+            with self._lock:
+                self._source = None if server is self._source else self._source
+            for array in arrays:
                 array.delete()
         self._tick()
 
@@ -144,18 +149,41 @@ class JaxBackend:
     def close(self) -> None:
         """The server itself has no end but its last reference's."""
         with self._lock:
+            self._source = self._puller = None
             self._idle.clear()
 
-    def _take(self, address: str) -> Any:
+    def _take(self, address: str) -> tuple[Any, Any]:
+        """(the server that pulls, a connection of it that nobody uses)."""
         with self._lock:
+            if self._puller is None:
+                self._puller = start_server(self._here)
             idle = self._idle.get(address)
-            if idle:
-                return idle.pop()
-        return self._server.connect(address)
+            return self._puller, idle.pop() if idle else self._puller.connect(address)
+
+    def _drop(self, puller: Any) -> None:
+        """Pulls to come are another server's; those that this one has under way end by themselves."""
+        with self._lock:
+            if puller is self._puller:
+                self._puller = None
+                self._idle.clear()
 
     def _tick(self) -> None:
         """Makes the server sweep, which it does when it is given something: a scalar that has timed out already."""
-        self._server.await_pull(secrets.randbits(ID_BITS), [self._tiny], timeout=in_seconds(0.0))
+        with self._lock:
+            server = self._source
+        if server is not None:
+            server.await_pull(secrets.randbits(ID_BITS), [self._tiny], timeout=in_seconds(0.0))
+
+
+def start_server(address: str) -> Any:
+    return transfer.start_transfer_server(
+        jax.local_devices()[0].client,
+        address,
+        [address] * SOCKETS,
+        max_num_parallel_copies=COPIES,
+        transfer_size=CHUNK_BYTES,
+        use_raw_buffers=False,  # with them an array deleted in the middle would be read all the same
+    )
 
 
 def wait_landed(arrays: Sequence[Any], connection: Connection, deadline: Deadline) -> None:

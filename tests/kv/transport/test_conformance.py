@@ -129,6 +129,25 @@ def test_a_frozen_destination_holds_the_source_no_longer_than_the_deadline(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_destination_whose_source_gave_up_in_the_middle_of_its_bytes_pulls_on(name: str, here: Side, peer: Peer):
+    descriptors = len(os.listdir(f"/proc/{peer.process.pid}/fd"))
+    for _ in range(4):
+        offered = here.offer(name, in_s=1.0, count=1, nbytes=128 * MIB, seed=1)
+        peer.tell("pull", ticket=offered["ticket"], in_s=1.0)
+        time.sleep(0.05)
+        peer.freeze()
+        try:
+            until(lambda: here.held(name) == NOTHING)
+        finally:
+            peer.thaw()
+        peer.hear()
+        kept = here.offer(name, count=2, nbytes=MIB, seed=1)
+        assert peer.ask("pull", ticket=kept["ticket"], in_s=30.0).get("digests") == kept["digests"]
+        assert peer.ask("ack", ticket=kept["ticket"])["told"]
+    until(lambda: len(os.listdir(f"/proc/{peer.process.pid}/fd")) < descriptors + 40)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_offer_never_pulled_ends_by_itself_and_a_late_pull_is_told_so(name: str, here: Side, peer: Peer):
     offered = peer.ask("offer", transport=name, count=2, nbytes=MIB, seed=1, in_s=0.2)
     until(lambda: held_by(peer, name) == NOTHING)
