@@ -7,6 +7,8 @@ Fields at their defaults are not written.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import math
 import reprlib
@@ -59,10 +61,12 @@ def encode(value: Any) -> Any:
         kept = {name: encode(one) for name, one in given.items() if name not in defaults or one != defaults[name]}
         return {TAG: type(value).__name__, **kept}
     if isinstance(value, tuple | list):
-        return [encode(each) for each in cast(list[Any], value)]
+        row = cast(list[Any], value)
+        plain = {int}.issuperset(map(type, row))  # prompts are long
+        return list(row) if plain else [encode(each) for each in row]
     if isinstance(value, Enum):
         return value.value
-    return value
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 @cache
@@ -249,4 +253,11 @@ def _flag(value: Any) -> bool:
     return value
 
 
-PLAIN: dict[Any, Reader] = {int: _whole, float: _number, str: _text, bool: _flag}
+def _octets(value: Any) -> bytes:
+    try:
+        return base64.b64decode(_text(value).encode(), validate=True)
+    except binascii.Error as error:
+        raise DecodeError(f"{shown(value)} is no base64: {error}") from None
+
+
+PLAIN: dict[Any, Reader] = {int: _whole, float: _number, str: _text, bool: _flag, bytes: _octets}

@@ -11,18 +11,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.ledger import Mark
-from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
+
+PAGE_NAME_BYTES = 16  # of the name of one page: a hash of its tokens and of all before them
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Router to decode worker: hold pages and a slot for this request; the lease is renewed by what arrives."""
+    """Router to decode worker: hold pages and a slot for this request; the lease is renewed by what arrives.
+
+    The prompt itself goes to the worker that prefills, whose Commit brings the few tokens of it that are needed here.
+    """
 
     attempt: Attempt
-    request: Request  # as it is to be prefilled: earlier output joined to the prompt
+    prompt_tokens: int  # as it is to be prefilled: earlier output joined to the prompt
+    sampling: SamplingParams
     num_output: int  # output tokens already given to the client (a resumed request has some)
     prefill_worker: WorkerId
     lease_s: float  # the reservation is given up when nothing was heard of its source for this long
+    arrival_s: float = 0.0  # as in Request, and so are the next two
+    priority: int = 0
+    cache_salt: str = ""
+    page_names: bytes = b""  # of the prompt's full pages of the decode worker's size, one behind the other; none: empty
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,7 @@ class StartPrefill:
     lease_s: float  # of the reservation: Renew it well within
     cached_pages: int = 0  # leading decode pages that hold their KV already: those are not shipped
     decode_page_size: int = 0  # tokens a decode page; 0: as this worker's
+    tail_tokens: int = 0  # last tokens of the prompt that Commit is to bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,7 @@ class Commit:
     num_parts: int  # parts 0 to num_parts - 1 were shipped
     layout: str = ""  # what the bytes are (WorkerConfig.kv_layout); empty: not told
     layers: tuple[tuple[int, int], ...] = ()  # of parts 0, 1, ... and so round and round; (): each holds all
+    tail: tuple[int, ...] = ()  # last tokens of the prompt: StartPrefill says how many
 
 
 @dataclass(frozen=True, slots=True)

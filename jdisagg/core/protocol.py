@@ -13,6 +13,7 @@ from typing import Any
 
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.messages import (
+    PAGE_NAME_BYTES,
     Abort,
     AbortAck,
     Ack,
@@ -63,12 +64,16 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             _check_tokens(message, output)
         case Commit():
             _check_commit(message)
-        case Reserve(request=request) | StartPrefill(request=request) if to is not None:
-            if not request.prompt or len(request.prompt) > to.max_model_len:
-                raise _senseless(message, f"a prompt of {len(request.prompt)} tokens, the limit is {to.max_model_len}")
+        case Reserve() if to is not None:
+            _check_length(message, message.prompt_tokens, to)
+            _check_names(message, to)
+        case StartPrefill(request=request) if to is not None:
+            _check_length(message, request.prompt_tokens, to)
             _check_tokens(message, request.prompt)
-            if isinstance(message, StartPrefill) and not all(0 <= page <= MOST for page in message.decode_pages):
+            if not all(0 <= page <= MOST for page in message.decode_pages):
                 raise _senseless(message, f"decode_pages are {message.decode_pages[:3]}")
+            if message.tail_tokens > request.prompt_tokens:
+                raise _senseless(message, f"tail_tokens is {message.tail_tokens} of {request.prompt_tokens}")
         case _:
             return
 
@@ -127,8 +132,22 @@ def _check_reservation(message: Reserved, sender: WorkerConfig) -> None:
         raise _senseless(message, f"{found} where {sender.page_size} was said at the joining")
 
 
+def _check_length(message: Message, prompt_tokens: int, to: WorkerConfig) -> None:
+    if not 0 < prompt_tokens <= to.max_model_len:
+        raise _senseless(message, f"a prompt of {prompt_tokens} tokens, the limit is {to.max_model_len}")
+
+
+def _check_names(message: Reserve, to: WorkerConfig) -> None:
+    """All full pages are named, or none."""
+    pages, size = message.prompt_tokens // to.page_size, len(message.page_names)
+    if size not in (0, pages * PAGE_NAME_BYTES):
+        raise _senseless(message, f"page_names are {size} bytes, {pages} pages have {pages * PAGE_NAME_BYTES}")
+
+
 def _check_commit(message: Commit) -> None:
-    _check_tokens(message, [message.first.token])
+    _check_tokens(message, (message.first.token, *message.tail))
+    if len(message.tail) > message.num_tokens:
+        raise _senseless(message, f"a tail of {len(message.tail)} tokens of {message.num_tokens}")
     _check_most(message, "num_tokens", message.num_tokens)
     if message.num_parts > message.num_tokens * max(1, len(message.layers)):
         raise _senseless(message, f"{message.num_parts} parts of {message.num_tokens} tokens")

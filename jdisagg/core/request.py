@@ -119,6 +119,10 @@ class Request:
     queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
     cache_salt: str = ""  # KV is shared between requests of one salt only: a tenant's, say
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Raises RequestError or TooLong, naming the field and both values.
 

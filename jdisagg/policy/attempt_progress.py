@@ -100,8 +100,9 @@ class AttemptProgress:
             self.requests.meet(row, Failure(kind, message.reason, message.detail, gone=sender, avoid=avoid), now_s)
 
     def _start(self, row: RequestState, reservation: Reserved, now_s: float) -> None:
-        assert row.prefill is not None, "a reserved row has its pair"
+        assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
         row.enter(Phase.PREFILLING)
         row.ledger.mark(Mark.RESERVED, now_s)
-        self.out.send(row.prefill, message_builders.start_prefill(row, reservation, self.config))
+        decode = self.peers[row.decode].config
+        self.out.send(row.prefill, message_builders.start_prefill(row, reservation, decode, self.config))
         self.requests.wait(row, Waiting.PREFILL, now_s + self.config.prefill_timeout_s)

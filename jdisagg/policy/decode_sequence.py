@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.request import Attempt, FinishReason, Request, Sampled, WorkerId
+from jdisagg.core.messages import Commit, Reserve
+from jdisagg.core.request import Attempt, FinishReason, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.policy.handoff import Handoff, Signal, State
 from jdisagg.policy.planning import Order, history_of
@@ -57,16 +58,13 @@ class DecodeSequence:
     """One sequence's place: from its reservation to its last token."""
 
     handoff: Handoff
-    request: Request
+    asked: Reserve
     order: Order
-    num_output: int  # tokens the client had before this attempt
-    source: WorkerId  # whose parts and COMMIT it waits for
-    lease_s: float
     pages: list[int]  # the leading `cached_pages` are not its own
     cached_pages: int = 0
     held: Handle = NOTHING  # those, locked
     arrivals: PartArrivals = field(default_factory=PartArrivals)
-    num_tokens: int = 0  # tokens in the KV when it was committed
+    tail: tuple[int, ...] = ()  # the prompt's last tokens, as many as are needed; known from COMMIT on
     output: list[int] = field(default_factory=list[int])  # tokens of this attempt, as read
     first: Sampled | None = None  # known from COMMIT on
     dispatched: int = 0  # output tokens drawn, and those that steps in flight may draw
@@ -80,20 +78,39 @@ class DecodeSequence:
         return self.handoff.owner
 
     @property
+    def source(self) -> WorkerId:
+        """Whose parts and COMMIT it waits for."""
+        return self.asked.prefill_worker
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.asked.sampling
+
+    @property
+    def num_output(self) -> int:
+        """Tokens the client had before this attempt."""
+        return self.asked.num_output
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the KV when it is committed: the prompt's."""
+        return self.asked.prompt_tokens
+
+    @property
     def drained(self) -> bool:
         """All its steps are dispatched, and no stage of them waits for KV: it only waits for tokens."""
-        return len(self.output) + self.in_flight >= self.request.sampling.max_tokens and admitted(self)
+        return len(self.output) + self.in_flight >= self.sampling.max_tokens and admitted(self)
 
     @property
     def own_pages(self) -> list[int]:
         return self.pages[self.cached_pages :]
 
-    def commit(self, first: Sampled, num_tokens: int, num_parts: int, layers: tuple[tuple[int, int], ...] = ()) -> None:
+    def commit(self, manifest: Commit) -> None:
         """What COMMIT says; the first token is out, and the sequence's steps follow it."""
         self.handoff.take(Signal.COMMIT)
-        self.first, self.num_tokens = first, num_tokens
-        self.arrivals.num_parts, self.arrivals.layers = num_parts, layers
-        self.output.append(first.token)
+        self.first, self.tail = manifest.first, manifest.tail
+        self.arrivals.num_parts, self.arrivals.layers = manifest.num_parts, manifest.layers
+        self.output.append(manifest.first.token)
         self.dispatched = 1
 
     def dispatch(self, width: int) -> None:
@@ -112,7 +129,7 @@ class DecodeSequence:
         self.dispatched -= width - drawn
 
     def renew(self, now_s: float) -> None:
-        self.handoff.deadline_s = now_s + self.lease_s
+        self.handoff.deadline_s = now_s + self.asked.lease_s
 
     def is_for(self, transfer: KVTransfer) -> bool:
         """Whether it comes from this reservation's source, for pages that are its own to fill."""
@@ -142,20 +159,20 @@ def admission(slot: int, sequence: DecodeSequence) -> Admission:
     assert sequence.first is not None, "an admitted sequence has its first token"
     return Admission(
         slot=slot,
-        request_id=sequence.request.request_id,
+        request_id=sequence.asked.request_id,
         token=sequence.first.token,
         position=sequence.num_tokens,
         pages=tuple(sequence.pages),
-        sampling=sequence.request.sampling,
+        sampling=sequence.sampling,
         num_output=sequence.num_output + 1,
-        history=history_of(sequence.request, sequence.num_output, (sequence.first.token,)),
+        history=history_of(sequence.tail, sequence.sampling, sequence.num_output, (sequence.first.token,)),
     )
 
 
-def end_of(request: Request, sampled: Sampled, num_output: int) -> FinishReason | None:
+def end_of(sampling: SamplingParams, sampled: Sampled, num_output: int) -> FinishReason | None:
     """Why a request is over with this token, its `num_output`th of this attempt; None where it goes on."""
     if sampled.broken:
         return FinishReason.ERROR
-    if sampled.token in request.sampling.stop_token_ids:
+    if sampled.token in sampling.stop_token_ids:
         return FinishReason.STOP
-    return FinishReason.LENGTH if num_output >= request.sampling.max_tokens else None
+    return FinishReason.LENGTH if num_output >= sampling.max_tokens else None

@@ -10,15 +10,15 @@ from __future__ import annotations
 from bisect import insort
 
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Ack, Preempted, Refused, Reserve, Reserved
-from jdisagg.core.request import Attempt, Sampled
+from jdisagg.core.messages import Ack, Commit, Preempted, Refused, Reserve, Reserved
+from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import End, Handoff, Signal, State
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PageState
-from jdisagg.policy.planning import full_tokens, order_of, predicted_pages
+from jdisagg.policy.planning import full_tokens, order_of, predicted_pages, tail_tokens
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
 
@@ -54,7 +54,7 @@ class DecodeSide:
         return max(0, self.shared.available - growing)
 
     def _may_grow(self, sequence: DecodeSequence) -> bool:
-        return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.request))
+        return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.asked))
 
     # ------------------------------------------------------------ the handoff
 
@@ -71,7 +71,7 @@ class DecodeSide:
 
     def _make_sequence(self, owner: Attempt, message: Reserve, now_s: float) -> DecodeSequence | None:
         here = message.prefill_worker == self.config.worker
-        names, total = self.shared.to_read(message.request, here=here), predicted_pages(message.request, self.config)
+        names, total = self.shared.to_read(message, here=here), predicted_pages(message, self.config)
         found, cost = self.shared.room_for(names, total)
         if self.free_slots < 1 or cost > self.reservable_pages:
             return None
@@ -83,11 +83,8 @@ class DecodeSide:
         self.out.arm(handoff)
         sequence = DecodeSequence(
             handoff=handoff,
-            request=message.request,
-            order=order_of(message.request),
-            num_output=message.num_output,
-            source=message.prefill_worker,
-            lease_s=message.lease_s,
+            asked=message,
+            order=order_of(message),
             pages=[*held.pages, *pages],
             cached_pages=found,
             held=held,
@@ -97,10 +94,12 @@ class DecodeSide:
 
     # ------------------------------------------------------------ admission
 
-    def commit_here(self, owner: Attempt, first: Sampled, now_s: float) -> None:
+    def commit_here(self, owner: Attempt, manifest: Commit, now_s: float) -> None:
         """The colocated handoff: the KV was computed in the sequence's own pages."""
         sequence = self.sequences[owner]
-        sequence.commit(first, len(sequence.request.prompt), 0)
+        needed = tail_tokens(sequence.asked, self.config)
+        assert len(manifest.tail) == needed, f"{len(manifest.tail)} last tokens of a prompt where {needed} are needed"
+        sequence.commit(manifest)
         self.admit_if_complete(sequence, now_s)
 
     def admit_if_complete(self, sequence: DecodeSequence, now_s: float) -> bool:
@@ -176,7 +175,9 @@ class DecodeSide:
 
     def _give_back(self, sequence: DecodeSequence, *, good: bool) -> None:
         """Where its KV is `good`, full pages are kept: of all its tokens but the last, which is never fed."""
-        names = self.shared.names(sequence.request, sequence.output[:-1]) if good and sequence.pages else ()
+        names = ()
+        if good and sequence.pages:
+            names = self.shared.names_with(sequence.asked, sequence.tail, sequence.output[:-1])
         self.shared.keep(names, sequence.pages, sequence.own_pages, sequence.owner)
         self.shared.release(sequence.held)
         sequence.held = NOTHING

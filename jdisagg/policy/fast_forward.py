@@ -62,7 +62,7 @@ def _alike(decode_side: DecodeSide, step: Step) -> int:
     table_tokens = bucket(config.pages_for(longest), config.table_buckets) * config.page_size
     steps = table_tokens - longest + 1
     for sequence in step.sequences.values():
-        sampling = sequence.request.sampling
+        sampling = sequence.sampling
         if not sequence.stepped or not admitted(sequence) or sampling.stop_token_ids or sampling.synchronous:
             return 0
         room = len(sequence.pages) * config.page_size - sequence.num_tokens - sequence.dispatched + 1

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from jdisagg.core.errors import PeerMismatch, SenselessWord
 from jdisagg.core.events import DropKV, InsertKV, KVArrived
 from jdisagg.core.messages import Abort, Ack, Commit, Renew, Resend
 from jdisagg.core.request import Attempt, FinishReason, WorkerId
+from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, admitted
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import Signal, State, Timer, timer_of
+from jdisagg.policy.planning import tail_tokens
+
+
+def check_manifest(manifest: Commit, sequence: DecodeSequence, config: WorkerConfig) -> None:
+    """Raises PeerMismatch, or SenselessWord, unless the Commit fits what was reserved."""
+    ours, theirs, source = config.kv_layout, manifest.layout, sequence.source
+    if ours and theirs and ours != theirs:
+        raise PeerMismatch(f"{source} shipped pages of {theirs}, {config.worker} holds {ours}")
+    if manifest.num_tokens != sequence.num_tokens:
+        raise SenselessWord(f"{source} commits {manifest.num_tokens} tokens of {sequence.num_tokens}")
+    needed = tail_tokens(sequence.asked, config)
+    if len(manifest.tail) != needed:
+        raise SenselessWord(f"{source} commits a tail of {len(manifest.tail)} tokens, {config.worker} needs {needed}")
 
 
 class KVArrivals:
@@ -38,16 +53,12 @@ class KVArrivals:
             self._commit(sequence, message, now_s)
 
     def _commit(self, sequence: DecodeSequence, message: Commit, now_s: float) -> None:
-        ours, theirs = self.config.kv_layout, message.layout
-        if ours and theirs and ours != theirs:
-            self._give_up(sequence, f"{sequence.source} shipped pages of {theirs}, {self.config.worker} holds {ours}")
+        try:
+            check_manifest(message, sequence, self.config)
+        except (PeerMismatch, SenselessWord) as error:
+            self._give_up(sequence, f"{type(error).__name__}: {error}")
             return
-        if message.num_tokens != len(sequence.request.prompt):
-            self._give_up(
-                sequence, f"{sequence.source} commits {message.num_tokens} tokens of {len(sequence.request.prompt)}"
-            )
-            return
-        sequence.commit(message.first, message.num_tokens, message.num_parts, message.layers)
+        sequence.commit(message)
         sequence.renew(now_s)
         if not self.decode_side.admit_if_complete(sequence, now_s):
             self.decode_side.ahead.wait(sequence)

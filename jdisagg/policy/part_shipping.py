@@ -63,13 +63,22 @@ class PartShipping:
             wire=self.wires.choose(),
         )
 
+    def manifest(self, prompt: PrefillSequence, first: Sampled) -> Commit:
+        """What was shipped in all, and what else the destination needs."""
+        return Commit(
+            attempt=prompt.owner,
+            first=first,
+            num_tokens=prompt.request.prompt_tokens,
+            num_parts=len(prompt.parts),
+            layout=self.config.kv_layout,
+            layers=layers_of(prompt.mode, self.config),
+            tail=prompt.tail,
+        )
+
     def commit(self, prompt: PrefillSequence, first: Sampled, now_s: float) -> None:
-        """Says what was shipped in all; then the destination is waited for."""
+        """Says what was shipped; then the destination is waited for."""
         prompt.handoff.take(Signal.COMMIT)
-        num_tokens, num_parts = len(prompt.request.prompt), len(prompt.parts)
-        layers = layers_of(prompt.mode, self.config)
-        manifest = Commit(prompt.owner, first, num_tokens, num_parts, self.config.kv_layout, layers)
-        self.out.send(prompt.decode_worker, manifest)
+        self.out.send(prompt.decode_worker, self.manifest(prompt, first))
         prompt.handoff.deadline_s = now_s + self.config.ack_timeout_s
         self.out.arm(prompt.handoff)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from jdisagg.core.request import Request
+from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import History
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -24,38 +24,63 @@ class Order(NamedTuple):
     request_id: str
 
 
-def order_of(request: Request) -> Order:
+class Sized(Protocol):
+    """What is known of a request where its prompt is not: a Request itself, or a Reserve."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def priority(self) -> int: ...
+
+
+def order_of(request: Sized) -> Order:
     return Order(request.arrival_s + HEAD_START_S * request.priority, request.arrival_s, request.request_id)
 
 
-def full_tokens(request: Request) -> int:
+def full_tokens(request: Sized) -> int:
     """KV tokens at the latest possible end; the last token drawn is never fed."""
-    return len(request.prompt) + request.sampling.max_tokens - 1
+    return request.prompt_tokens + request.sampling.max_tokens - 1
 
 
-def predicted_tokens(request: Request, reserve_tokens: int) -> int:
+def predicted_tokens(request: Sized, reserve_tokens: int) -> int:
     """KV tokens that pages are reserved for: the prompt and the first `reserve_tokens` of the output."""
     output = max(1, min(request.sampling.max_tokens, reserve_tokens))
-    return len(request.prompt) + output - 1
+    return request.prompt_tokens + output - 1
 
 
-def predicted_pages(request: Request, config: WorkerConfig) -> int:
+def predicted_pages(request: Sized, config: WorkerConfig) -> int:
     return config.pages_for(predicted_tokens(request, config.reserve_tokens))
 
 
-def readable_pages(request: Request, config: WorkerConfig) -> int:
+def readable_pages(request: Sized, config: WorkerConfig) -> int:
     """Leading pages of the prompt that may be read where it is prefilled, not computed: never that of its last token,
     and none where every token's logprobs are asked for."""
     scored = request.sampling.prompt_logprobs is not None
-    return 0 if scored else (len(request.prompt) - 1) // config.page_size
+    return 0 if scored else (request.prompt_tokens - 1) // config.page_size
 
 
-def history_of(request: Request, num_output: int, drawn: tuple[int, ...] = ()) -> History:
+def tail_tokens(request: Sized, config: WorkerConfig) -> int:
+    """Last tokens of the prompt that its decode worker needs: all where penalties count them; else those in no full
+    page, where later pages are named for their content."""
+    if request.sampling.penalised:
+        return request.prompt_tokens
+    return request.prompt_tokens % config.page_size if config.prefix_caching else 0
+
+
+def history_of(
+    prompt: tuple[int, ...], sampling: SamplingParams, num_output: int, drawn: tuple[int, ...] = ()
+) -> History:
     """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded."""
-    if not request.sampling.penalised:
+    if not sampling.penalised:
         return History()
-    cut = len(request.prompt) - num_output
-    return History(request.prompt[:cut], request.prompt[cut:] + drawn)
+    cut = len(prompt) - num_output
+    return History(prompt[:cut], prompt[cut:] + drawn)
 
 
 class PromptView(NamedTuple):

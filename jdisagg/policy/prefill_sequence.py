@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.messages import StartPrefill
 from jdisagg.core.request import Attempt, Request, Sampled, WorkerId
 from jdisagg.core.reshard import PageGroup, pages_elsewhere
 from jdisagg.core.steps import KVTransfer
@@ -21,13 +22,8 @@ class PrefillSequence:
     """One prompt on its way from StartPrefill to the release of its pages."""
 
     handoff: Handoff
-    request: Request
+    asked: StartPrefill
     order: Order
-    num_output: int
-    decode_worker: WorkerId
-    decode_pages: tuple[int, ...]
-    lease_s: float  # of its reservation
-    cached_pages: int  # leading decode pages that the destination held already
     group: PageGroup  # of this worker's pages and the destination's
     sent_pages: int  # leading pages that have left, or whose KV the destination held already
     mode: TransferMode = TransferMode.WHOLE  # settled when it begins
@@ -44,13 +40,36 @@ class PrefillSequence:
         return self.handoff.owner
 
     @property
+    def request(self) -> Request:
+        return self.asked.request
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens among those of its prompt."""
+        return self.asked.num_output
+
+    @property
+    def decode_worker(self) -> WorkerId:
+        return self.asked.decode_worker
+
+    @property
+    def cached_pages(self) -> int:
+        """Leading decode pages that the destination held already."""
+        return self.asked.cached_pages
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The prompt's last tokens, as many as the destination needs."""
+        return self.request.prompt[self.request.prompt_tokens - self.asked.tail_tokens :]
+
+    @property
     def tokens_left(self) -> int:
         return len(self.request.prompt) - self.planned
 
     def pages_there(self, piece: Piece, page_size: int) -> tuple[int, ...]:
         """Decode pages that hold the tokens of these pages; the null page for those that are held already."""
         start, stop = pages_elsewhere(piece.start, piece.stop, len(self.request.prompt), page_size, self.group)
-        pages = self.decode_pages[start:stop]
+        pages = self.asked.decode_pages[start:stop]
         return tuple(NULL_PAGE if start + at < self.cached_pages else page for at, page in enumerate(pages))
 
 

@@ -54,13 +54,8 @@ class PrefillSide:
         group = group_pages(self.config.page_size, message.decode_page_size or self.config.page_size)
         prompt = PrefillSequence(
             handoff=handoff,
-            request=message.request,
+            asked=message,
             order=order_of(message.request),
-            num_output=message.num_output,
-            decode_worker=message.decode_worker,
-            decode_pages=message.decode_pages,
-            lease_s=message.lease_s,
-            cached_pages=message.cached_pages,
             group=group,
             sent_pages=message.cached_pages // group.destination * group.source,
         )
@@ -107,7 +102,7 @@ class PrefillSide:
 
     def _hand_over(self, prompt: PrefillSequence, first: Sampled, now_s: float) -> None:
         owner, here = prompt.owner, is_here(prompt, self.config)
-        reason = end_of(prompt.request, first, 1)
+        reason = end_of(prompt.request.sampling, first, 1)
         if reason is not None:
             if not first.broken:
                 self._publish(prompt)
@@ -119,7 +114,7 @@ class PrefillSide:
             return
         if here:
             prompt.handoff.take(Signal.COMMIT)
-            self.decode_side.commit_here(owner, first, now_s)
+            self.decode_side.commit_here(owner, self.shipping.manifest(prompt, first), now_s)
             self.end(owner, Signal.ACK)
         else:
             self._commit(prompt, first, now_s)
@@ -156,7 +151,7 @@ class PrefillSide:
 
     def _beat_later(self, prompt: PrefillSequence, now_s: float) -> None:
         if not is_here(prompt, self.config):
-            self.out.set_timer(now_s + prompt.lease_s / BEATS, timer_of(Timer.RENEW, prompt.owner))
+            self.out.set_timer(now_s + prompt.asked.lease_s / BEATS, timer_of(Timer.RENEW, prompt.owner))
 
     def resend(self, message: Resend, destination: WorkerId, now_s: float) -> None:
         """The destination lacks a part."""

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from jdisagg.core.messages import PAGE_NAME_BYTES
+
 PageHash = int
-DIGEST_BYTES = 16
 
 
 class NamedTokens(ABC):
@@ -33,20 +34,44 @@ class NamedTokens(ABC):
         """As the function of this name."""
 
 
-def page_hashes(tokens: Sequence[int] | NamedTokens, page_size: int, salt: str = "") -> tuple[PageHash, ...]:
+def page_hashes(
+    tokens: Sequence[int] | NamedTokens, page_size: int, salt: str = "", *, continue_from: PageHash | None = None
+) -> tuple[PageHash, ...]:
     """One 128-bit name a full page, each with all pages before it in it; `salt` keeps tenants or adapters apart.
+
+    `continue_from`: the name of the page before the first of these tokens, where there is one; the salt is in it.
 
     128 bits of a keyless cryptographic hash: nobody finds two prompts of one name by trying, and chance does not.
     """
     if isinstance(tokens, NamedTokens):
         return tokens.page_hashes(page_size, salt)
-    chain = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+    if continue_from is None:
+        chain = blake2b(salt.encode(), digest_size=PAGE_NAME_BYTES).digest()
+    else:
+        chain = continue_from.to_bytes(PAGE_NAME_BYTES, "little")
     content = array("I", tokens)  # 4 bytes a token
     names = list[int]()
     for start in range(0, len(tokens) - page_size + 1, page_size):
-        chain = blake2b(chain + content[start : start + page_size].tobytes(), digest_size=DIGEST_BYTES).digest()
+        chain = blake2b(chain + content[start : start + page_size].tobytes(), digest_size=PAGE_NAME_BYTES).digest()
         names.append(int.from_bytes(chain, "little"))
     return tuple(names)
+
+
+def more_page_hashes(
+    names: tuple[PageHash, ...], tokens: Sequence[int], page_size: int, salt: str = ""
+) -> tuple[PageHash, ...]:
+    """`names` and those of the full pages of the tokens behind them."""
+    return names + page_hashes(tokens, page_size, salt, continue_from=names[-1] if names else None)
+
+
+def packed(names: Sequence[PageHash]) -> bytes:
+    """One behind the other, as they travel."""
+    return b"".join([name.to_bytes(PAGE_NAME_BYTES, "little") for name in names])
+
+
+def unpacked(names: bytes) -> tuple[PageHash, ...]:
+    starts = range(0, len(names), PAGE_NAME_BYTES)
+    return tuple([int.from_bytes(names[start : start + PAGE_NAME_BYTES], "little") for start in starts])
 
 
 @dataclass(slots=True, eq=False)

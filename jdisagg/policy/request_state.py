@@ -21,7 +21,7 @@ from jdisagg.core.request import (
 )
 from jdisagg.policy.failures import FailureKind
 from jdisagg.policy.planning import Order
-from jdisagg.policy.prefix_cache import PageHash, page_hashes
+from jdisagg.policy.prefix_cache import PageHash, more_page_hashes
 
 LIFE = tuple(Mark)  # in the order in which an attempt reaches them
 
@@ -77,10 +77,7 @@ class RequestState:
     avoid: set[WorkerId] = field(default_factory=set[WorkerId])
     armed_s: float | None = None  # when its timer fires
     wait_told: bool = False  # that it waits for room is in the log of decisions
-    # By tokens and page size.
-    names: dict[tuple[int, int], tuple[PageHash, ...]] = field(
-        default_factory=dict[tuple[int, int], tuple[PageHash, ...]]
-    )
+    names: dict[int, tuple[PageHash, ...]] = field(default_factory=dict[int, tuple[PageHash, ...]])  # by page size
 
     @property
     def attempt(self) -> Attempt:
@@ -96,12 +93,12 @@ class RequestState:
         return continued(self.request, tuple(self.output)) if self.output else self.request
 
     def page_names(self, page_size: int) -> tuple[PageHash, ...]:
-        """Of the full pages of what is to be prefilled now; worked out once, however often it is routed."""
-        prompt = self.to_prefill().prompt
-        key = (len(prompt), page_size)
-        if key not in self.names:
-            self.names[key] = page_hashes(prompt, page_size, self.request.cache_salt)
-        return self.names[key]
+        """Of the full pages of what is to be prefilled now; each is worked out once, however often it is routed."""
+        names = self.names.get(page_size, ())
+        if (len(names) + 1) * page_size <= len(self.request.prompt) + len(self.output):
+            tokens = self.to_prefill().prompt[len(names) * page_size :]
+            names = self.names[page_size] = more_page_hashes(names, tokens, page_size, self.request.cache_salt)
+        return names
 
     def enter(self, phase: Phase) -> None:
         self.phase = next_phase(self.phase, phase)

@@ -168,7 +168,7 @@ class Router:
         self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
         self.peers[pair.decode].ask(row.attempt, request)
-        self.out.send(pair.decode, message_builders.reserve(row, self.config))
+        self.out.send(pair.decode, message_builders.reserve(row, self.peers[pair.decode].config, self.config))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self.requests.wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 

@@ -118,11 +118,11 @@ class Scheduler:
 
     def _may_draw(self, sequence: DecodeSequence) -> bool:
         """One whose next token depends on how its last one is read is held back until it has been."""
-        return self._width(sequence) > 0 and not (sequence.request.sampling.synchronous and sequence.in_flight)
+        return self._width(sequence) > 0 and not (sequence.sampling.synchronous and sequence.in_flight)
 
     def _width(self, sequence: DecodeSequence) -> int:
         """Tokens that its next step may draw: none where those in flight, were all accepted, would be its last."""
-        return min(1 + self.config.draft_tokens, sequence.request.sampling.max_tokens - sequence.dispatched)
+        return min(1 + self.config.draft_tokens, sequence.sampling.max_tokens - sequence.dispatched)
 
     def _end_of(self, sequence: DecodeSequence) -> int:
         """KV tokens when its next step is over, at most."""

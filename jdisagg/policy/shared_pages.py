@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from jdisagg.core.messages import Reserve
 from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.planning import readable_pages
-from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, page_hashes
+from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, more_page_hashes, page_hashes, unpacked
 
 KEEPER = Attempt(RequestId("kept for its content"), 0)  # in whose name the pool books pages of the prefix cache
 NOTHING = Handle((), ())
@@ -43,17 +44,29 @@ class SharedPages:
 
     # ------------------------------------------------------------ what is in them
 
-    def names(self, request: Request, output: Sequence[int] = ()) -> tuple[PageHash, ...]:
-        """Of the full pages of the request's prompt with these output tokens behind it."""
+    def names(self, request: Request) -> tuple[PageHash, ...]:
+        """Of the full pages of the request's prompt."""
         if not self.config.prefix_caching:
             return ()
-        return page_hashes(request.prompt + tuple(output), self.config.page_size, request.cache_salt)
+        return page_hashes(request.prompt, self.config.page_size, request.cache_salt)
 
-    def to_read(self, request: Request, *, here: bool) -> tuple[PageHash, ...]:
+    def names_with(self, reserve: Reserve, tail: tuple[int, ...], output: Sequence[int] = ()) -> tuple[PageHash, ...]:
+        """Of the full pages of a prompt, as its reservation names them, with these output tokens behind it; `tail`
+        ends the prompt. None where the reservation names none."""
+        names, page_size = self._named(reserve), self.config.page_size
+        if not self.config.prefix_caching or len(names) != reserve.prompt_tokens // page_size:
+            return ()
+        first = len(tail) - reserve.prompt_tokens % page_size
+        return more_page_hashes(names, tail[first:] + tuple(output), page_size, reserve.cache_salt)
+
+    def _named(self, reserve: Reserve) -> tuple[PageHash, ...]:
+        return unpacked(reserve.page_names) if self.config.prefix_caching else ()
+
+    def to_read(self, reserve: Reserve, *, here: bool) -> tuple[PageHash, ...]:
         """Names of pages of its prompt that nobody will write: where the prompt is computed `here`, its last token is
         in none of them."""
-        names = self.names(request)
-        return names[: readable_pages(request, self.config)] if here else names
+        names = self._named(reserve)
+        return names[: readable_pages(reserve, self.config)] if here else names
 
     def room_for(self, names: Sequence[PageHash], total: int) -> tuple[int, int]:
         """(leading pages that are held, pages out of `available` that it costs to lock them and to take the rest of

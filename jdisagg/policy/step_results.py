@@ -49,7 +49,7 @@ class StepResults:
     ) -> tuple[tuple[Sampled, ...], FinishReason | None]:
         """The tokens that are the client's, and why it is over with them; None where it goes on."""
         for count, sampled in enumerate(drawn, 1):
-            reason = end_of(sequence.request, sampled, len(sequence.output) + count)
+            reason = end_of(sequence.sampling, sampled, len(sequence.output) + count)
             if reason is not None:
                 return drawn[: count - sampled.broken], reason
         return drawn, None

@@ -114,7 +114,7 @@ class WaitingPrompts:
             pages=pages[: self.config.pages_for(end)],
             last=last,
             sampling=request.sampling,
-            history=history_of(request, prompt.num_output) if last else History(),
+            history=history_of(request.prompt, request.sampling, prompt.num_output) if last else History(),
             num_output=prompt.num_output,
         )
 

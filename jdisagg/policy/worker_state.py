@@ -59,7 +59,7 @@ class WorkerState:
 
     def could_hold(self, request: Request) -> bool:
         """Whether the empty worker would do: the request fits to the very end, whose last token is never fed."""
-        return len(request.prompt) + request.sampling.max_tokens <= self.longest
+        return request.prompt_tokens + request.sampling.max_tokens <= self.longest
 
     def has_reservation_room(self, request: Request) -> bool:
         """Whether a reservation is free, as far as is known."""

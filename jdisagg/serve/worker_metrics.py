@@ -80,12 +80,13 @@ class PrefixCacheMetrics:
         }
 
     def _looked_up(self, actor: str, item: Received, now_s: float) -> None:
-        assert isinstance(item.message, StartPrefill | Reserve)
-        self._queries.of(actor).inc(len(item.message.request.prompt))
+        assert isinstance(item.message, StartPrefill)
+        self._queries.of(actor).inc(item.message.request.prompt_tokens)
 
     def _looked_up_to_decode(self, actor: str, item: Received, now_s: float) -> None:
+        assert isinstance(item.message, Reserve)
         if self._only_decodes(actor):
-            self._looked_up(actor, item, now_s)
+            self._queries.of(actor).inc(item.message.prompt_tokens)
 
     def _found(self, actor: str, item: Send, now_s: float) -> None:
         assert isinstance(item.message, Progress)

@@ -24,7 +24,7 @@ class Names(NamedTuple):
     number: int  # of the request
 
     def of_pages(self, start: int, stop: int, page_size: int) -> tuple[PageHash, ...]:
-        """Of the full pages of tokens [start, stop): the block in which a page ends, and where. Its own are negative.
+        """Of the full pages of tokens [start, stop): the block in which a page ends, and where. Its own are odd.
 
         Two pages have one name exactly where they end alike in blocks that are equal up to there; this holds whether
         or not pages and blocks divide each other.
@@ -32,7 +32,7 @@ class Names(NamedTuple):
         last = np.arange(start + page_size - 1, stop, page_size, dtype=np.int64)
         known, own = last[last < self.tokens], last[last >= self.tokens]
         named = self.blocks[known // self.block_tokens] * self.block_tokens + known % self.block_tokens
-        return (*named.tolist(), *(-1 - own - self.number * MOST_TOKENS).tolist())
+        return (*(2 * named).tolist(), *(2 * (own + self.number * MOST_TOKENS) + 1).tolist())
 
 
 class Sequence(NamedTokens):

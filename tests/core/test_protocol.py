@@ -11,7 +11,7 @@ import pytest
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Message, Renew, Resend, Reserve, StartPrefill, View
 from jdisagg.core.protocol import TO_ROUTER, check_transfer, check_word
-from jdisagg.core.request import Attempt, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request, worker
@@ -23,7 +23,7 @@ COMMIT, START = (
     Commit(A1, Sampled(1), 6, 1),
     StartPrefill(A1, request("a"), 0, D.worker, (1,), 1.0, 1.0),
 )
-RESERVE = Reserve(A1, request("a"), 0, P.worker, 1.0)
+RESERVE = Reserve(A1, 6, SamplingParams(), 0, P.worker, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,12 @@ def test_kv_goes_from_who_prefills_to_who_decodes():
         (replace(START, request=replace(request("a"), prompt=())), None, P, "a prompt of 0 tokens"),
         (replace(START, request=replace(request("a"), prompt=(-5,))), None, P, "-5 is no token"),
         (replace(START, decode_pages=(-5,)), None, P, "decode_pages"),
+        (replace(START, tail_tokens=7), None, P, "tail_tokens is 7 of 6"),
+        (replace(RESERVE, prompt_tokens=0), None, D, "a prompt of 0 tokens, the limit is 128"),
+        (replace(RESERVE, prompt_tokens=129), None, D, "a prompt of 129 tokens, the limit is 128"),
+        (replace(RESERVE, page_names=b"short"), None, D, "page_names are 5 bytes, 1 pages have 16"),
+        (replace(COMMIT, tail=(1,) * 7), P, D, "a tail of 7 tokens of 6"),
+        (replace(COMMIT, tail=(-3,)), P, D, "-3 is no token"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_by_their_field(

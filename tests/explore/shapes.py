@@ -21,7 +21,7 @@ from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.planning import Order
 from jdisagg.policy.router import Router
 
-CONSTANTS = (bool, Request, SamplingParams, Sampled, Order, RouterConfig, WorkerConfig, Enum)
+CONSTANTS = (bool, bytes, Request, SamplingParams, Sampled, Order, RouterConfig, WorkerConfig, Enum)
 LEFT_OUT = frozenset(
     {
         "detail",  # words for people

@@ -61,7 +61,9 @@ def _unlocked(shared: SharedPages, names: tuple[int, ...]) -> Handle:
 
 
 def test_the_last_page_of_a_prompt_that_is_computed_here_must_be_its_own(monkeypatch):
-    monkeypatch.setattr(shared_pages, "readable_pages", lambda request, config: len(request.prompt) // config.page_size)
+    monkeypatch.setattr(
+        shared_pages, "readable_pages", lambda request, config: request.prompt_tokens // config.page_size
+    )
     scene = colocated(2, 1, requests=twins(2, 4), num_pages=4, **KEPT)
     assert broken(scene)
 

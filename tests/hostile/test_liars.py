@@ -24,7 +24,6 @@ from jdisagg.core.messages import (
     Preempted,
     Progress,
     Renew,
-    Reserve,
     Reserved,
     StartPrefill,
     TokenDelta,
@@ -36,6 +35,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import TransportConfig
+from jdisagg.policy.message_builders import reserve_for
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
@@ -128,7 +128,7 @@ def from_liar(to: str, message: Message, **changed: Any) -> dict[str, Any]:
 VIEW, COMMIT = View(1, 1, 0, 0), Commit(A1, Sampled(3), 6, 1)
 PART = KVTransfer(A1, WorkerId(LIAR), WorkerId(VICTIM), (1,), (1,), 4)
 START = StartPrefill(A1, request("a"), 0, WorkerId("x"), (1,), 1.0, 1.0)
-RESERVE = Reserve(A1, request("a"), 0, WorkerId(LIAR), 1.0)
+RESERVE = reserve_for(A1, request("a"), 0, WorkerId(LIAR), 1.0)
 REACHED = Progress(A1, Mark.COMMITTED, 0.0)
 LIES = {
     "a Commit to the router": (from_liar(ROUTER, COMMIT), "Commit: is not for"),
@@ -262,11 +262,11 @@ def to_victim(message: Message, sender: str = ROUTER, **changed: Any) -> dict[st
         to_victim(VIEW),
         to_victim(COMMIT),
         to_victim(
-            Reserve(A1, request("a"), 0, WorkerId("p"), 1.0),
+            reserve_for(A1, request("a"), 0, WorkerId("p"), 1.0),
             attempt={"is": "Attempt", "request_id": "a", "epoch": "x"},
         ),
-        to_victim(Reserve(A1, request("a"), 0, WorkerId("p"), -1.0)),
-        to_victim(Reserve(A1, request("a", 10**4), 0, WorkerId("p"), 1.0)),
+        to_victim(reserve_for(A1, request("a"), 0, WorkerId("p"), -1.0)),
+        to_victim(reserve_for(A1, request("a", 10**4), 0, WorkerId("p"), 1.0)),
         {"to": "nobody"},
         {"peers": 7},
         {"gone": 7},

@@ -21,11 +21,14 @@ from jdisagg.core.events import (
     StepDone,
     TimerFired,
 )
-from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserve, Reserved, StartPrefill
+from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyShipment
+from jdisagg.policy.message_builders import reserve_for
+from jdisagg.policy.planning import tail_tokens
+from jdisagg.policy.prefix_cache import page_hashes
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import definition
 from tests.steps import decode_runs, prefill_runs
@@ -92,14 +95,19 @@ class Bench:
         """Whether a reservation was given."""
         epoch = self.epochs[request.request_id] = len(self.epochs) + 1
         self.requests[request.request_id] = request
-        self.says(Reserve(Attempt(request.request_id, epoch), request, num_output, OTHER, lease_s))
+        config = self.worker.config
+        names = page_hashes(request.prompt, config.page_size, request.cache_salt) if config.prefix_caching else ()
+        attempt = Attempt(request.request_id, epoch)
+        self.says(reserve_for(attempt, request, num_output, OTHER, lease_s, names))
         answers = [message for message in self.heard if isinstance(message, Reserved)]
         return bool(answers) and answers[-1].attempt.epoch == epoch
 
     def commit(self, request: Request, num_parts: int = 1) -> list[Effect]:
         name = request.request_id
         first = Sampled(definition(request)[0])
-        return self.says(Commit(self.attempt(name), first, len(request.prompt), num_parts), OTHER)
+        length = len(request.prompt)
+        tail = request.prompt[length - tail_tokens(request, self.worker.config) :]
+        return self.says(Commit(self.attempt(name), first, length, num_parts, tail=tail), OTHER)
 
     def arrive(self, request: Request, part: int = 0, num_parts: int = 1, *, intact: bool = True) -> list[Effect]:
         """Part `part` of a prompt cut into `num_parts` runs of pages."""
@@ -116,7 +124,8 @@ class Bench:
         epoch = self.epochs.setdefault(request.request_id, len(self.epochs) + 1)
         self.requests[request.request_id] = request
         pages = tuple(range(1, 1 + self.worker.config.pages_for(len(request.prompt))))
-        given = {"timeout_s": 100.0, "lease_s": 100.0, **fields}
+        tail = tail_tokens(request, self.worker.config)
+        given = {"timeout_s": 100.0, "lease_s": 100.0, "tail_tokens": tail, **fields}
         return self.says(StartPrefill(Attempt(request.request_id, epoch), request, 0, decode, pages, **given))
 
     def attempt(self, name: str) -> Attempt:

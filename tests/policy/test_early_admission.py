@@ -4,10 +4,11 @@ from typing import Any
 
 from jdisagg.core.events import KVArrived, OpenGates, Received, Send, StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.messages import Abort, Ack, Commit, Reserve
+from jdisagg.core.messages import Abort, Ack, Commit
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import Gate, KVTransfer
 from jdisagg.core.worker_config import Role
+from jdisagg.policy.message_builders import reserve_for
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import request, worker
 from tests.steps import decode_runs
@@ -34,7 +35,7 @@ class Bench:
 
     def begin(self, each: Request, parts: tuple[int, ...] = (), layers=STAGES) -> list:
         """A reservation, these parts in it, and COMMIT."""
-        self.take(Received(SOURCE, Reserve(Attempt(each.request_id, 1), each, 0, SOURCE, 10.0)))
+        self.take(Received(SOURCE, reserve_for(Attempt(each.request_id, 1), each, 0, SOURCE, 10.0)))
         for part in parts:
             self.arrive(each, part)
         return self.take(

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from jdisagg.core.events import Received, Send, ShipKV, StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.messages import Reserve, Reserved, StartPrefill
+from jdisagg.core.messages import Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.policy.message_builders import reserve_for
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import worker
 from tests.steps import runs_prefill
@@ -88,6 +89,6 @@ def test_a_worker_that_is_told_nothing_takes_the_pages_for_its_own_size():
 def test_a_reservation_says_how_large_its_pages_are():
     config = worker("decode-0", Role.DECODE, page_size=8)
     request = Request(RequestId("a"), (1, 2, 3), SamplingParams(max_tokens=4))
-    effects = Worker(config).handle(Received(WorkerId("router"), Reserve(A1, request, 0, THERE, 9.0)), 0.0)
+    effects = Worker(config).handle(Received(WorkerId("router"), reserve_for(A1, request, 0, THERE, 9.0)), 0.0)
     said = [effect.message for effect in effects if isinstance(effect, Send)]
     assert [message.page_size for message in said if isinstance(message, Reserved)] == [8]

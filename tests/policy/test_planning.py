@@ -58,8 +58,8 @@ def test_a_reservation_holds_the_prompt_and_the_output_but_never_the_last_token(
 
 def test_the_history_of_a_resumed_request_tells_prompt_from_output():
     each = request("a", 6, presence_penalty=1.0)
-    assert history_of(each, 2, (9,)) == History(each.prompt[:4], (*each.prompt[4:], 9))
-    assert history_of(request("a", 6), 2, (9,)) == History()
+    assert history_of(each.prompt, each.sampling, 2, (9,)) == History(each.prompt[:4], (*each.prompt[4:], 9))
+    assert history_of(each.prompt, request("a", 6).sampling, 2, (9,)) == History()
 
 
 def test_priority_is_a_head_start_by_which_nobody_is_shut_out():

@@ -114,7 +114,7 @@ def test_the_prefill_worker_learns_which_pages_to_fill():
     talk.to_decode()
     (_, start), (_, reserve) = talk.sent(StartPrefill)[0], talk.sent(Reserve)[0]
     assert start.decode_pages == (1, 2, 3, 4) and start.decode_worker == D
-    assert (start.attempt, start.request) == (reserve.attempt, reserve.request)
+    assert (start.attempt, start.request.prompt_tokens) == (reserve.attempt, reserve.prompt_tokens)
 
 
 def test_a_word_that_comes_late_charges_no_other_part():
@@ -172,7 +172,8 @@ def test_a_preempted_request_is_prefilled_again_with_its_output():
     talk.says(D, Preempted(A1, (10, 11), "no pages"))
     _, again = talk.sent(Reserve)[-1]
     assert (again.attempt.epoch, again.num_output) == (2, 2)
-    assert again.request.prompt == (*request("a", 6).prompt, 10, 11) and again.request.sampling.max_tokens == 6
+    assert again.prompt_tokens == 8 and again.sampling.max_tokens == 6
+    assert talk.router.rows[A].to_prefill().prompt == (*request("a", 6).prompt, 10, 11)
 
 
 def test_a_refusal_waits_for_word_of_free_pages():

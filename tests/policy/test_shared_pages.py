@@ -102,8 +102,7 @@ def test_no_page_that_is_read_is_written_or_lost_whatever_happens(seed):
 def test_names_tell_salts_and_beginnings_apart_and_only_full_pages_have_one():
     shared = Worker(worker("w", Role.DECODE, prefix_caching=True)).shared
     each = request("a", 11)
-    assert len(shared.names(each)) == 2 and len(shared.names(each, (1, 2))) == 3
-    assert shared.names(each) == shared.names(each, (1,))[:2]
+    assert len(shared.names(each)) == 2
     other = type(each)(each.request_id, each.prompt, each.sampling, cache_salt="tenant")
     assert not set(shared.names(each)) & set(shared.names(other))
     assert Worker(worker("w", Role.DECODE)).shared.names(each) == ()

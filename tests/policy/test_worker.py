@@ -28,12 +28,12 @@ from jdisagg.core.messages import (
     Refused,
     Renew,
     Resend,
-    Reserve,
     Reserved,
     View,
 )
 from jdisagg.core.request import BROKEN, Attempt, FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.policy.message_builders import reserve_for
 from jdisagg.policy.page_pool import PageState
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import definition, request, stopping, worker
@@ -91,7 +91,7 @@ def test_a_reservation_said_twice_holds_one_reservation():
     each = request("a")
     bench.reserve(each)
     free = bench.free_pages
-    bench.says(Reserve(Attempt(RequestId("a"), bench.epochs["a"]), each, 0, OTHER, 100.0))
+    bench.says(reserve_for(Attempt(RequestId("a"), bench.epochs["a"]), each, 0, OTHER, 100.0))
     first, second = bench.said(Reserved)
     assert first == second and bench.free_pages == free
 
