@@ -40,8 +40,8 @@ class Watched(Cluster):
         )
         self.times_s: dict[RequestId, list[float]] = {}
 
-    def _emit(self, _: WorkerId, effect: EmitTokens) -> None:
-        super()._emit(_, effect)
+    def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
+        super().emit(actor, effect)
         self.times_s.setdefault(effect.request_id, []).append(self.now_s)
 
 

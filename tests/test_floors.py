@@ -36,7 +36,7 @@ WIDE_CLASSES = {
     "jdisagg/policy/decode_sequence.py DecodeSequence": 15,
     "jdisagg/policy/prefill_sequence.py PrefillSequence": 13,
     "jdisagg/policy/request_state.py RequestState": 19,
-    "jdisagg/serve/driver.py LiveDriver": 15,
+    "jdisagg/serve/driver.py LiveDriver": 14,
     "jdisagg/serve/local.py LocalService": 17,
     "jdisagg/serve/records.py RequestTrace": 14,
     "jdisagg/sim/outcome.py Record": 14,
@@ -145,6 +145,33 @@ def test_only_the_standard_library_holds_up_the_ground_floors():
     foreign = {"jax", "numpy", "flax", "absl", "google", "grpc", "fastapi", "tokenizers", "safetensors", "rich"}
     paths = in_rooms(*PURE)
     assert not [name_of(path) for path in paths for _, dotted in imports(path) if dotted.split(".")[0] in foreign]
+
+
+@cache
+def kinds_of_effects() -> set[str]:
+    """Names in `Effect = Send | RunStep | ...`."""
+    tree = tree_of(ROOT / "jdisagg" / "core" / "events.py")
+    unions = [node.value for node in tree.body if isinstance(node, ast.Assign) and names_of(node.targets) == {"Effect"}]
+    return names_of(unions)
+
+
+def names_of(nodes: list[ast.expr]) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def effects_told_apart(node: ast.Match) -> set[str]:
+    """Kinds of effects that have a case."""
+    classes = [each.cls for case in node.cases for each in ast.walk(case.pattern) if isinstance(each, ast.MatchClass)]
+    return {
+        each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in classes
+    } & kinds_of_effects()
+
+
+def test_effects_are_told_apart_in_one_place():
+    """Drivers, real and simulated, implement `Effects`; what clients are told (three kinds) is none."""
+    matches = [(path, node) for path in EVERYTHING for node in ast.walk(tree_of(path)) if isinstance(node, ast.Match)]
+    found = {name_of(path) for path, node in matches if len(effects_told_apart(node)) > 3}
+    assert len(kinds_of_effects()) >= 10 and found == {"jdisagg/core/interpreter.py"}
 
 
 def test_flags_and_the_environment_are_read_in_entry_files_only():

@@ -19,32 +19,22 @@ from typing import Any, Protocol
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     ROUTER,
-    DropKV,
-    EmitTokens,
     EngineFailed,
     Event,
-    Finish,
-    InsertKV,
     KVArrived,
-    OpenGates,
     Received,
-    Reject,
-    RunStep,
-    Send,
-    SetTimer,
-    ShipKV,
     TimerFired,
     WorkerLost,
 )
+from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.engine.executor import Executor, Shipment
 from jdisagg.serve.executors import Executors, Landed, RemoteWorkers
 from jdisagg.serve.health_monitor import HealthMonitor
-from jdisagg.serve.timers import Timers
+from jdisagg.serve.live_effects import LiveEffects, Outcome
 
 log = logging.getLogger("jdisagg.driver")
 
-Outcome = EmitTokens | Finish | Reject
 Observer = Callable[[WorkerId, Any, float], None]  # (actor, event or effect, now_s)
 
 
@@ -76,12 +66,11 @@ class LiveDriver:
         self.executors = Executors(machines, self, clock, remote)
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | None] = queue.SimpleQueue()
-        self._round: deque[tuple[WorkerId, Event]] = deque()  # messages between actors: before anything from outside
         self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
-        self._told: list[tuple[RequestId, Outcome]] = []
         self._health = HealthMonitor()
+        self._effects = LiveEffects(self.actors, self.executors, self._health, remote)
+        self._round = self._effects.mail  # followed to its end before anything from outside
         self._lost: set[WorkerId] = set()
-        self._timers = Timers()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
     def start(self) -> None:
@@ -129,14 +118,14 @@ class LiveDriver:
     def _one_round(self) -> bool:
         """Waits for one thing to happen and follows it, and everything it causes here, to the end."""
         try:
-            item = self._inbox.get(timeout=self._timers.wait_s(self.now_s()))
+            item = self._inbox.get(timeout=self._effects.timers.wait_s(self.now_s()))
         except queue.Empty:
             item = (ROUTER, None)
         if item is None:
             return False
         if item[1] is not None:
             self._take(*item)
-        for timed, key in self._timers.due(self.now_s()):
+        for timed, key in self._effects.timers.due(self.now_s()):
             self._round.append((timed, TimerFired(key)))
             self._settle()  # one by one: after a pause of this thread, a lease is renewed before it is seen to be over
         self._settle()
@@ -156,12 +145,12 @@ class LiveDriver:
                 self.executors.hears(actor, event)
             for effect in self._decide(actor, event, now_s):
                 self._observe(actor, effect, now_s)
-                self._act(actor, effect)
+                interpret(actor, effect, self._effects)
             if self._health.ended(actor, event):
                 self._lose(actor)
-        if self._told:
-            self._deliver(self._told)
-            self._told = []
+        if self._effects.told:
+            told, self._effects.told = self._effects.told, []
+            self._deliver(told)
 
     def _decide(self, actor: WorkerId, event: Event, now_s: float) -> Sequence[Any]:
         """What follows; a message of another process that cannot be followed ends the session with its sender."""
@@ -187,30 +176,3 @@ class LiveDriver:
     def _observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
         for observer in self._observers:
             observer(actor, item, now_s)
-
-    # ------------------------------------------------------------ effects
-
-    def _act(self, actor: WorkerId, effect: Any) -> None:
-        match effect:
-            case EmitTokens() | Finish() | Reject():
-                self._told.append((effect.request_id, effect))
-            case RunStep(plan):
-                self._health.dispatched(actor, plan)
-                self.executors.run(actor, effect)
-            case Send(to, message) if to in self.actors:
-                self._round.append((to, Received(actor, message)))
-            case Send(to, message):
-                assert self._remote is not None, f"{to} is not here"
-                self._remote.send(actor, to, message)
-            case ShipKV(transfer):
-                self.executors.ship(actor, transfer)
-            case InsertKV(transfer):
-                self.executors.insert(actor, transfer)
-            case DropKV(transfer):
-                self.executors.drop(transfer)
-            case OpenGates(attempt):
-                self.executors.by_worker[actor].open_gates(attempt)
-            case SetTimer(at_s, key):
-                self._timers.set(at_s, actor, key)
-            case _:
-                raise AssertionError(f"no driver knows the effect {effect!r}")

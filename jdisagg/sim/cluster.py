@@ -104,18 +104,24 @@ class Cluster(Simulation):
             if due_s is not None:
                 self._queue.push_first(due_s, actor, STEP_END)
 
-    def _send(self, actor: WorkerId, effect: Send) -> None:
+    def send(self, actor: WorkerId, effect: Send) -> None:
         if self._lookups.by_role:
             self._lookups.said(actor, effect)
-        super()._send(actor, effect)
+        super().send(actor, effect)
 
     # ------------------------------------------------------------ steps
 
-    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
+    def run_step(self, actor: WorkerId, effect: RunStep) -> None:
         if not self._held.hold(actor, effect):
             self._begin_step(actor, effect)
 
-    def _written(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
+    def insert(self, actor: WorkerId, effect: InsertKV) -> None:
+        self._open(actor, effect)
+
+    def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
+        self._open(actor, effect)
+
+    def _open(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
         """A step may have waited for it."""
         step = self._held.freed(actor, effect)
         if step is not None:
@@ -173,7 +179,7 @@ class Cluster(Simulation):
             share = (ends.index(int(layer)) + 1) / len(ends) if layer < math.inf else 1.0
             self._at(span.start_s + share * (span.done_s - span.start_s), NETWORK, PartPacked(transfer))
 
-    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Packed in program order: after the plans that the device has already."""
         self._at(max(self.now_s, self.devices[actor].free_s), NETWORK, PartPacked(effect.transfer))
 

@@ -36,6 +36,7 @@ from jdisagg.core.events import (
     Submit,
     TimerFired,
 )
+from jdisagg.core.interpreter import Unheeded, interpret
 from jdisagg.core.journal import Entry, Header, Recorded, digest
 from jdisagg.core.messages import Message
 from jdisagg.core.request import WorkerId
@@ -96,11 +97,11 @@ def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
     return stopwatch.stop()
 
 
-class Stopwatch:
+class Stopwatch(Unheeded):
     """Pairs every effect with the event that answers it."""
 
     def __init__(self) -> None:
-        self.found = Measured()
+        self.found, self._now_s = Measured(), 0.0
         self._steps: dict[tuple[WorkerId, int], float] = {}
         self._parts: dict[KVTransfer, float] = {}
         self._sent: dict[tuple[WorkerId, WorkerId], deque[tuple[int, float, Message]]] = defaultdict(deque)
@@ -109,10 +110,11 @@ class Stopwatch:
 
     def see(self, entry: Entry) -> None:
         self.found.entries.append(entry)
+        self._now_s = entry.at_s
         if not self._answers(entry):
             self.found.given.append((entry.at_s, entry.actor, entry.event))
         for effect in entry.effects:
-            self._begin(entry, effect)
+            interpret(entry.actor, effect, self)
 
     def stop(self) -> Measured:
         """Timers that were due and had not fired when the record ends never fire."""
@@ -152,24 +154,22 @@ class Stopwatch:
         self.found.messages_s[sender, entry.actor, number] = between(sent_s, entry.at_s)
         return True
 
-    def _begin(self, entry: Entry, effect: Effect) -> None:
-        actor, now_s = entry.actor, entry.at_s
-        match effect:
-            case RunStep(plan, ships):
-                self._steps[actor, plan.step_id] = now_s
-                self._parts |= dict.fromkeys(ships, now_s)
-            case ShipKV(transfer):
-                self._parts[transfer] = now_s
-            case Send(to, message):
-                self._sent[actor, to].append((self._numbers.next(actor, to), now_s, message))
-            case SetTimer(at_s, key):
-                self._arm(actor, key, at_s, now_s)
+    def run_step(self, actor: WorkerId, effect: RunStep) -> None:
+        self._steps[actor, effect.plan.step_id] = self._now_s
+        self._parts |= dict.fromkeys(effect.ships, self._now_s)
 
-    def _arm(self, actor: WorkerId, key: str, at_s: float, now_s: float) -> None:
-        before = self._armed.get((actor, key))
-        if before is not None and before[1] <= now_s:
-            self.found.lateness_s[actor, key, before[0]] = NEVER
-        self._armed[actor, key] = self._numbers.next(actor, key), at_s
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        self._parts[effect.transfer] = self._now_s
+
+    def send(self, actor: WorkerId, effect: Send) -> None:
+        number = self._numbers.next(actor, effect.to)
+        self._sent[actor, effect.to].append((number, self._now_s, effect.message))
+
+    def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+        before = self._armed.get((actor, effect.key))
+        if before is not None and before[1] <= self._now_s:
+            self.found.lateness_s[actor, effect.key, before[0]] = NEVER
+        self._armed[actor, effect.key] = self._numbers.next(actor, effect.key), effect.at_s
 
 
 class Numbers:
@@ -211,7 +211,7 @@ class Rerun(Simulation):
         self._same(Entry(self.now_s, actor, event, effects))
         self.events += 1
         for effect in effects:
-            self._act[type(effect)](actor, effect)
+            interpret(actor, effect, self)
 
     def _same(self, here: Entry) -> None:
         number, live = self.events + 1, self.measured.entries
@@ -225,19 +225,19 @@ class Rerun(Simulation):
 
     # ------------------------------------------------------------ durations
 
-    def _send(self, actor: WorkerId, effect: Send) -> None:
+    def send(self, actor: WorkerId, effect: Send) -> None:
         took_s = self.measured.messages_s.get((actor, effect.to, self._numbers.next(actor, effect.to)))
         if took_s is not None:  # else it had not been heard when the record ended, or went to another process
             self._at(self.now_s + took_s, effect.to, Received(actor, effect.message))
 
-    def _set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+    def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         number = self._numbers.next(actor, effect.key)
         at_s = effect.at_s + self.measured.lateness_s.get((actor, effect.key, number), 0.0)
         self._queue.arm(at_s, actor, effect.key)
         if at_s < NEVER:
             self._at(at_s, actor, TimerFired(effect.key))
 
-    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
+    def run_step(self, actor: WorkerId, effect: RunStep) -> None:
         plan = effect.plan
         for transfer in effect.ships:
             self._leave(transfer)
@@ -250,7 +250,7 @@ class Rerun(Simulation):
             event = replace(event, decode=tuple((slot, drawn[slot]) for slot in plan.decode.active))
         self._at(self.now_s + answer.took_s, actor, event)
 
-    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         self._leave(effect.transfer)
 
     def _leave(self, transfer: KVTransfer) -> None:

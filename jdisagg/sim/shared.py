@@ -168,7 +168,7 @@ class SharedCluster(Cluster):
         job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, on_progress, before)
         self._start(job)
 
-    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Packed in program order: after the plans that the device has already."""
         stage, _ = self._stages(actor, 0.0)[-1]
         self._start(Job(PREFILL, [(stage, 0.0)], lambda _: self._leave(effect.transfer)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from jdisagg.core.events import (
     Submit,
     TimerFired,
 )
+from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
@@ -48,27 +49,6 @@ class Simulation:
         self.workers = {config.worker: Worker(config) for config in workers}
         self.message_s, self.now_s, self.events = message_s, 0.0, 0
         self.requests, self._queue = Requests(), EventQueue()
-        self._act: dict[type, Callable[[WorkerId, Any], None]] = {
-            Send: self._send,
-            SetTimer: self._set_timer,
-            RunStep: self._run_step,
-            ShipKV: self._ship,
-            EmitTokens: self._emit,
-            Finish: self._end,
-            Reject: self._end,
-            InsertKV: self._written,
-            DropKV: lambda actor, effect: None,  # it takes no time and holds nothing
-            OpenGates: self._written,
-        }
-
-    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
-        raise NotImplementedError
-
-    def _ship(self, actor: WorkerId, effect: ShipKV) -> None:
-        raise NotImplementedError
-
-    def _written(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
-        """A write into pages takes no time, beside the way there."""
 
     def _catch_up_all(self, at_s: float) -> bool:
         """What ended by `at_s` without an event of its own is told now; whether there was anything."""
@@ -113,9 +93,8 @@ class Simulation:
 
     def _deliver(self, actor: WorkerId, event: Event) -> None:
         self.events += 1
-        act = self._act
         for effect in (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s):
-            act[type(effect)](actor, effect)
+            interpret(actor, effect, self)
 
     def _at(self, at_s: float, actor: WorkerId, event: Any) -> None:
         self._queue.push(at_s, actor, event)
@@ -128,16 +107,37 @@ class Simulation:
 
     # ------------------------------------------------------------ effects
 
-    def _send(self, actor: WorkerId, effect: Send) -> None:
+    def send(self, actor: WorkerId, effect: Send) -> None:
         self._at(self.now_s + self.message_s, effect.to, Received(actor, effect.message))
 
-    def _set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+    def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         self._queue.set_timer(effect.at_s, actor, effect.key)
 
-    def _emit(self, _: WorkerId, effect: EmitTokens) -> None:
+    def run_step(self, actor: WorkerId, effect: RunStep) -> None:
+        raise NotImplementedError
+
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        raise NotImplementedError
+
+    def insert(self, actor: WorkerId, effect: InsertKV) -> None:
+        """A write into pages takes no time, beside the way there."""
+
+    def drop(self, actor: WorkerId, effect: DropKV) -> None:
+        """It takes no time and holds nothing."""
+
+    def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
+        """Only where steps wait at gates."""
+
+    def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
         self.requests.emit(effect, self.now_s)
 
-    def _end(self, _: WorkerId, effect: Finish | Reject) -> None:
+    def finish(self, actor: WorkerId, effect: Finish) -> None:
+        self._end(effect)
+
+    def reject(self, actor: WorkerId, effect: Reject) -> None:
+        self._end(effect)
+
+    def _end(self, effect: Finish | Reject) -> None:
         self.requests.end(effect, self.now_s)
         if self.requests.closed:
             self._next_arrival(self.requests.think_s)

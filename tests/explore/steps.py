@@ -14,7 +14,8 @@ from jdisagg.core import events as ev
 from jdisagg.core.messages import Ack
 from jdisagg.core.request import Attempt, FinishReason, RequestId, WorkerId
 from tests.explore.device import Violation, fresh_device, name, need
-from tests.explore.world import CUT, GONE, REJECTED, RUNNING, Action, Client, Post, State, Timer, World
+from tests.explore.moves import Over, Post, Timer, Told
+from tests.explore.world import CUT, GONE, REJECTED, RUNNING, Action, Client, State, World
 
 JUNK = Attempt(RequestId("nobody"), 0)
 
@@ -220,19 +221,17 @@ class Draft:
                 told = ev.EngineFailed(plan.step_id, "the step failed")
                 phase = "prefill" if plan.decode is None else "decode"
                 self._post(Post((phase, number, number), self.world.item(number, told)))
+            case Timer(_, key):
+                self.timers = [timer for timer in self.timers if timer[:2] != (number, key)]
+                self.timers.append(move)
+            case Told(request_id, tokens):
+                self._emit(request_id, tokens)
+            case Over(request_id, reason):
+                self._finish(request_id, reason) if reason else self._end(request_id, REJECTED)
             case tuple():
                 self.devices[number - 1], posts = self.world.machine_step(number, self.devices[number - 1], move)
                 for post in posts:
                     self._post(post)
-            case ev.SetTimer(at_s, key):
-                self.timers = [timer for timer in self.timers if timer[:2] != (number, key)]
-                self.timers.append(Timer(number, key, at_s))
-            case ev.EmitTokens(delta):
-                self._emit(delta.attempt.request_id, tuple(each.token for each in delta.sampled))
-            case ev.Finish(request_id, reason):
-                self._finish(request_id, reason)
-            case ev.Reject(request_id):
-                self._end(request_id, REJECTED)
 
     def _doomed(self, number: int) -> bool:
         """Whether a plan fails that is sent now: it may build on one whose failure its worker has not heard of."""

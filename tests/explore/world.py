@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from jdisagg.core import events as ev
 from jdisagg.core.steps import KVTransfer
-from tests.explore.actors import ActorPatch, Gave, Handed, Part, StateTable, Took, new_router, new_worker
+from tests.explore.actors import ActorPatch, Part, StateTable, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
+from tests.explore.moves import Moves, Post, Timer
 from tests.explore.scenes import Budget, Scene
 from tests.explore.shapes import shape_of
 
@@ -31,12 +32,6 @@ class Client(NamedTuple):
 
     status: str = UNSENT
     told: int = 0
-
-
-class Timer(NamedTuple):
-    actor: int
-    key: str
-    at_s: float
 
 
 class State(NamedTuple):
@@ -63,12 +58,6 @@ class Action(NamedTuple):
     kind: str
     which: int = 0  # a queue, a stray, a timer, an actor, or a client
     at: int = 0  # place in the queue
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    queue: tuple[str, int, int]
-    item: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +289,7 @@ class World:
         if known is None:
             number, event, shipment = self.items[item]
             after, effects = self.cast.step(number, actor, event, now_s)
-            moves = tuple(self._moves(number, effects, shipment))
+            moves = Moves(number, self.names, self.item, shipment).take(effects)
             self._check_answered(event, effects)
             known = self._reactions[actor, item, now_s] = Reaction(after, tuple(effects), moves)
         return known
@@ -309,34 +298,6 @@ class World:
         if isinstance(event, ev.KVArrived):
             answers = [each for each in effects if isinstance(each, ev.InsertKV | ev.DropKV)]
             need(len(answers) == 1, f"KV that arrived is answered by {answers}")
-
-    def _moves(self, number: int, effects: list[Any], shipment: tuple[Content, ...]) -> Iterator[Any]:
-        for effect in effects:
-            match effect:
-                case ev.Send(to, message):
-                    to_number = self.names.index(to)
-                    item = self.item(to_number, ev.Received(self.names[number], message))  # type: ignore[arg-type]
-                    yield Post(("mail", number, to_number), item)
-                case ev.InsertKV(transfer):
-                    yield ("insert", transfer, shipment)
-                case ev.OpenGates(attempt):
-                    yield ("open_gates", attempt)
-                case ev.RunStep(plan, ships):
-                    yield ("step", plan, ships)
-                case ev.ShipKV(transfer):
-                    yield ("ship", transfer)
-                case Took(owner, pages):
-                    yield ("take", owner, pages)
-                case Handed(owner, to, pages):
-                    yield ("hand_over", owner, to, pages)
-                case Gave(owner, pages):
-                    yield ("give_back", owner, pages)
-                case ev.SetTimer() | ev.EmitTokens() | ev.Finish() | ev.Reject():
-                    yield effect
-                case ev.DropKV():
-                    continue
-                case _:
-                    raise AssertionError(f"what is {effect!r}?")
 
     def machine_step(self, number: int, device: int, move: tuple[Any, ...]) -> tuple[int, tuple[Post, ...]]:
         known = self._machine_steps.get((number, device, move))

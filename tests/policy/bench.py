@@ -21,6 +21,7 @@ from jdisagg.core.events import (
     StepDone,
     TimerFired,
 )
+from jdisagg.core.interpreter import Unheeded, interpret
 from jdisagg.core.messages import Abort, Ack, Commit, Message, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
@@ -34,9 +35,10 @@ from tests.sim.cases import definition
 from tests.steps import decode_runs, prefill_runs
 
 OTHER = WorkerId("other-end")
+OF_A_WORKER = (Send, RunStep, ShipKV, SetTimer, InsertKV, DropKV)
 
 
-class Bench:
+class Bench(Unheeded):
     """Speaks to the worker as the router and as the other end of every handoff do. Request ids name handoffs."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -52,27 +54,26 @@ class Bench:
     def take(self, event: Event) -> list[Effect]:
         effects = self.worker.handle(event, self.now_s)
         for effect in effects:
-            self._act(effect)
+            assert isinstance(effect, OF_A_WORKER), f"a worker has no business with {effect!r}"
+            interpret(self.worker.config.worker, effect, self)
         self.effects += effects
         self.worker.check_invariants()
         return effects
 
-    def _act(self, effect: Effect) -> None:
-        match effect:
-            case Send(_, message):
-                self.heard.append(message)
-            case RunStep(plan, ships):
-                self.pending.append(self._run(plan, deque(ships)))
-            case ShipKV(transfer):
-                self._ship(transfer)
-            case SetTimer(at_s, key):
-                self.timers[key] = at_s
-            case InsertKV(transfer):
-                self.machine.insert(self._shipment(transfer))
-            case DropKV():
-                return
-            case _:
-                raise AssertionError(f"a worker has no business with {effect!r}")
+    def send(self, actor: WorkerId, effect: Send) -> None:
+        self.heard.append(effect.message)
+
+    def run_step(self, actor: WorkerId, effect: RunStep) -> None:
+        self.pending.append(self._run(effect.plan, deque(effect.ships)))
+
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        self._ship(effect.transfer)
+
+    def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+        self.timers[effect.key] = effect.at_s
+
+    def insert(self, actor: WorkerId, effect: InsertKV) -> None:
+        self.machine.insert(self._shipment(effect.transfer))
 
     def _run(self, plan: StepPlan, ships: deque[KVTransfer]) -> StepDone:
         def group_done(layers: float) -> None:

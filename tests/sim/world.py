@@ -33,6 +33,7 @@ from jdisagg.core.events import (
     TimerFired,
     WorkerLost,
 )
+from jdisagg.core.interpreter import interpret
 from jdisagg.core.journal import Journal
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
@@ -134,41 +135,42 @@ class World:
             self.journal.record(self.now_s, actor, event, effects)
         for effect in effects:
             self.effects.append((self.now_s, actor, effect))
-            self._act(actor, effect)
+            interpret(actor, effect, self)
 
     # ------------------------------------------------------------ effects
 
-    def _act(self, actor: WorkerId, effect: Effect) -> None:
-        match effect:
-            case Send(to, message):
-                self._send(actor, to, Received(actor, message))
-            case RunStep():
-                self._run_step(actor, effect)
-            case ShipKV(transfer):
-                self._ship(actor, transfer, max(self.now_s, self._busy_until_s.get(actor, 0.0)))
-            case InsertKV(transfer):
-                self.machines[actor].insert(self._shipments.pop(transfer))
-                self._run_on(actor)
-            case OpenGates(attempt):
-                self.machines[actor].open_gates(attempt)
-                self._run_on(actor)
-            case DropKV(transfer):
-                self._shipments.pop(transfer, None)
-            case SetTimer(at_s, key):
-                self._timers[actor, key] = at_s
-                self._at(at_s, actor, TimerFired(key))
-            case EmitTokens(delta):
-                assert effect.request_id not in self.finished, f"{effect.request_id} got tokens after its end"
-                self.told.setdefault(effect.request_id, []).extend(delta.sampled)
-                self.scored.setdefault(effect.request_id, []).extend(delta.prompt)
-            case Finish(request_id):
-                self.finished.setdefault(request_id, []).append(effect)
-            case Reject(request_id):
-                self.rejected.setdefault(request_id, []).append(effect)
+    def ship(self, actor: WorkerId, effect: ShipKV) -> None:
+        self._ship(actor, effect.transfer, max(self.now_s, self._busy_until_s.get(actor, 0.0)))
 
-    def _send(self, sender: WorkerId, to: WorkerId, event: Received) -> None:
+    def insert(self, actor: WorkerId, effect: InsertKV) -> None:
+        self.machines[actor].insert(self._shipments.pop(effect.transfer))
+        self._run_on(actor)
+
+    def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
+        self.machines[actor].open_gates(effect.attempt)
+        self._run_on(actor)
+
+    def drop(self, actor: WorkerId, effect: DropKV) -> None:
+        self._shipments.pop(effect.transfer, None)
+
+    def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
+        self._timers[actor, effect.key] = effect.at_s
+        self._at(effect.at_s, actor, TimerFired(effect.key))
+
+    def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
+        assert effect.request_id not in self.finished, f"{effect.request_id} got tokens after its end"
+        self.told.setdefault(effect.request_id, []).extend(effect.delta.sampled)
+        self.scored.setdefault(effect.request_id, []).extend(effect.delta.prompt)
+
+    def finish(self, actor: WorkerId, effect: Finish) -> None:
+        self.finished.setdefault(effect.request_id, []).append(effect)
+
+    def reject(self, actor: WorkerId, effect: Reject) -> None:
+        self.rejected.setdefault(effect.request_id, []).append(effect)
+
+    def send(self, sender: WorkerId, effect: Send) -> None:
         """Messages of one pair stay in order; each may be late, lost or doubled."""
-        faults = self.injector.faults
+        faults, to, event = self.injector.faults, effect.to, Received(sender, effect.message)
         if self.injector.occurs(faults.lose_message):
             return
         for _ in range(2 if self.injector.occurs(faults.double_message) else 1):
@@ -177,7 +179,7 @@ class World:
             self._last_word_s[sender, to] = at_s
             self._at(at_s, to, event)
 
-    def _run_step(self, actor: WorkerId, effect: RunStep) -> None:
+    def run_step(self, actor: WorkerId, effect: RunStep) -> None:
         """A machine takes steps in order and one after the other; a failed one costs nothing and changes nothing.
 
         Steps that its worker made before it heard of the failure may build on the failed one, so they fail as well.
