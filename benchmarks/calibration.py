@@ -39,7 +39,7 @@ from jdisagg.policy.worker import Worker
 from jdisagg.profiling.machine import describe_machine
 from jdisagg.profiling.profiler import Profiler
 from jdisagg.serve.build import load_executors, router_config, warm
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.local import LocalService
 from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.outcome import Outcome
@@ -123,7 +123,7 @@ class Stack:
     """One mesh's machines, warm, with what is timed on them."""
 
     def __init__(self, settings: Settings, found: Sequence[object], console: Console) -> None:
-        self.settings, self.mesh = settings, MeshSpec.parse(settings.mesh)
+        self.settings, self.mesh = settings, mesh_of(settings)
         self.deployment = resolve_deployment(settings, "cpu", None)
         self.bar, self.on_progress = banner.compile_bar(console)
         with self.bar:

@@ -25,7 +25,6 @@ from rich.table import Table
 from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import devices
-from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
@@ -34,7 +33,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.build import load_executors
-from jdisagg.serve.deployment import EMBEDDED_MODEL, resolve_deployment
+from jdisagg.serve.deployment import EMBEDDED_MODEL, mesh_of, resolve_deployment
 from pallas_kernels.wire_format import WIRES
 
 MODULES = ("argparse", "calendar", "csv", "difflib", "heapq", "shlex", "textwrap", "zipfile")
@@ -64,7 +63,7 @@ class Stage:
     """A prefill and a decode machine, and texts in the slots of the latter."""
 
     def __init__(self, settings: Settings, texts: Sequence[Sequence[int]], prompt_tokens: int) -> None:
-        found = devices.prepare(settings.platform, MeshSpec.parse(settings.mesh).num_devices)
+        found = devices.prepare(settings.platform, mesh_of(settings).num_devices)
         deployment = resolve_deployment(settings, found[0].platform, None)
         machines = load_executors(deployment, settings, found)
         self.source = next(each for each in machines.values() if each.config.role.prefills)

@@ -30,10 +30,9 @@ from benchmarks.inprocess import Local, settings_of
 from benchmarks.load import Ask, closed_loop
 from benchmarks.workload import Lengths, Workload
 from jdisagg import devices
-from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.serve.build import build
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import mesh_of, resolve_deployment
 
 FLAGS = flags.FlagValues()
 URL = flags.DEFINE_string(
@@ -184,7 +183,7 @@ def local_target(stack: ExitStack, levels: Sequence[int]) -> Target:
     chosen = {"mesh": MESH.value, "model": MODEL.value, "max_num_seqs": max(levels)} | settings_of(SETTINGS.value)
     settings = Settings(**chosen)
     settings.check()
-    num_devices = MeshSpec.parse(settings.mesh).num_devices
+    num_devices = mesh_of(settings).num_devices
     found = devices.prepare(settings.platform, num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     counters = Counters(deployment.kv.bytes_per_page)

@@ -28,7 +28,6 @@ from rich.table import Table
 from benchmarks import machine as this_machine
 from benchmarks.transfer_plot import plot_exposed
 from jdisagg import devices
-from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.steps import KVTransfer
@@ -39,7 +38,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.build import load_executors, router_config, warm
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.local import LocalService
 
 TARGET = 0.10  # of the transfer exposed, for prompts of `LONG_CHUNKS` chunks and more on links that keep up
@@ -121,7 +120,7 @@ class Stack:
     """Machines once; a router and workers for every mode and link."""
 
     def __init__(self, settings: Settings) -> None:
-        mesh = MeshSpec.parse(settings.mesh)
+        mesh = mesh_of(settings)
         found = devices.prepare(settings.platform, mesh.num_devices)
         self.settings, self.deployment = settings, resolve_deployment(settings, found[0].platform, None)
         self.tokenizer = Tokenizer(self.deployment.model_folder)

@@ -32,6 +32,7 @@ from jdisagg.core.targets import Target
 from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable, abstract_table
+from jdisagg.named_models import located
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve.deployment import Deployment, NoRoom, resolve_deployment
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if values.help:
             print(f"{__doc__}\n{flags.help_text()}")
             return 0
-        settings, _ = config.resolve(rest)
+        settings = located(config.resolve(rest)[0], Console(stderr=True))
         if not values.target:
             raise FlagError("needed: --target=CHIP:SIDES, as v5p:2x2x4 or h100:8")
         return run(settings, Target.parse(values.target), values)

@@ -19,8 +19,10 @@ from rich.table import Table
 
 from jdisagg import flags
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.gguf_file import is_gguf
+from jdisagg.named_models import located
 from jdisagg.sim.arithmetic import (
     DTYPE_BYTES,
     MODELS,
@@ -46,7 +48,7 @@ def declare() -> flags.FlagValues:
 
 def model_of(name: str) -> ModelConfig:
     """The numbers of a model known by its name, or of a folder or GGUF file. Raises ConfigError, CheckpointError."""
-    place = Path(name)
+    place = Path(located(Settings(model=name), Console(stderr=True)).model or name)
     return replace(read_model(place), family=place.name) if place.is_dir() or is_gguf(place) else model(name)
 
 

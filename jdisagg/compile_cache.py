@@ -46,7 +46,11 @@ def use(setting: str) -> Path | None:
 
 def _found(setting: str) -> Path | None:
     try:
-        return _prepared(_own_folder(os.environ), shared=False) if setting == AUTO else _prepared(Path(setting))
+        return (
+            _prepared(user_folder(os.environ) / "compiled", shared=False)
+            if setting == AUTO
+            else _prepared(Path(setting))
+        )
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home folder is known
         why = (error.strerror if isinstance(error, OSError) else None) or error
         if setting != AUTO:
@@ -55,11 +59,11 @@ def _found(setting: str) -> Path | None:
         return None
 
 
-def _own_folder(environment: Mapping[str, str]) -> Path:
-    """`$XDG_CACHE_HOME/jdisagg/compiled`, or the like under the home folder."""
+def user_folder(environment: Mapping[str, str]) -> Path:
+    """`$XDG_CACHE_HOME/jdisagg`, or the like under the home folder. Raises RuntimeError where there is none."""
     given = environment.get("XDG_CACHE_HOME", "")
     caches = Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()
-    return caches / "jdisagg" / "compiled"
+    return caches / "jdisagg"
 
 
 def _prepared(root: Path, *, shared: bool = True) -> Path:

@@ -75,13 +75,21 @@ def _checked(setting: Field[Any], value: Any, where: str) -> Any:
     return value
 
 
+def _truth(text: str) -> bool:
+    """As flags take it. Raises ValueError."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError("must be true or false")
+    return words[text.lower()]
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in fields(Settings):
         text = environment.get(f"JDISAGG_{each.name.upper()}")
         if text is not None:
             try:
-                found[each.name] = type(each.default)(text)
+                found[each.name] = _truth(text) if type(each.default) is bool else type(each.default)(text)
             except ValueError as error:
                 raise FlagError(f"JDISAGG_{each.name.upper()} is {text!r}: {error}") from error
     return found

@@ -17,10 +17,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from absl import flags as absl_flags
+from rich.console import Console
 from rich.progress import track
 
 from jdisagg import flags
 from jdisagg.core.errors import CheckpointError, FlagError
+from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import Stored, read_model, stored_source
 from jdisagg.model.export import copy_companions, save_hf
 from jdisagg.model.files import first_line
@@ -28,6 +30,7 @@ from jdisagg.model.gguf_export import write_companions
 from jdisagg.model.gguf_file import is_gguf
 from jdisagg.model.orbax_source import save_orbax
 from jdisagg.model.params import check_tensors
+from jdisagg.named_models import located
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 
@@ -86,7 +89,8 @@ def _tensors(source: Stored, dtype: str | None) -> Iterator[tuple[str, np.ndarra
 def run(values: flags.FlagValues) -> int:
     if not values.input or not values.output:
         raise FlagError(f"needed: --input=FOLDER|FILE.gguf --output=DIR; found: {values.input!r} and {values.output!r}")
-    convert(Path(values.input), Path(values.output), values.format, values.dtype)
+    place = located(Settings(model=values.input), Console(stderr=True)).model
+    convert(Path(place), Path(values.output), values.format, values.dtype)
     print(f"wrote {values.output} ({values.format})")
     return 0
 

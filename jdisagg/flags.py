@@ -81,7 +81,12 @@ def help_of(values: FlagValues) -> str:
 def declare() -> FlagValues:
     """A flag for each of the settings."""
     values = own()
-    define: dict[type, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    define: dict[type, Any] = {
+        bool: flags.DEFINE_bool,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+    }
     for each in fields(Settings):
         define[type(each.default)](each.name, each.default, each.metadata["help"], flag_values=values)
     flags.DEFINE_string("config", "", "TOML file with any of these as keys; flags win", flag_values=values)

@@ -20,19 +20,18 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from jdisagg import banner, config, devices, flags
+from jdisagg import banner, config, devices, flags, terminal
 from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
-from jdisagg.serve import offline, servers
+from jdisagg.named_models import located
+from jdisagg.serve import servers
 from jdisagg.serve.answer_file import AnswerFile
 from jdisagg.serve.batch import Batch, read_jobs, run_jobs
 from jdisagg.serve.build import build
@@ -46,11 +45,9 @@ from jdisagg.serve.cluster.processes import (
     read_secret,
     roles_of,
 )
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import AUTO, mesh_of, resolve_deployment
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import OneLine
-from jdisagg.serve.sampling_params import SamplingParams
-from jdisagg.serve.service import Service
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
@@ -82,11 +79,12 @@ def run(settings: Settings) -> int:
     lines = logging.StreamHandler()
     lines.setFormatter(OneLine(LOG_FORMAT))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[lines], force=True)
-    console = Console(stderr=bool(settings.prompt), soft_wrap=True)
+    console = Console(stderr=bool(settings.prompt or settings.chat), soft_wrap=True)
     if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)
-    MeshSpec.parse(settings.mesh)
-    once = bool(settings.prompt or settings.prompts)
+    if settings.mesh != AUTO:
+        MeshSpec.parse(settings.mesh)
+    once = bool(settings.prompt or settings.prompts or settings.chat)
     sockets = servers.Sockets() if once else servers.bind(settings)
     with _batch(settings) as batch:
         return run_alone(settings, console, sockets, batch)
@@ -94,7 +92,8 @@ def run(settings: Settings) -> int:
 
 def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, batch: Batch | None) -> int:
     """The whole stack in this process: it serves, or answers what it was given and ends."""
-    mesh = MeshSpec.parse(settings.mesh)
+    settings = located(settings, console)
+    mesh = mesh_of(settings)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     banner.show(console, deployment, found[0].platform)
@@ -103,7 +102,7 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
         service = build(deployment, settings, found, on_progress)
     service.start()
     try:
-        if batch is not None or settings.prompt:
+        if batch is not None or settings.prompt or settings.chat:
             interrupts.raise_again()
             return asyncio.run(_run_once(service, settings, console, batch))
         return uvloop.run(serve(service, settings, sockets, console))
@@ -113,8 +112,10 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
 
 
 async def _run_once(service: LocalService, settings: Settings, console: Console, batch: Batch | None) -> int:
+    if settings.chat:
+        return await terminal.converse(service, settings, console)
     if settings.prompt or batch is None:
-        return await complete_one(service, settings, console)
+        return await terminal.complete_one(service, settings, console)
     return await run_batch(service, settings, batch)
 
 
@@ -122,11 +123,12 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     """Plays some of the roles; the others are other processes'."""
     roles = roles_of(settings)
     read_secret(settings)
-    if settings.prompt or settings.prompts:
+    if settings.prompt or settings.prompts or settings.chat:
         raise ConfigError(f"--role={settings.role} serves; give prompts to the whole stack, or to the router's server")
     sockets = servers.bind(settings) if ROUTER_ROLE in roles else None
     servers.check_cluster_ports(settings, ROUTER_ROLE in roles, roles != {ROUTER_ROLE})
-    count = num_devices(MeshSpec.parse(settings.mesh), roles)
+    settings = located(settings, console)
+    count = num_devices(mesh_of(settings), roles)
     found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     banner.show(console, deployment, found[0].platform)
@@ -185,35 +187,13 @@ def _batch(settings: Settings) -> Iterator[Batch | None]:
         yield Batch(jobs, answers)
 
 
-def sampling_of(settings: Settings) -> SamplingParams:
-    return SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
-
-
-async def complete_one(service: Service, settings: Settings, console: Console) -> int:
-    """Streams one completion to stdout, then prints its ledger."""
-    room = service.max_model_len - len(service.tokenizer.encode(settings.prompt))
-    sampling = sampling_of(replace(settings, max_tokens=max(1, min(settings.max_tokens, room))))
-    print(settings.prompt, end="", flush=True)
-    num_tokens, finish = 0, None
-    async for piece in offline.stream(service, settings.prompt, sampling):
-        print(piece.text, end="", flush=True)
-        num_tokens, finish = num_tokens + len(piece.delta.sampled), piece.finish
-    print(flush=True)
-    if finish is not None:
-        console.print(banner.ledger_table(finish.ledger, num_tokens))
-    if finish is not None and finish.reason is FinishReason.ERROR:
-        print(f"jdisagg: the answer ended early: {finish.detail}", file=sys.stderr)
-        return FAILED
-    return 0
-
-
 async def run_batch(service: LocalService, settings: Settings, batch: Batch) -> int:
     """Runs the lines of --prompts that --output does not have yet."""
     left = batch.left
     with Progress() as bar:
         done = len(batch.jobs) - len(left)
         task = bar.add_task(f"{settings.prompts} -> {settings.output}", total=len(batch.jobs), completed=done)
-        sampling, write = sampling_of(settings), batch.answers.write
+        sampling, write = terminal.sampling_of(settings), batch.answers.write
         failed = await run_jobs(service, left, sampling, write, lambda: bar.advance(task))
     if failed:
         print(f"jdisagg: {failed} of {len(left)} prompts failed; run it again to try them again", file=sys.stderr)

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rich.console import Console
+
 from jdisagg import devices
-from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
+from jdisagg.named_models import located
 from jdisagg.serve import build, offline
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.offline import Completion, Messages, Prompt
 from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.text import Piece
@@ -33,7 +35,8 @@ class LLM:
         """Loads, compiles and warms. Raises ConfigError, MeshError or CheckpointError."""
         self.settings = Settings(**settings)
         self.settings.check()
-        mesh = MeshSpec.parse(self.settings.mesh)
+        self.settings = located(self.settings, Console(stderr=True))
+        mesh = mesh_of(self.settings)
         found = devices.prepare(self.settings.platform, mesh.num_devices, self.settings.compile_cache_dir)
         self.deployment = resolve_deployment(self.settings, found[0].platform, devices.memory_bytes(found[0]))
         self.service = build.build(self.deployment, self.settings, found)

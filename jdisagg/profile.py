@@ -18,14 +18,14 @@ from rich.console import Console
 
 from jdisagg import banner, config, devices, flags
 from jdisagg.core.errors import ConfigError, JdisaggError
-from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile
 from jdisagg.core.settings import Settings
+from jdisagg.named_models import located
 from jdisagg.profiling.machine import describe_machine
 from jdisagg.profiling.profiler import Profiler
 from jdisagg.profiling.table import show_profile
 from jdisagg.serve.build import load_executors, warm
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import mesh_of, resolve_deployment
 
 
 def declare() -> flags.FlagValues:
@@ -70,7 +70,8 @@ def check_writable(path: str) -> None:
 
 def take(settings: Settings, rounds: int, console: Console) -> Profile:
     """Builds the stack and times it, with a progress bar. Raises ConfigError or CheckpointError."""
-    mesh = MeshSpec.parse(settings.mesh)
+    settings = located(settings, console)
+    mesh = mesh_of(settings)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
     bar, on_progress = banner.compile_bar(console)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Serves the embedded model: tensor-parallel prefill, pipeline-parallel decode. Arguments go to jdisagg.launch.
+# Serves SmolLM2-135M-Instruct, fetched once (without network: the embedded model): tensor-parallel prefill,
+# pipeline-parallel decode. Arguments go to jdisagg.launch, as --model=FOLDER or --chat.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 ensure_venv
-exec .venv/bin/python -m jdisagg.launch --mesh=prefill:tp2,decode:pp2 "$@"
+exec .venv/bin/python -m jdisagg.launch --model=demo "$@"

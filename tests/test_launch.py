@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
-from jdisagg.launch import complete_one
+from jdisagg.terminal import complete_one
 from tests.fixtures import conformance
 from tests.ports import free_port
 from tests.serve.scripted import ScriptedService, tokens
@@ -113,7 +113,7 @@ def test_what_cannot_be_recorded_is_said_before_anything_is_compiled(argument):
 
 @pytest.mark.slow
 def test_one_prompt_prints_its_completion_and_a_ledger_whose_parts_sum_to_the_whole():
-    done = launch(*SMALL[:-1], "--mesh=prefill:tp2,decode:pp2", "--prompt=def f(x):", "--max_tokens=8")
+    done = launch(*SMALL[:-1], "--mesh=prefill:tp2,decode:pp2", "--prompt=def f(x):", "--raw_prompt", "--max_tokens=8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def f(x):")
     for part in ("queue", "reserve_wait", "prefill", "transfer", "first_step", "decode", "whole"):
@@ -133,7 +133,7 @@ def test_one_prompt_whose_answer_ends_as_an_error_is_no_success(capsys):
 
 @pytest.mark.slow
 def test_meshes_on_the_same_devices_give_the_same_text_and_a_warning():
-    texts, prompt = [], ["--prompt=def f(x):", "--max_tokens=24"]
+    texts, prompt = [], ["--prompt=def f(x):", "--raw_prompt", "--max_tokens=24"]
     for mesh in ("prefill:tp2,decode:pp2", "prefill:tp2@0,decode:pp2@0"):
         done = launch(*SMALL[:-1], f"--mesh={mesh}", *prompt)
         assert done.returncode == 0, done.stderr

@@ -9,7 +9,8 @@ JdisaggError
 │   ├── UnsupportedModel     an architecture or an option this project does not run
 │   ├── MissingTensor        a tensor the model needs is in no file
 │   ├── WrongShape           a tensor is there with another shape
-│   └── WrongDtype           a tensor is there, but its numbers are no floating-point ones
+│   ├── WrongDtype           a tensor is there, but its numbers are no floating-point ones
+│   └── NotFetched           a model of the package index did not come, or is not the one that was meant
 ├── RequestError             the client's request cannot be served as written (HTTP 400)
 │   └── TooLong              prompt + max_tokens over the model's limit
 ├── TransportError           KV did not cross between two processes
@@ -65,6 +66,10 @@ class WrongShape(CheckpointError):
 
 class WrongDtype(CheckpointError):
     """A tensor of integers, or of another format that weights cannot have."""
+
+
+class NotFetched(CheckpointError):
+    """A model that is fetched by its name and cannot be: no network, no room, or another digest."""
 
 
 class RequestError(JdisaggError):

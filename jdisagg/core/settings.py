@@ -49,7 +49,9 @@ class Settings:
     """One run's settings; `check()` says which value cannot be."""
 
     # model
-    model: str = _setting("", "model", "Hugging Face or Orbax folder, or GGUF file; empty: the embedded code model")
+    model: str = _setting("", "model", "Hugging Face or Orbax folder, or GGUF file; smollm2: a small real one, fetched"
+                          " once; empty, embedded: the code model here; demo: whichever of these is there")  # fmt: skip
+    cache: str = _setting("", "model", "folder of models that were fetched; empty: in the user's cache folder")
     tokenizer: str = _setting("", "model", "folder of the tokenizer; empty: the model's")
     served_model_name: str = _setting("", "model", "name clients use; empty: the folder's name")
     load_format: str = _setting("hf", "model", "how weights are read", ("hf", "orbax", "random"))
@@ -58,8 +60,8 @@ class Settings:
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
     seed: int = _setting(0, "model", "of random weights (--load_format=random)")
     # mesh
-    mesh: str = _setting("prefill:tp2,decode:pp2", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1;"
-                         " @K: from device K on")  # fmt: skip
+    mesh: str = _setting("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
+                         " auto: prefill:tp2,decode:pp2, or the nearest the model's heads allow")  # fmt: skip
     # sizes
     max_model_len: int = _setting(0, "sizes", "tokens of prompt and output together; 0: the model's")
     max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once")
@@ -138,11 +140,13 @@ class Settings:
     debug_keep: int = _setting(512, "server", "requests and decisions that /debug remembers; 0: no /debug")
     metrics_compat: str = _setting("", "server", "also export metrics under these names, as vllm,jetstream")
     # one-shot
-    prompt: str = _setting("", "one-shot", "stream one completion to the terminal and stop")
+    prompt: str = _setting("", "one-shot", "stream one answer to the terminal and stop")
+    raw_prompt: bool = _setting(False, "one-shot", "complete --prompt as it stands, without the model's chat template")
+    chat: bool = _setting(False, "one-shot", "talk in the terminal; Ctrl-C stops an answer, Ctrl-D ends")
     prompts: str = _setting("", "one-shot", "JSONL file of prompts to run as a batch, with --output")
     output: str = _setting("", "one-shot", "JSONL file for the batch's completions; resumed if it exists")
-    max_tokens: int = _setting(128, "one-shot", "output tokens of --prompt and --prompts")
-    temperature: float = _setting(0.0, "one-shot", "temperature of --prompt and --prompts")
+    max_tokens: int = _setting(128, "one-shot", "output tokens of --prompt, --prompts and an answer of --chat")
+    temperature: float = _setting(0.0, "one-shot", "temperature of --prompt, --prompts and --chat")
     # running
     platform: str = _setting("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
     record_dir: str = _setting("", "running", "keep the journal of every event here, for jdisagg.replay")

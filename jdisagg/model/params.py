@@ -66,6 +66,15 @@ def check_divides(config: ModelConfig, tp: int) -> None:
         raise MeshError(f"tp{tp} neither divides num_kv_heads = {config.num_kv_heads} nor is a multiple of it")
 
 
+def divides(config: ModelConfig, tp: int) -> bool:
+    """Whether `tp` shards can hold even shares of heads and channels."""
+    try:
+        check_divides(config, tp)
+    except MeshError:
+        return False
+    return True
+
+
 def abstract_stage(config: ModelConfig, layers: range, tp: int, axis: str | None, dtype: DTypeLike) -> AbstractStage:
     """The stage of `layers` as one of `tp` shards sees it; nothing is allocated."""
     check_divides(config, tp)

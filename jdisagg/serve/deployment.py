@@ -21,9 +21,10 @@ from jdisagg.core.targets import GIB
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig
 from jdisagg.model.checkpoint import read_model, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
-from jdisagg.model.params import check_divides
+from jdisagg.model.params import check_divides, divides
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
+AUTO = "auto"
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
 
@@ -64,12 +65,9 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     Logs a warning for workers that share devices; each then gets an equal part of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
     """
-    folder = Path(settings.model) if settings.model else EMBEDDED_MODEL
-    why = why_no_model(folder)
-    if why is not None:
-        raise CheckpointError(f"--model={settings.model or folder}: {why}")
+    folder = place_of(settings)
     model = read_model(folder)
-    mesh = MeshSpec.parse(settings.mesh)
+    mesh = mesh_of(settings)
     for pool in mesh.pools:
         check_divides(model, pool.tp)
     for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
@@ -104,6 +102,24 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
     return Deployment(folder, name, model, mesh, layers, dtype, kv, prefill_kv, longest, workers)
+
+
+def place_of(settings: Settings) -> Path:
+    """Where the model lies. Raises CheckpointError where there is none."""
+    place = Path(settings.model) if settings.model else EMBEDDED_MODEL
+    why = why_no_model(place)
+    if why is not None:
+        raise CheckpointError(f"--model={settings.model or place}: {why}")
+    return place
+
+
+def mesh_of(settings: Settings) -> MeshSpec:
+    """--mesh; where it is "auto", a pair whose shards the model's heads and channels divide evenly into."""
+    if settings.mesh != AUTO:
+        return MeshSpec.parse(settings.mesh)
+    model = read_model(place_of(settings))
+    tp = next(tp for tp in (2, 3, 1) if divides(model, tp))
+    return MeshSpec.parse(f"prefill:tp{tp},decode:pp{min(2, model.num_layers)}")
 
 
 def name_of(place: Path) -> str:

