@@ -20,6 +20,7 @@ from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.traces import Trace, read_mooncake, spread_ticks
+from tests.published.full_files import full_file
 from tests.published.prefix_replay import reuse
 
 EXCERPT = Path(__file__).parents[1] / "fixtures" / "traces" / "mooncake_conversation_first_300.jsonl.gz"
@@ -86,11 +87,26 @@ def test_as_recorded_it_finds_hardly_less():
     assert 0.9 * most < found < most
 
 
-def test_room_for_less_finds_less():
-    work = excerpt().rows(np.arange(150))
-    rooms = (200, 1000, ENOUGH)
-    found = [hit_rate(run(PAIR, work, pages=pages, clients=1, page_size=512)) for pages in rooms]
-    assert 0 < found[0] < found[1] < found[2]
+def found_with_room_for(pages: int, work: Trace) -> tuple[float, float]:
+    """Shares of prompt tokens that are found: in the cluster, prompts one by one, and in a cache of whole blocks."""
+    prompts = replace(work, output_tokens=np.ones_like(work.output_tokens))
+    outcome = run(PAIR, prompts, pages=pages, clients=1, page_size=512)
+    return hit_rate(outcome), reuse(work, 512 * pages).token_share
+
+
+def test_room_for_less_finds_less_as_in_a_cache_of_that_size():
+    rates = [found_with_room_for(pages, excerpt()) for pages in (1000, 4000, ENOUGH)]
+    assert 0 < rates[0][0] < rates[1][0] < rates[2][0]
+    assert [ours for ours, _ in rates] == pytest.approx([blocks for _, blocks in rates], abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "published"), [(1e6, 0.087), (3e6, 0.165), (1e7, 0.326), (5e7, 0.398)])
+def test_the_whole_trace_is_found_again_as_the_replay_and_mooncake_say(request, tokens, published):
+    """Figure 9 of Qin et al., FAST 2025, whose blocks have 256 tokens: the band is that of the replay."""
+    work = read_mooncake(full_file(request, "mooncake_fast25_conversation.jsonl.gz"))
+    ours, replayed = found_with_room_for(int(tokens // 512), work)
+    assert ours == pytest.approx(replayed, abs=0.01) and published - 0.045 <= ours <= published
 
 
 def test_cache_aware_routing_finds_more_than_turns_do_and_first_tokens_come_earlier():
