@@ -25,8 +25,8 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jdisagg import aot_report, config, flags
-from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg import aot_report, command, config, flags
+from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
 from jdisagg.engine.compile_check import check, memory_of
@@ -42,32 +42,24 @@ WIDTH = 120  # of tables that go to a file or a pipe
 
 
 def declare() -> flags.FlagValues:
-    """This command's own flags; the settings come besides."""
+    """This command's own flags, and the settings."""
     values = flags.own()
     absl_flags.DEFINE_string("target", "", "as v5p:2x2x4 or h100:8", flag_values=values)
     absl_flags.DEFINE_bool("all_programs", False, "every declared bucket and stage", flag_values=values)
     absl_flags.DEFINE_integer("context_tokens", 4096, "of decode's floors", lower_bound=1, flag_values=values)
-    absl_flags.DEFINE_string("json", "", "file for the report", flag_values=values)
-    return values
+    flags.define(values, json="")
+    return flags.define_settings(values)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """See the head of this file for the exit codes."""
-    values = declare()
+def body(values: flags.FlagValues) -> int:
+    settings = located(config.settings_of(values), Console(stderr=True))
+    if not values.target:
+        raise FlagError("needed: --target=CHIP:SIDES, as v5p:2x2x4 or h100:8")
     try:
-        rest = flags.read(values, sys.argv if argv is None else argv, others=True)
-        if values.help:
-            print(f"{__doc__}\n{flags.help_text()}")
-            return 0
-        settings = located(config.resolve(rest)[0], Console(stderr=True))
-        if not values.target:
-            raise FlagError("needed: --target=CHIP:SIDES, as v5p:2x2x4 or h100:8")
         return run(settings, Target.parse(values.target), values)
-    except (ConfigError, CheckpointError) as error:
+    except NoRoom as error:
         print(f"jdisagg.aot: {error}", file=sys.stderr)
-        return UNFIT if isinstance(error, NoRoom) else flags.BAD_USE
-    except KeyboardInterrupt:
-        return flags.INTERRUPTED
+        return UNFIT
 
 
 def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
@@ -156,6 +148,11 @@ def write_json(path: Path, report: aot_report.Report) -> None:
         path.write_text(report.as_json() + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json={path}: {error.strerror}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the head of this file for the exit codes."""
+    return command.run("jdisagg.aot", __doc__, declare(), argv, body)
 
 
 if __name__ == "__main__":

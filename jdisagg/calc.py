@@ -1,9 +1,10 @@
 """The calculator: how large a KV cache is, how long it takes over each link, and from which link on shipping it pays.
 
-    python -m jdisagg.calc --model=llama3-70b --tokens=131072 [--dtype=bfloat16] [--hardware=h100 --devices=8]
+    python -m jdisagg.calc --model=llama3-70b --tokens=131072 [--kv_dtype=bfloat16] [--hardware=h100 --devices=8]
 
 Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
-since the answers of the three differ by factors. `--model` takes a Hugging Face folder with its config.json as well.
+since the answers of the three differ by factors. `--model` is a name or a Hugging Face folder with its
+config.json; --hardware and --devices are of the prefill mesh.
 """
 
 from __future__ import annotations
@@ -17,39 +18,36 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.table import Table
 
-from jdisagg import flags
+from jdisagg import command, flags
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.gguf_file import is_gguf
 from jdisagg.named_models import located
+from jdisagg.sim import model_numbers
 from jdisagg.sim.arithmetic import (
     DTYPE_BYTES,
-    MODELS,
     least_disaggregation_bytes_per_s,
     least_reuse_bytes_per_s,
-    model,
     number_bytes,
     transfer_s,
 )
-from jdisagg.sim.hardware import HARDWARE, LINKS, Hardware, hardware
+from jdisagg.sim.hardware import LINKS, Hardware, hardware
 
 
 def declare() -> flags.FlagValues:
     values = flags.own()
-    names = f"one of {', '.join(MODELS)}; a folder with a Hugging Face config.json; or a GGUF file"
-    absl_flags.DEFINE_string("model", "llama3-70b", names, flag_values=values)
     absl_flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
-    absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of the KV", flag_values=values)
-    absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "of the prefill mesh", flag_values=values)
-    absl_flags.DEFINE_integer("devices", 8, "of the prefill mesh", lower_bound=1, flag_values=values)
+    kinds = {"kv_dtype": list(DTYPE_BYTES)}
+    flags.define(values, kinds, model="llama3-70b", kv_dtype="bfloat16", hardware="h100", devices=8)
     return values
 
 
 def model_of(name: str) -> ModelConfig:
     """The numbers of a model known by its name, or of a folder or GGUF file. Raises ConfigError, CheckpointError."""
-    place = Path(located(Settings(model=name), Console(stderr=True)).model or name)
-    return replace(read_model(place), family=place.name) if place.is_dir() or is_gguf(place) else model(name)
+    found = located(Settings(model=name), Console(stderr=True)).model
+    place = Path(found)
+    return replace(read_model(place), family=place.name) if is_gguf(place) else model_numbers.model_of(found)
 
 
 def decimal(size_bytes: float) -> str:
@@ -122,15 +120,15 @@ def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices
 def run(values: flags.FlagValues) -> int:
     config = model_of(values.model)
     chip = hardware(values.hardware)
-    for part in report(config, values.tokens, values.dtype, chip, values.devices):
+    for part in report(config, values.tokens, values.kv_dtype, chip, values.devices):
         Console().print(part, highlight=False)
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line on what was wrong."""
-    return flags.command("jdisagg.calc", __doc__, declare(), argv, run)
+    return command.run("jdisagg.calc", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

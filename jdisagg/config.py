@@ -1,4 +1,4 @@
-"""Settings resolved from flags, environment (`JDISAGG_<NAME>`), a TOML file and defaults, the earlier winning."""
+"""What a run is told: flags, environment (`JDISAGG_<NAME>`), a TOML file and defaults, the earlier winning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +17,60 @@ from jdisagg.core.settings import Settings
 
 
 def resolve(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[Settings, flags.FlagValues]:
-    """Raises ConfigError, in one line, for anything that cannot be."""
-    given, values = flags.parse(argv)
-    from_file = read_toml(values["config"].value) if values["config"].value else {}
-    settings = Settings(**{**from_file, **_from_environment(environment), **given})
+    """Those of `jdisagg.launch`. Raises ConfigError, in one line, for anything that cannot be."""
+    values = flags.define_settings(flags.own())
+    flags.read(values, argv)
+    fill(values, environment)
+    return settings_of(values), values
+
+
+def settings_of(values: flags.FlagValues, **instead: Any) -> Settings:
+    """Checked; `instead` of what some flags say, where they are the command's own affair. Raises ConfigError."""
+    given: dict[str, Any] = {each.name: values[each.name].value for each in fields(Settings)}
+    settings = Settings(**given | instead)
     settings.check()
-    return settings, values
+    return settings
 
 
-def read_toml(path: str) -> dict[str, Any]:
-    """Settings of a TOML file; tables only group them. Raises ConfigError for a key or a kind of value unknown here."""
+def fill(values: flags.FlagValues, environment: Mapping[str, str] = os.environ) -> None:
+    """Flags that were not given, from the environment or else the file that --config names. Raises ConfigError."""
+    for name in values:
+        text = environment.get(f"JDISAGG_{name.upper()}")
+        if text is not None and name not in flags.NO_SETTINGS:
+            flags.give(values, name, text, f"JDISAGG_{name.upper()}")
+    if values["config"].value:
+        for key, value in read_toml(values["config"].value, values).items():
+            flags.give(values, key, value, f"--config={values['config'].value}: {key}")
+
+
+def read_toml(path: str, values: flags.FlagValues) -> dict[str, Any]:
+    """Values of these flags in a TOML file; tables only group them, and what is another command's is passed over.
+
+    Raises ConfigError for a key or a kind of value unknown here.
+    """
+    found: dict[str, Any] = {}
+    known = {name for name in values if name not in flags.NO_SETTINGS}
+    for key, value in _flattened(parse_toml(path)):
+        if key in known:
+            found[key] = _checked(flags.kind_of(values, key), value, f"--config={path}: {key}")
+        elif key not in flags.WORDS:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            raise FlagError(
+                f"--config={path}: unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+            )
+    return found
+
+
+def parse_toml(path: str) -> dict[str, Any]:
+    """The whole file. Raises ConfigError."""
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"--config={path}: there is no such file") from error
     except OSError as error:
         raise ConfigError(f"--config={path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config={path}: {error}") from error
-    known = {each.name: each for each in fields(Settings)}
-    found: dict[str, Any] = {}
-    for key, value in _flattened(tree):
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            raise FlagError(
-                f"--config={path}: unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
-            )
-        found[key] = _checked(known[key], value, f"--config={path}: {key}")
-    return found
 
 
 def as_toml(settings: Settings) -> str:
@@ -66,30 +92,11 @@ def _flattened(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _checked(setting: Field[Any], value: Any, where: str) -> Any:
-    kind = type(setting.default)
+def _checked(kind: type, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is list and isinstance(value, str):
+        return value
     if type(value) is not kind:
         raise FlagError(f"{where} is {value!r}, must be of type {kind.__name__}")
     return value
-
-
-def _truth(text: str) -> bool:
-    """As flags take it. Raises ValueError."""
-    words = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError("must be true or false")
-    return words[text.lower()]
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in fields(Settings):
-        text = environment.get(f"JDISAGG_{each.name.upper()}")
-        if text is not None:
-            try:
-                found[each.name] = _truth(text) if type(each.default) is bool else type(each.default)(text)
-            except ValueError as error:
-                raise FlagError(f"JDISAGG_{each.name.upper()} is {text!r}: {error}") from error
-    return found

@@ -2,10 +2,10 @@
 
     python -m jdisagg.convert --input=FOLDER|FILE.gguf --output=DIR --format=orbax|hf [--dtype=bfloat16|float32|float16]
 
-The input may be any kind; a GGUF file's numbers become float32 where --dtype does not say. Config, tokenizer and chat
-template files come along, so the output folder is served as it is: `--load_format=orbax` restores each shard's slice
-straight onto its device. Writing Orbax holds the whole model in host memory once; writing safetensors holds one file
-of it.
+The input may be any kind, the output is a folder, new or empty. Numbers stay as stored, a GGUF file's become float32,
+where --dtype does not say. Config, tokenizer and chat template files come along, so the output folder is served as it
+is: `--load_format=orbax` restores each shard's slice straight onto its device. Writing Orbax holds the whole model in
+host memory once; writing safetensors holds one file of it.
 """
 
 import os
@@ -20,7 +20,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import track
 
-from jdisagg import flags
+from jdisagg import command, flags
 from jdisagg.core.errors import CheckpointError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import Stored, read_model, stored_source
@@ -38,9 +38,8 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.f
 def declare() -> flags.FlagValues:
     values = flags.own()
     absl_flags.DEFINE_string("input", None, "model folder, Hugging Face or Orbax, or GGUF file", flag_values=values)
-    absl_flags.DEFINE_string("output", None, "folder to write, new or empty", flag_values=values)
     absl_flags.DEFINE_enum("format", "orbax", ["orbax", "hf"], "what to write", flag_values=values)
-    absl_flags.DEFINE_enum("dtype", None, list(DTYPES), "cast weights to this; as stored if absent", flag_values=values)
+    flags.define(values, {"dtype": list(DTYPES)}, output="", dtype=None)
     return values
 
 
@@ -95,10 +94,10 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line on what was wrong."""
-    return flags.command("jdisagg.convert", __doc__, declare(), argv, run)
+    return command.run("jdisagg.convert", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

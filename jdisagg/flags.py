@@ -1,116 +1,153 @@
-"""Flags: how every command reads them, with the nearest name for a misspelt one; and those that `Settings` has.
+"""Flags: each name that several commands know stands here once, or is a field of `Settings`, with its meaning.
 
-A command declares its flags in an `own()` and is run by `command`: --help, one line and exit code 2 for a mistake.
+A command declares its flags by `own()`, `define` and, for what is its alone, absl; `jdisagg/command.py` runs it.
 """
 
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from absl import flags
 
-from jdisagg.core.errors import FlagError, JdisaggError
-from jdisagg.core.settings import Settings
+from jdisagg.core.errors import FlagError
+from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, Settings
 
 FlagValues = flags.FlagValues
-BAD_USE, INTERRUPTED = 2, 130
 GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "cluster", "server", "one-shot", "running")
+NO_SETTINGS = ("help", "h", "config", "print_config")  # neither a key of a file nor a variable
 
 
-def parse(argv: Sequence[str]) -> tuple[dict[str, Any], FlagValues]:
-    """The settings given in `argv` (program name first) and the flags themselves. Raises FlagError in one line."""
-    values = declare()
-    read(values, argv)
-    return {each.name: values[each.name].value for each in fields(Settings) if values[each.name].present}, values
+@dataclass(frozen=True)
+class Word:
+    """A flag's meaning, the same in every command; the default is each command's own."""
+
+    kind: type
+    help: str
+    least: Any = None  # None: no bound
+    most: Any = None
+    choices: tuple[str, ...] = ()
+
+
+def _of_settings() -> dict[str, Word]:
+    least = {**dict.fromkeys(AT_LEAST_ONE, 1), **dict.fromkeys(NOT_NEGATIVE, 0)}
+    return {
+        each.name: Word(type(each.default), each.metadata["help"], least.get(each.name), None, each.metadata["choices"])
+        for each in fields(Settings)
+    }
+
+
+WORDS = {
+    **_of_settings(),
+    "attainment": Word(float, "share of requests that must keep both objectives", 0.0, 1.0),
+    "cost": Word(str, "distserve, roofline or profile:FILE; sim: also kernels:DEVICE"),
+    "devices": Word(int, "how many there are", 1),
+    "engine": Word(str, "--cost=distserve: whose fit"),
+    "hardware": Word(str, "the devices' data sheet, as h100; sim: or by role, as h100,decode:a100"),
+    "host_s": Word(float, "of the host, a plan", 0.0),
+    "inputs": Word(float, "input lengths times this"),
+    "json": Word(str, "file for the figures, for programs"),
+    "outputs": Word(float, "output lengths times this"),
+    "rate": Word(float, "requests a second; 0: as recorded (plan: as many as go)", 0.0),
+    "slo_tpot_s": Word(float, "objective for the mean gap between tokens", 0.0),
+    "slo_ttft_s": Word(float, "objective for the first token", 0.0),
+    "trace": Word(str, "KIND:FILE, KIND one of azure, mooncake, lengths, or mix:INPUT+OUTPUT@SHARE,..."),
+}
+FIELDS = frozenset(each.name for each in fields(Settings))
 
 
 def own() -> FlagValues:
-    """Flags apart from those that imported libraries declare; none yet but --help."""
+    """Flags apart from those that imported libraries declare; none yet but those that every command has."""
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
+    flags.DEFINE_string("config", "", "TOML file with any of these as keys; flags win", flag_values=values)
     return values
 
 
-def read(values: FlagValues, argv: Sequence[str], *, others: bool = False) -> list[str]:
-    """Fills `values` from `argv` (program name first), --max-model-len meaning --max_model_len.
-
-    Returns what is left of `argv`: the program's name and, where `others` may follow, the flags that are not in
-    `values`. Raises FlagError in one line.
-    """
-    try:
-        rest = values([argv[0], *map(underscored, argv[1:])], known_only=others)
-    except flags.UnrecognizedFlagError as error:
-        raise FlagError(_unknown(error.flagname, list(values))) from error
-    except flags.Error as error:
-        raise FlagError(str(error).replace("\n", " ")) from error
-    if len(rest) > 1 and not others:
-        raise FlagError(f"{rest[1]!r} is not a flag; flags are written --name=value")
-    return rest
-
-
-def command(
-    name: str, law: str | None, values: FlagValues, argv: Sequence[str], body: Callable[[FlagValues], int]
-) -> int:
-    """Exit code of `body` with the flags of `argv`, or 2 with one line on stderr that begins with `name`.
-
-    `law` (the docstring of the command's file) is what --help shows before the flags.
-    """
-    try:
-        read(values, argv)
-        if values["help"].value:
-            print(f"{law or ''}\n{help_of(values)}")
-            return 0
-        return body(values)
-    except JdisaggError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return BAD_USE
-    except KeyboardInterrupt:
-        return INTERRUPTED
+def define(values: FlagValues, choices: Mapping[str, Sequence[str]] | None = None, /, **defaults: Any) -> None:
+    """Flags by the names and meanings of `WORDS`, with this command's defaults, and its choices where it has others."""
+    for name, default in defaults.items():
+        word = WORDS[name]
+        least = word.least if word.least is None or default is None else min(word.least, default)
+        offered = list((choices or {}).get(name, word.choices))
+        if offered:
+            flags.DEFINE_enum(name, default, offered, word.help, flag_values=values)
+        elif word.kind is int:
+            flags.DEFINE_integer(name, default, word.help, least, word.most, flag_values=values)
+        elif word.kind is float:
+            flags.DEFINE_float(name, default, word.help, least, word.most, flag_values=values)
+        else:
+            flags.DEFINE_string(name, default, word.help, flag_values=values)
 
 
-def help_of(values: FlagValues) -> str:
-    """One line a flag, in the order of the alphabet."""
-    shown = [values[name] for name in sorted(values) if len(name) > 1]
-    return "\n".join(_help_line(flag.name, flag.default, flag.help or "", ()) for flag in shown)
-
-
-def declare() -> FlagValues:
-    """A flag for each of the settings."""
-    values = own()
-    define: dict[type, Any] = {
+def define_settings(values: FlagValues) -> FlagValues:
+    """A flag for each of the settings that `values` does not have; their `check` is what refuses a value."""
+    kinds: dict[type, Any] = {
         bool: flags.DEFINE_bool,
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
         str: flags.DEFINE_string,
     }
     for each in fields(Settings):
-        define[type(each.default)](each.name, each.default, each.metadata["help"], flag_values=values)
-    flags.DEFINE_string("config", "", "TOML file with any of these as keys; flags win", flag_values=values)
+        if each.name not in values:
+            kinds[type(each.default)](each.name, each.default, each.metadata["help"], flag_values=values)
     flags.DEFINE_bool("print_config", False, "print the resolved settings as TOML and stop", flag_values=values)
     return values
 
 
-def define_settings(values: FlagValues, *names: str) -> None:
-    """Flags for some of the settings, by the names, words and defaults that `jdisagg.launch` has for them."""
-    for each in fields(Settings):
-        if each.name in names:
-            choices, text = list(each.metadata["choices"]), each.metadata["help"]
-            flags.DEFINE_enum(each.name, str(each.default), choices, text, flag_values=values)
+def read(values: FlagValues, argv: Sequence[str], positional: str = "") -> None:
+    """Fills `values` from `argv` (program name first), --max-model-len meaning --max_model_len.
+
+    positional: the flag that one bare argument is the value of. Raises FlagError in one line.
+    """
+    try:
+        rest = values([argv[0], *map(underscored, argv[1:])])
+    except flags.UnrecognizedFlagError as error:
+        raise FlagError(_unknown(error.flagname, list(values))) from error
+    except flags.Error as error:
+        raise FlagError(str(error).replace("\n", " ")) from error
+    if len(rest) == 2 and positional and not values[positional].present:
+        values[positional].parse(rest.pop())
+    if len(rest) > 1:
+        raise FlagError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+
+
+def give(values: FlagValues, name: str, value: Any, where: str) -> None:
+    """A value that is not of the command line, for a flag that is not there. Raises FlagError that begins `where`."""
+    if values[name].present:
+        return
+    try:
+        values[name].parse(value)
+    except flags.Error as error:
+        why = str(error).replace("\n", " ").partition(": ")[2]
+        raise FlagError(f"{where} is {value!r}: {why}") from error
+
+
+def kind_of(values: FlagValues, name: str) -> type:
+    """Of the flag's value."""
+    kinds: dict[str, type] = {"int": int, "float": float, "bool": bool, "comma separated list of strings": list}
+    return kinds.get(values[name].flag_type(), str)
+
+
+def help_of(values: FlagValues, settings: bool = False) -> str:
+    """One line a flag, in the order of the alphabet; where it has all `settings`, these last and by group."""
+    shown = [values[name] for name in sorted(values) if len(name) > 1]
+    shown = [flag for flag in shown if not settings or flag.name not in {*FIELDS, *NO_SETTINGS}]
+    lines = [_help_line(flag.name, flag.default, flag.help or "", ()) for flag in shown]
+    return "\n".join([*lines, help_text()] if settings else lines)
 
 
 def help_text() -> str:
-    """One line a flag, grouped."""
-    lines = ["python -m jdisagg.launch [--flag=value ...]   (every flag is also a key of the --config file)"]
+    """One line a setting, grouped."""
+    lines = []
     for group in GROUPS:
         lines.append(f"\n{group}:")
         for each in fields(Settings):
             if each.metadata["group"] == group:
                 lines.append(_help_line(each.name, each.default, each.metadata["help"], each.metadata["choices"]))
-    lines.append("\n  --config=FILE, --print_config, --help")
+    lines.append("\n  --config=FILE, --print_config, --help   (every flag is also a key of the --config file)")
     return "\n".join(lines)
 
 

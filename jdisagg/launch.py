@@ -26,8 +26,8 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from jdisagg import banner, config, devices, flags, terminal
-from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
+from jdisagg import banner, command, config, devices, flags, terminal
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.named_models import located
@@ -51,27 +51,11 @@ from jdisagg.serve.log_lines import OneLine
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
-BAD_USE = 2
 FLUSH_S = 2.0  # for answers to end with the error after the driver has died
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a clean end, 1 where prompts failed or the driver died, 2 with one line for a mistake."""
-    try:
-        settings, values = config.resolve(sys.argv if argv is None else argv)
-        if values["help"].value:
-            print(flags.help_text())
-            return 0
-        if values["print_config"].value:
-            print(config.as_toml(settings))
-            return 0
-        return run(settings)
-    except (ConfigError, CheckpointError, RequestError) as error:
-        print(f"jdisagg: {error}", file=sys.stderr)
-        return BAD_USE
-    except KeyboardInterrupt:
-        print("jdisagg: interrupted", file=sys.stderr)
-        return interrupts.INTERRUPTED
+def declare() -> flags.FlagValues:
+    return flags.define_settings(flags.own())
 
 
 def run(settings: Settings) -> int:
@@ -230,6 +214,11 @@ def _stop_or_die(stop: asyncio.Event) -> None:
     if stop.is_set():
         os._exit(interrupts.INTERRUPTED)
     stop.set()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 after a clean end, 1 where prompts failed or the driver died, 2 with one line for a mistake."""
+    return command.run("jdisagg", __doc__, declare(), argv, lambda values: run(config.settings_of(values)))
 
 
 if __name__ == "__main__":

@@ -23,15 +23,16 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jdisagg import flags
+from jdisagg import command, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.profile import read_profile
 from jdisagg.core.settings import int_list
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
+from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, published
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.hardware import HARDWARE, hardware
+from jdisagg.sim.hardware import hardware
+from jdisagg.sim.model_numbers import model_of
 from jdisagg.sim.planner import tables
 from jdisagg.sim.planner.candidate_builder import CandidateBuilder, ProfiledCandidateBuilder
 from jdisagg.sim.planner.formulas import estimates
@@ -41,7 +42,7 @@ from jdisagg.sim.planner.recommendation import Recommendation, headroom, recomme
 from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.sensitivity import vary
 from jdisagg.sim.planner.space import Space
-from jdisagg.sim.traces.workloads import KINDS, read_workload
+from jdisagg.sim.traces.workloads import read_workload
 
 LAUNCH_DTYPES = ("bfloat16", "float32")
 
@@ -51,34 +52,22 @@ def declare() -> flags.FlagValues:
     _define_question(values)
     _define_costs(values)
     _define_search(values)
-    absl_flags.DEFINE_string("output", "", "TOML file for jdisagg.launch --config", flag_values=values)
+    flags.define(values, output="")
     absl_flags.DEFINE_string("checkpoint", "", "--output: the model's folder there", flag_values=values)
     return values
 
 
 def _define_question(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_string("model", "llama3-8b", f"one of {', '.join(MODELS)}", flag_values=values)
-    absl_flags.DEFINE_integer("devices", 8, "to be had", 1, flag_values=values)
-    absl_flags.DEFINE_string("trace", "", KINDS, flag_values=values)
+    flags.define(values, model="llama3-8b", devices=8, trace="", rate=0.0, inputs=1.0, outputs=1.0, max_model_len=0)
     absl_flags.DEFINE_enum(
         "arrivals", "poisson", ["poisson", "recorded"], "drawn, or the trace's own", flag_values=values
     )
-    absl_flags.DEFINE_float("rate", 0.0, "requests a second that are asked for; 0: as many as go", 0.0,
-                            flag_values=values)  # fmt: skip
-    absl_flags.DEFINE_float("inputs", 1.0, "input lengths times this", flag_values=values)
-    absl_flags.DEFINE_float("outputs", 1.0, "output lengths times this", flag_values=values)
-    absl_flags.DEFINE_integer("max_model_len", 0, "longer requests are left out; 0: none is", 0, flag_values=values)
-    absl_flags.DEFINE_float("slo_ttft_s", 1.0, "objective for the first token", 0.0, flag_values=values)
-    absl_flags.DEFINE_float("slo_tpot_s", 0.05, "objective for the mean gap between tokens", 0.0, flag_values=values)
-    absl_flags.DEFINE_float("attainment", 0.9, "share of requests that must keep both", 0.0, 1.0, flag_values=values)
+    flags.define(values, slo_ttft_s=1.0, slo_tpot_s=0.05, attainment=0.9)
 
 
 def _define_costs(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_string("cost", "roofline", "distserve, roofline or profile:FILE", flag_values=values)
-    absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
-    absl_flags.DEFINE_enum("hardware", "h100", list(HARDWARE), "the devices", flag_values=values)
-    absl_flags.DEFINE_enum("dtype", "bfloat16", list(DTYPE_BYTES), "of weights and KV", flag_values=values)
-    absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
+    kinds = {"engine": list(ENGINES), "dtype": list(DTYPE_BYTES)}
+    flags.define(values, kinds, cost="roofline", engine="distserve", hardware="h100", dtype="bfloat16", host_s=1e-3)
     absl_flags.DEFINE_string(
         "link",
         "nic",
@@ -93,14 +82,9 @@ def _define_search(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("pps", "1,2,4", "pipeline stages to try", flag_values=values)
     absl_flags.DEFINE_string("chunks", "512,1024,2048,4096", "prefill chunks to try, tokens", flag_values=values)
     absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
-    absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
-    absl_flags.DEFINE_integer("page_size", 32, "tokens a page", 1, flag_values=values)
-    absl_flags.DEFINE_integer(
-        "reserve_tokens", 512, "of output that a reservation holds pages for", 1, flag_values=values
-    )
+    flags.define(values, max_num_seqs=0, page_size=32, reserve_tokens=512, seed=0)
     absl_flags.DEFINE_integer("most", 24, "configurations of an architecture to simulate", 1, flag_values=values)
-    absl_flags.DEFINE_integer("seeds", 3, "of the shortlist's runs", 1, flag_values=values)
-    absl_flags.DEFINE_integer("seed", 0, "the first of them", flag_values=values)
+    absl_flags.DEFINE_integer("seeds", 3, "of the shortlist's runs, from --seed on", 1, flag_values=values)
     absl_flags.DEFINE_bool("quick", False, "arithmetic only: bounds, and replicas for --rate", flag_values=values)
     absl_flags.DEFINE_bool("sensitivity", True, "ask again with other objectives and half the link", flag_values=values)
     absl_flags.DEFINE_float("p_correction_factor", 1.0, "--quick: TTFT observed / expected", 0.0, flag_values=values)
@@ -130,7 +114,7 @@ def costs(values: flags.FlagValues) -> CostOf:
         return published(values.model, values.engine, values.host_s)
     if values.cost != "roofline":
         raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline or profile:FILE")
-    chip, shape = hardware(values.hardware), Model(model(values.model), values.dtype)
+    chip, shape = hardware(values.hardware), Model(model_of(values.model), values.dtype)
     return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
 
 
@@ -141,7 +125,7 @@ def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder |
     sizes = Sizes(
         max_model_len=most_tokens,
         page_size=values.page_size,
-        num_slots=values.slots,
+        max_num_seqs=values.max_num_seqs,
         reserve_tokens=values.reserve_tokens,
     )
     return CandidateBuilder(sizes, costs(values), link_bytes_per_s(values))
@@ -165,7 +149,7 @@ def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | Prof
 def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> Space:
     """Heads are shared evenly: a tensor parallel size that does not divide the KV heads is left out."""
     profiled = isinstance(builder, ProfiledCandidateBuilder)
-    heads = model(values.model).num_kv_heads
+    heads = model_of(values.model).num_kv_heads
     tps = tuple(tp for tp in int_list(values.tps, "tps") if profiled or heads % tp == 0)
     unknown = [each for each in values.transfers if each not in list(TransferMode)]
     if unknown:
@@ -278,10 +262,10 @@ def progress_callback(bar: Progress):
     return on_progress
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line on what was wrong."""
-    return flags.command("jdisagg.plan", __doc__, declare(), argv, body)
+    return command.run("jdisagg.plan", __doc__, declare(), argv, body)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

@@ -16,8 +16,8 @@ from pathlib import Path
 from absl import flags as absl_flags
 from rich.console import Console
 
-from jdisagg import banner, config, devices, flags
-from jdisagg.core.errors import ConfigError, JdisaggError
+from jdisagg import banner, command, config, devices, flags
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.profile import Profile
 from jdisagg.core.settings import Settings
 from jdisagg.named_models import located
@@ -29,30 +29,17 @@ from jdisagg.serve.deployment import mesh_of, resolve_deployment
 
 
 def declare() -> flags.FlagValues:
-    """This command's own flags; the settings come besides."""
     values = flags.own()
-    absl_flags.DEFINE_string("output", "profile.json", "file for the profile", flag_values=values)
+    flags.define(values, output="profile.json")
     absl_flags.DEFINE_integer("rounds", 7, "samples of each case; the medians count", 1, flag_values=values)
-    return values
+    return flags.define_settings(values)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on stderr for a caller's mistake."""
-    values = declare()
-    try:
-        rest = flags.read(values, sys.argv if argv is None else argv, others=True)
-        if values.help:
-            print(f"{__doc__}\n{flags.help_of(values)}\n{flags.help_text()}")
-            return 0
-        settings, _ = config.resolve(rest)
-        check_writable(values.output)
-        profile = take(settings, values.rounds, Console(stderr=True))
-        profile.save(values.output)
-    except JdisaggError as error:
-        print(f"jdisagg.profile: {error}", file=sys.stderr)
-        return flags.BAD_USE
-    except KeyboardInterrupt:
-        return flags.INTERRUPTED
+def run(values: flags.FlagValues) -> int:
+    """Raises ConfigError or CheckpointError."""
+    check_writable(values.output)
+    profile = take(config.settings_of(values, output=""), values.rounds, Console(stderr=True))
+    profile.save(values.output)
     show_profile(Console(), profile, values.output)
     return 0
 
@@ -81,6 +68,11 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
         profiler = Profiler(deployment, settings, machines)
         profiler.run(rounds, on_progress)
     return profiler.profile(describe_machine(found[0].device_kind))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return command.run("jdisagg.profile", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`python -m jdisagg.replay PATH`: takes a recorded journal through fresh actors and compares every decision.
+"""Takes a recorded journal through fresh actors and compares every decision.
+
+    python -m jdisagg.replay JOURNAL [--virtual]
 
 With --virtual its events are not handed over: the simulator makes them again from the actors' own effects, and takes of
 the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`).
@@ -8,16 +10,20 @@ Exit code 0 and "N events, same decisions", or 1 and the first event that led to
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from absl import flags as absl_flags
+
+from jdisagg import command, flags
 from jdisagg.core.codec import encode
-from jdisagg.core.errors import JournalError
+from jdisagg.core.errors import ConfigError, FlagError, JournalError
 from jdisagg.core.journal import Header, Recorded, digest, read_lines
 from jdisagg.sim.follow import actors_of, decide
 from jdisagg.sim.rerun import rerun
+
+DIFFERENT = 1
 
 
 def replay(header: Header, entries: Iterable[Recorded]) -> int:
@@ -35,29 +41,38 @@ def replay(header: Header, entries: Iterable[Recorded]) -> int:
     return number
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="jdisagg.replay", description="Replay a journal to the same decisions.")
-    parser.add_argument("path", type=Path, help="a file that --record_dir kept")
-    parser.add_argument("--virtual", action="store_true", help="decide again in the simulator, on measured durations")
-    given = parser.parse_args(arguments)
-    path: Path = given.path
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    absl_flags.DEFINE_string("journal", "", "a file that --record_dir kept; needs no name", flag_values=values)
+    absl_flags.DEFINE_bool("virtual", False, "decide again in the simulator, on measured durations", flag_values=values)
+    return values
+
+
+def body(values: flags.FlagValues) -> int:
+    if not values.journal:
+        raise FlagError("needed: the journal, a file that --record_dir kept")
+    path = Path(values.journal)
     try:
         lines = path.open(encoding="utf-8")
     except OSError as error:
-        print(f"cannot open {path}: {error.strerror}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"cannot open {path}: {error.strerror}") from error
     with lines:
         try:
-            if given.virtual:
+            if values.virtual:
                 print(f"{len(rerun(*read_lines(lines)).entries)} events, same decisions in virtual time")
             else:
                 print(f"{replay(*read_lines(lines))} events, same decisions")
         except (JournalError, OSError, UnicodeDecodeError) as error:
             what = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
             print(f"{path}: {what}", file=sys.stderr)
-            return 1
+            return DIFFERENT
     return 0
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the head of this file for the exit codes."""
+    return command.run("jdisagg.replay", __doc__, declare(), argv, body, positional="journal")
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,31 +1,45 @@
-"""`python -m jdisagg.train --config=configs/embedded_train.toml`: trains the embedded model and exports it."""
+"""Trains the embedded model and exports it.
+
+    python -m jdisagg.train --config=configs/embedded_train.toml [--resume] [--export_only]
+
+The file holds the model, the optimiser and the phases as well; --out_dir, --export_dir and --seed win over its [run].
+"""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags as absl_flags
+from absl import logging
 
-from jdisagg.core.errors import JdisaggError
+from jdisagg import command, flags
 from jdisagg.training.corpus import read_corpus
 from jdisagg.training.finish import finish
 from jdisagg.training.progress import read_reports
 from jdisagg.training.run import open_run, train
 from jdisagg.training.settings import TrainSettings, override, read_settings
 
-FLAGS = flags.FLAGS
-flags.DEFINE_string("config", "configs/embedded_train.toml", "TOML file with the run's settings.")
-flags.DEFINE_bool("resume", True, "Go on from the newest checkpoint in out_dir; off: refuse a folder that has one.")
-flags.DEFINE_bool("export_only", False, "Train no further: export the newest checkpoint as it stands.")
-flags.DEFINE_string("out_dir", None, "Overrides run.out_dir: checkpoints, log, plot and samples.")
-flags.DEFINE_string("export_dir", None, "Overrides run.export_dir: the Hugging Face folder written at the end.")
-flags.DEFINE_integer("seed", None, "Overrides run.seed.")
+DEFAULT = "configs/embedded_train.toml"
 
 
-def train_and_export(settings: TrainSettings) -> str:
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    flags.define(values, seed=None)
+    text = "go on from the newest checkpoint in out_dir; off: refuse a folder that has one"
+    absl_flags.DEFINE_bool("resume", True, text, flag_values=values)
+    absl_flags.DEFINE_bool("export_only", False, "export the newest checkpoint as it stands", flag_values=values)
+    absl_flags.DEFINE_string("out_dir", None, "folder of checkpoints, log, plot and samples", flag_values=values)
+    absl_flags.DEFINE_string("export_dir", None, "Hugging Face folder written at the end", flag_values=values)
+    return values
+
+
+def train_and_export(settings: TrainSettings, resume: bool, export_only: bool) -> str:
     """The whole run; the text to print at its end."""
     corpus = read_corpus()
-    run = open_run(settings, corpus, resume=FLAGS.resume)
-    reports = read_reports(Path(settings.run.out_dir) / "log.jsonl") if FLAGS.export_only else train(run, corpus)
+    run = open_run(settings, corpus, resume=resume)
+    reports = read_reports(Path(settings.run.out_dir) / "log.jsonl") if export_only else train(run, corpus)
     summary = finish(run, corpus, reports)
     return (
         f"held-out bits per byte {summary.held_out_bits_per_byte:.4f} over {summary.held_out_files} files"
@@ -34,15 +48,18 @@ def train_and_export(settings: TrainSettings) -> str:
     )
 
 
-def main(_: list[str]) -> None:
-    try:
-        logging.set_verbosity(logging.WARNING)  # Orbax tells every file operation at INFO
-        settings = read_settings(Path(FLAGS.config))
-        print(train_and_export(override(settings, out_dir=FLAGS.out_dir, export_dir=FLAGS.export_dir, seed=FLAGS.seed)))
-    except JdisaggError as error:
-        print(f"jdisagg.train: {error}", file=sys.stderr)
-        sys.exit(2)
+def body(values: flags.FlagValues) -> int:
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every file operation at INFO
+    settings = read_settings(Path(values.config or DEFAULT))
+    settings = override(settings, out_dir=values.out_dir, export_dir=values.export_dir, seed=values.seed)
+    print(train_and_export(settings, values.resume, values.export_only))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return command.run("jdisagg.train", __doc__, declare(), argv, body, own_file=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main())

@@ -34,7 +34,7 @@ def record(path: Path, workers: list[WorkerConfig], faults: Faults) -> int:
 @pytest.mark.parametrize("faults", [Faults(), Faults(1, 1e-3, 0.02, 0.05, 0.1, 0.1, 0.05)])
 def test_a_recorded_run_replays_to_the_same_decisions(tmp_path, capsys, workers, faults):
     events = record(tmp_path / "run.jsonl", workers, faults)
-    assert main([str(tmp_path / "run.jsonl")]) == 0
+    assert main(["replay", str(tmp_path / "run.jsonl")]) == 0
     assert capsys.readouterr().out == f"{events} events, same decisions\n" and events > 100
 
 
@@ -48,7 +48,7 @@ def test_the_first_decision_that_differs_is_named(tmp_path, capsys):
     changed["event"]["decode"][0][1][0]["token"] += 1
     lines[number] = json.dumps(changed)
     path.write_text("\n".join(lines))
-    assert main([str(path)]) == 1
+    assert main(["replay", str(path)]) == 1
     assert f"event {number}, at {changed['at_s']} s, decode-0" in capsys.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_journal_is_one_line_that_names_file_line_and_what_was_found(t
     change, says = DAMAGE[damage]
     path = tmp_path / "damaged.jsonl"
     path.write_text("\n".join(change(whole)))
-    assert main([str(path), *mode]) == 1
+    assert main(["replay", str(path), *mode]) == 1
     said = capsys.readouterr().err
     assert re.search(says, said) and said.startswith(f"{path}: line ") and len(said) < 900
     assert said.count("\n") == 1
@@ -122,21 +122,21 @@ def test_a_damaged_journal_is_one_line_that_names_file_line_and_what_was_found(t
 @pytest.mark.parametrize("change", [lambda x: x[:1] + x[9:], lambda x: x + x[1:]], ids=["lines are missing", "twice"])
 def test_a_journal_with_lines_missing_or_said_twice_is_found_out_by_its_line(tmp_path, capsys, whole, change, mode):
     (tmp_path / "other.jsonl").write_text("\n".join(change(whole)))
-    assert main([str(tmp_path / "other.jsonl"), *mode]) == 1
+    assert main(["replay", str(tmp_path / "other.jsonl"), *mode]) == 1
     assert "other.jsonl: line " in capsys.readouterr().err
 
 
 def test_a_journal_that_is_no_text_is_one_line(tmp_path, capsys, whole):
     (tmp_path / "binary.jsonl").write_bytes(whole[0].encode() + b"\n\xff\xfe\x00\x80")
-    assert main([str(tmp_path / "binary.jsonl")]) == 1
+    assert main(["replay", str(tmp_path / "binary.jsonl")]) == 1
     assert "no text in UTF-8" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2
+    assert main(["replay", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_or_no_journal_is_one_line(tmp_path, capsys):
-    assert main([str(tmp_path / "none.jsonl")]) == 2
+    assert main(["replay", str(tmp_path / "none.jsonl")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     (tmp_path / "text.jsonl").write_text("hello\n")
-    assert main([str(tmp_path / "text.jsonl")]) == 1
+    assert main(["replay", str(tmp_path / "text.jsonl")]) == 1
     assert "line 1 is not JSON" in capsys.readouterr().err

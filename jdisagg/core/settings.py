@@ -50,21 +50,24 @@ class Settings:
 
     # model
     model: str = _setting("", "model", "Hugging Face or Orbax folder, or GGUF file; smollm2: a small real one, fetched"
-                          " once; empty, embedded: the code model here; demo: whichever of these is there")  # fmt: skip
+                          " once; empty, embedded: the code model here; demo: whichever of these is there;"
+                          " llama3-70b and its like where nothing is loaded")  # fmt: skip
     cache: str = _setting("", "model", "folder of models that were fetched; empty: in the user's cache folder")
     tokenizer: str = _setting("", "model", "folder of the tokenizer; empty: the model's")
     served_model_name: str = _setting("", "model", "name clients use; empty: the folder's name")
     load_format: str = _setting("hf", "model", "how weights are read", ("hf", "orbax", "random"))
-    dtype: str = _setting("auto", "model", "of weights and activations; auto: float32 on CPU, else bfloat16",
+    dtype: str = _setting("auto", "model", "of weights, activations and KV; auto: float32 on CPU, else bfloat16",
                           ("auto", "float32", "bfloat16"))  # fmt: skip
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
-    seed: int = _setting(0, "model", "of random weights (--load_format=random)")
+    seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
     mesh: str = _setting("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
                          " auto: prefill:tp2,decode:pp2, or the nearest the model's heads allow")  # fmt: skip
     # sizes
-    max_model_len: int = _setting(0, "sizes", "tokens of prompt and output together; 0: the model's")
-    max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once")
+    max_model_len: int = _setting(
+        0, "sizes", "tokens of prompt and output together; 0: the model's (sim, plan: no limit)"
+    )
+    max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once (sim, plan: 0: 256 a stage)")
     max_num_batched_tokens: int = _setting(
         512, "sizes", "tokens of one step: prompts', and a row for every slot where steps mix both"
     )
@@ -144,7 +147,9 @@ class Settings:
     raw_prompt: bool = _setting(False, "one-shot", "complete --prompt as it stands, without the model's chat template")
     chat: bool = _setting(False, "one-shot", "talk in the terminal; Ctrl-C stops an answer, Ctrl-D ends")
     prompts: str = _setting("", "one-shot", "JSONL file of prompts to run as a batch, with --output")
-    output: str = _setting("", "one-shot", "JSONL file for the batch's completions; resumed if it exists")
+    output: str = _setting(
+        "", "one-shot", "what is written: completions (JSONL), a profile (JSON), a plan (TOML), a model"
+    )
     max_tokens: int = _setting(128, "one-shot", "output tokens of --prompt, --prompts and an answer of --chat")
     temperature: float = _setting(0.0, "one-shot", "temperature of --prompt, --prompts and --chat")
     # running

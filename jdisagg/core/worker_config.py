@@ -139,3 +139,15 @@ def bucket(size: int, buckets: tuple[int, ...]) -> int:
     index = bisect_left(buckets, size)
     assert index < len(buckets), f"size {size} is over the largest bucket of {buckets}"
     return buckets[index]
+
+
+def chunk_tokens(step_tokens: int, rows: int, page_size: int) -> int:
+    """What is left of a step's tokens for prompts beside `rows` decode rows, in whole pages. Raises ConfigError where
+    that is less than a page."""
+    left = step_tokens - rows
+    if rows and left < page_size:
+        what = (
+            f"--max_num_batched_tokens={step_tokens} holds {rows} decode rows and no page of {page_size} prompt tokens"
+        )
+        raise ConfigError(f"{what}: raise it to {rows + page_size} or more, or say --mixed_steps=off")
+    return left - left % page_size if rows else left

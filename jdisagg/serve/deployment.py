@@ -18,7 +18,7 @@ from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
-from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.model.params import check_divides, divides
@@ -174,18 +174,6 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         mixed_steps=mixed,
         ack_timeout_s=settings.handoff_timeout_s,
     )
-
-
-def chunk_tokens(step_tokens: int, rows: int, page_size: int) -> int:
-    """What is left of a step's tokens for prompts beside `rows` decode rows, in whole pages. Raises ConfigError where
-    that is less than a page."""
-    left = step_tokens - rows
-    if rows and left < page_size:
-        what = (
-            f"--max_num_batched_tokens={step_tokens} holds {rows} decode rows and no page of {page_size} prompt tokens"
-        )
-        raise ConfigError(f"{what}: raise it to {rows + page_size} or more, or say --mixed_steps=off")
-    return left - left % page_size if rows else left
 
 
 def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:

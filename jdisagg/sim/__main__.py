@@ -30,13 +30,13 @@ import numpy as np
 from absl import flags as absl_flags
 from rich.console import Console
 
-from jdisagg import flags
+from jdisagg import command, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.router_config import RouterConfig, Routing
-from jdisagg.core.worker_config import TransferMode
-from jdisagg.sim.arithmetic import DTYPE_BYTES, MODELS, model
+from jdisagg.core.worker_config import TransferMode, chunk_tokens
+from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import (
     ClusterSpec,
@@ -49,17 +49,18 @@ from jdisagg.sim.cluster_spec import (
     devices_of,
     longest,
     published,
+    slots_per_stage,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.hardware import HARDWARE
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
+from jdisagg.sim.model_numbers import model_of
 from jdisagg.sim.outcome import SLO, Point, trust, write_csv
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
 from jdisagg.sim.traces import Trace, closed_loop
-from jdisagg.sim.traces.workloads import KINDS, by_rates, cut, drawn, read_workload
+from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
 
 ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # as such engines run
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
@@ -74,23 +75,19 @@ def declare() -> flags.FlagValues:
 
 
 def _define_output(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_float("slo_ttft_s", 1.0, "objective for the first token", 0.0, flag_values=values)
-    absl_flags.DEFINE_float("slo_tpot_s", 0.1, "objective for the mean gap between tokens", 0.0, flag_values=values)
-    absl_flags.DEFINE_float("attainment", 0.9, "of requests that goodput asks for", 0.0, 1.0, flag_values=values)
+    flags.define(values, slo_ttft_s=1.0, slo_tpot_s=0.1, attainment=0.9, json="")
     absl_flags.DEFINE_string("csv", "", "file for a row a request", flag_values=values)
-    absl_flags.DEFINE_string("json", "", "file for the run's figures", flag_values=values)
     absl_flags.DEFINE_string("parquet", "", "the same as Parquet; needs pyarrow", flag_values=values)
     absl_flags.DEFINE_string("report", "", "HTML page that stands alone; needs matplotlib", flag_values=values)
 
 
 def _define_workload(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_string("trace", "", KINDS, flag_values=values)
+    flags.define(values, trace="", rate=0.0, inputs=1.0, outputs=1.0, max_model_len=0, seed=0)
     absl_flags.DEFINE_string("window", "", "START:STOP, seconds of recorded arrivals or rates", flag_values=values)
     absl_flags.DEFINE_string("part", "", "K/N: each recorded request falls to one of N parts", flag_values=values)
     absl_flags.DEFINE_string(
         "servegen", "", "FILE@MODEL: arrivals as these rates go up and down, --rate in the mean", flag_values=values
     )
-    absl_flags.DEFINE_float("rate", 0.0, "requests a second; 0: as recorded", 0.0, flag_values=values)
     absl_flags.DEFINE_list(
         "rates", [], "as 1,2,4: goodput over these; told in full: --rate, else the highest good one", flag_values=values
     )
@@ -101,44 +98,17 @@ def _define_workload(values: flags.FlagValues) -> None:
         "concurrency", 0, "so many clients, each with one request at a time; 0: by arrivals", 0, flag_values=values
     )
     absl_flags.DEFINE_float("think_s", 0.0, "--concurrency: from an answer to the next request", flag_values=values)
-    absl_flags.DEFINE_float("inputs", 1.0, "input lengths times this", flag_values=values)
-    absl_flags.DEFINE_float("outputs", 1.0, "output lengths times this", flag_values=values)
-    absl_flags.DEFINE_integer("max_model_len", 0, "longer requests are left out; 0: none is", 0, flag_values=values)
-    absl_flags.DEFINE_integer("seed", 0, "of whatever is drawn", flag_values=values)
 
 
 def _define_cluster(values: flags.FlagValues) -> None:
-    absl_flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "as jdisagg.launch takes it", flag_values=values)
-    absl_flags.DEFINE_string("model", "opt-13b", f"one of {', '.join(MODELS)}", flag_values=values)
-    absl_flags.DEFINE_string(
-        "cost", "roofline", "distserve, roofline, kernels:DEVICE or profile:FILE", flag_values=values
-    )
-    absl_flags.DEFINE_enum("engine", "distserve", list(ENGINES), "--cost=distserve: whose fit", flag_values=values)
-    absl_flags.DEFINE_string(
-        "hardware",
-        "h100",
-        f"--cost=roofline: one of {', '.join(HARDWARE)}, or by role: h100,decode:a100",
-        flag_values=values,
-    )
-    absl_flags.DEFINE_enum(
-        "dtype", "bfloat16", list(DTYPE_BYTES), "--cost=roofline: of weights and KV", flag_values=values
-    )
-    absl_flags.DEFINE_integer("kv_tokens", 0, "--cost=kernels: of a worker", 0, flag_values=values)
-    absl_flags.DEFINE_bool(
-        "mixed_steps", False, "a colocated worker runs chunks and decode rows as one step", flag_values=values
-    )
-    flags.define_settings(values, "routing", "prefix_caching")
-    absl_flags.DEFINE_float("host_s", 1e-3, "of the host, a plan", 0.0, flag_values=values)
+    kinds = {"engine": list(ENGINES), "dtype": list(DTYPE_BYTES)}
+    flags.define(values, kinds, model="opt-13b", engine="distserve", dtype="bfloat16")
+    flags.define(values, mesh="prefill:tp1,decode:tp1", cost="roofline", hardware="h100", host_s=1e-3, kv_tokens=0)
+    flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
+    flags.define(values, max_num_seqs=0, max_num_batched_tokens=2048, page_size=16, reserve_tokens=512)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
     absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
     absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
-    absl_flags.DEFINE_enum("transfer", "chunk", list(map(str, TransferMode)), "when KV leaves", flag_values=values)
-    absl_flags.DEFINE_integer("slots", 256, "sequences a decode stage takes at once", 1, flag_values=values)
-    absl_flags.DEFINE_integer("max_num_batched_tokens", 2048, "of one prefill chunk", 1, flag_values=values)
-    absl_flags.DEFINE_integer("page_size", 16, "tokens a page", 1, flag_values=values)
-    absl_flags.DEFINE_integer(
-        "reserve_tokens", 512, "of output that a reservation holds pages for", 1, flag_values=values
-    )
 
 
 def workload(values: flags.FlagValues, rate: float) -> Trace:
@@ -173,7 +143,7 @@ def costs(values: flags.FlagValues) -> CostOf:
         return _kernels(values, tables)
     if values.cost != "roofline":
         raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline, kernels:DEVICE or profile:FILE")
-    devices, shape = devices_of(values.hardware), Model(model(values.model), values.dtype)
+    devices, shape = devices_of(values.hardware), Model(model_of(values.model), values.dtype)
     return by_device(devices, lambda chip, tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
 
 
@@ -181,7 +151,7 @@ def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
     """Kernels measured on a device whose tables are shipped, or tables of a folder (of one tp)."""
     if not values.kv_tokens:
         raise FlagError("--cost=kernels: --kv_tokens=N says how many tokens of KV a worker has room for")
-    shape = Model(model(values.model), values.dtype)
+    shape = Model(model_of(values.model), values.dtype)
 
     def of(tp: int) -> KernelTables:
         found = read_kernels(tables) if Path(tables).is_dir() else shipped_kernels(tables, values.model, tp)
@@ -198,19 +168,22 @@ def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         given = cluster_spec_of(_profiled(values), MeshSpec.parse(values.mesh), mode, prefix_caching=keeps)
         check_fits(given, trace)
         return given
+    mixed = values.mixed_steps == "on"
+    mesh = MeshSpec.parse(values.mesh)
+    slots = slots_per_stage(values.max_num_seqs, max(place.pp for place in mesh.workers()))
     sizes = Sizes(
         max_model_len=longest(trace),
         page_size=values.page_size,
-        num_slots=values.slots,
-        chunk_tokens=values.max_num_batched_tokens,
+        max_num_seqs=values.max_num_seqs,
+        chunk_tokens=chunk_tokens(values.max_num_batched_tokens, slots if mixed else 0, values.page_size),
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
-        mixed_steps=values.mixed_steps,
+        mixed_steps=mixed,
         prefix_caching=keeps,
-        **(ONE_AT_A_TIME if values.mixed_steps else {}),
+        **(ONE_AT_A_TIME if mixed else {}),
     )
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
-    return cluster_spec(MeshSpec.parse(values.mesh), sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
+    return cluster_spec(mesh, sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
 
 
 def simulate(values: flags.FlagValues, rate: float) -> Run:
@@ -319,10 +292,10 @@ def _room(flag: str) -> ModuleType:
         raise ConfigError(f"--{flag} needs {error.name}: pip install 'jdisagg[sim]'") from error
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line on what was wrong."""
-    return flags.command("jdisagg.sim", __doc__, declare(), argv, run)
+    return command.run("jdisagg.sim", __doc__, declare(), argv, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

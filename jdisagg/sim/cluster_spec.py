@@ -16,13 +16,19 @@ from jdisagg.sim.links import FairLinks, HostLinks
 from jdisagg.sim.traces import Trace
 
 
+def slots_per_stage(max_num_seqs: int, stages: int, otherwise: int = 256) -> int:
+    """Of a worker of so many sequences and stages, as `jdisagg.launch` rounds them; 0 sequences: `otherwise`."""
+    return -(-max_num_seqs // stages) or otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What all workers of a cluster are given alike."""
 
     max_model_len: int
     page_size: int = 16
-    num_slots: int = 256
+    num_slots: int = 256  # a stage
+    max_num_seqs: int = 0  # of a worker, in whole microbatches; 0: num_slots for each of its stages
     chunk_tokens: int = 2048
     max_chunk_seqs: int = 64
     chunks_in_flight: int = 2
@@ -44,7 +50,7 @@ class Sizes:
             num_pages=pages,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
-            num_slots=self.num_slots * place.pp,
+            num_slots=slots_per_stage(self.max_num_seqs, place.pp, self.num_slots) * place.pp,
             num_microbatches=place.pp,
             prefill_buckets=(self.chunk_tokens,),
             table_buckets=(-(-self.max_model_len // self.page_size),),

@@ -52,7 +52,7 @@ def test_an_engine_that_fuses_its_steps_is_simulated_on_measured_kernels(lengths
         "--cost=kernels:rtx4090",
         "--kv_tokens=41408",
         "--model=llama3-8b",
-        "--mixed_steps",
+        "--mixed_steps=on",
         "--mesh=colocated:tp1",
     ]
     assert run(f"--trace=lengths:{lengths}", "--rate=3", "--requests=8", *flags) == 0

@@ -184,7 +184,7 @@ def test_the_replay_takes_a_journal_through_the_simulator(toys, tmp_path, capsys
     header, entries = toys
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join([header.to_line(), *map(line_of, entries)]))
-    assert replay.main([str(path), "--virtual"]) == 0
+    assert replay.main(["replay", str(path), "--virtual"]) == 0
     assert f"{len(entries)} events, same decisions in virtual time" in capsys.readouterr().out
 
 
