@@ -16,13 +16,14 @@ from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked
 from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
 from jdisagg.sim import plots, report
 from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
-from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, Outcome, Point, columns, goodput_rps, write_csv
+from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, Lookups, Outcome, Point, columns, goodput_rps, write_csv
 from jdisagg.sim.parquet import write_parquet
-from jdisagg.sim.report import Story
+from jdisagg.sim.report import Story, tiles
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
 from jdisagg.sim.traces import Trace, poisson
 
@@ -94,6 +95,14 @@ def test_a_page_stands_alone_and_escapes_what_it_is_given(run):
     parser.feed(text)
     assert parser.found == [] and parser.images == 5 and "@import" not in text and "url(" not in text
     assert "a &lt;mesh&gt;" in text and NOT_CALIBRATED in text
+
+
+def test_a_page_tells_what_was_found_again_where_anybody_looked(run):
+    outcome, log = run
+    looked = {Role.PREFILL: Lookups(800, 200), Role.DECODE: Lookups()}
+    assert "found on" not in tiles(told(run))
+    shown = tiles(told((replace(outcome, lookups=looked), log)))
+    assert "<b>25.0%</b><span>of prompt tokens found on prefill workers" in shown and "on decode workers" not in shown
 
 
 def test_a_page_tells_the_error_of_the_last_check(run):
