@@ -43,6 +43,21 @@ def paged_attention(
         rule = partial(check_decode, pages=stored(kv_pages).shape[0], page_size=stored(kv_pages).shape[3])
         page_table, lengths = check_contents(rule, page_table, lengths)
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap)
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"), inline=True)
+def _on_its_platform(
+    q: Array,
+    kv_pages: Array | QuantizedPages,
+    page_table: Array,
+    lengths: Array,
+    sinks: Array | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Array:
+    """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
         q,

@@ -47,6 +47,22 @@ def prefill_attention(
         rule = partial(check_packed, pages=pages, page_size=page_size, tokens=q.shape[0])
         page_table, kv_lens, cu_q_lens = check_contents(rule, page_table, kv_lens, cu_q_lens)
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    return _on_its_platform(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale, window, soft_cap)
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"), inline=True)
+def _on_its_platform(
+    q: Array,
+    kv_pages: Array | QuantizedPages,
+    page_table: Array,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    sinks: Array | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Array:
+    """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return jax.lax.platform_dependent(
         q,

@@ -33,6 +33,12 @@ def write_kv_pages(kv_pages: Pool, k: Array, v: Array, page_ids: Array, offsets:
     if debug:
         rule = partial(check_places, pages=pages, page_size=page_size)
         page_ids, offsets = check_contents(rule, page_ids, offsets)
+    return _on_its_platform(kv_pages, k, v, page_ids, offsets)
+
+
+@partial(jax.jit, inline=True)
+def _on_its_platform(kv_pages: Pool, k: Array, v: Array, page_ids: Array, offsets: Array) -> Pool:
+    """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
     written: Any = jax.lax.platform_dependent(
         kv_pages,
         k,
