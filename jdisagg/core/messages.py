@@ -14,6 +14,7 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
 
 PAGE_NAME_BYTES = 16  # of the name of one page: a hash of its tokens and of all before them
+PAGES_A_WORD = 4096  # that one CacheHeld names at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,31 @@ class View:
     stream_tokens: int = 0  # --transfer=auto: prompts of at least this many tokens are shipped as they are computed
 
 
+@dataclass(frozen=True, slots=True)
+class CacheWanted:
+    """Router to worker: say which pages you keep for their content, all of them now, and each change from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHeld:
+    """Worker to router: all the pages that it keeps after change `number`, in so many parts."""
+
+    number: int
+    names: bytes  # as in Reserve
+    part: int = 0
+    num_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Worker to router: what it keeps more, and less, since change `number` - 1."""
+
+    number: int
+    check: int  # the exclusive or of all names that are kept now, 64 bits of it: who has lost a word finds it out
+    added: bytes = b""
+    removed: bytes = b""
+
+
 Message = (
     Reserve
     | Reserved
@@ -215,4 +241,7 @@ Message = (
     | Ended
     | Preempted
     | View
+    | CacheWanted
+    | CacheHeld
+    | CacheChanged
 )

@@ -14,9 +14,13 @@ from typing import Any
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.messages import (
     PAGE_NAME_BYTES,
+    PAGES_A_WORD,
     Abort,
     AbortAck,
     Ack,
+    CacheChanged,
+    CacheHeld,
+    CacheWanted,
     Commit,
     Drawn,
     Ended,
@@ -35,8 +39,8 @@ from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 
-TO_ROUTER = (Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View)
-FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck)
+TO_ROUTER = (Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View, CacheHeld, CacheChanged)
+FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted)
 FROM_PREFILL = (Commit, Renew)  # to the worker that decodes
 FROM_DECODE = (Ack, Resend)  # and back
 EITHER_WAY = (Abort, AbortAck)
@@ -64,6 +68,13 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             _check_tokens(message, output)
         case Commit():
             _check_commit(message)
+        case CacheHeld() if sender is not None:
+            _check_kept(message, message.names, min(PAGES_A_WORD, sender.num_pages))
+            if not message.part < message.num_parts <= 1 + sender.num_pages // PAGES_A_WORD:
+                raise _senseless(message, f"part {message.part} of {message.num_parts}")
+        case CacheChanged() if sender is not None:
+            for names in (message.added, message.removed):
+                _check_kept(message, names, sender.num_pages)
         case Reserve() if to is not None:
             _check_length(message, message.prompt_tokens, to)
             _check_names(message, to)
@@ -142,6 +153,11 @@ def _check_names(message: Reserve, to: WorkerConfig) -> None:
     pages, size = message.prompt_tokens // to.page_size, len(message.page_names)
     if size not in (0, pages * PAGE_NAME_BYTES):
         raise _senseless(message, f"page_names are {size} bytes, {pages} pages have {pages * PAGE_NAME_BYTES}")
+
+
+def _check_kept(message: Message, names: bytes, most: int) -> None:
+    if len(names) % PAGE_NAME_BYTES or len(names) > most * PAGE_NAME_BYTES:
+        raise _senseless(message, f"names are {len(names)} bytes, of at most {most} pages of {PAGE_NAME_BYTES}")
 
 
 def _check_commit(message: Commit) -> None:

@@ -9,6 +9,7 @@ from jdisagg.core.request import Attempt, FinishReason, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.policy import message_builders
 from jdisagg.policy.failures import Failure, FailureKind
+from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.request_state import PHASE_OF_MARK, RequestState, Waiting
 from jdisagg.policy.request_table import RequestTable
 
@@ -41,6 +42,7 @@ class AttemptProgress:
         if row is None or row.waiting is not Waiting.ANSWER or sender != row.decode:
             return
         if isinstance(message, Reserved):
+            self._found(row, sender, message.cached_pages)
             self._start(row, message, now_s)
         else:
             self.requests.enqueue(row, now_s)
@@ -55,12 +57,27 @@ class AttemptProgress:
                 row.mark(mark, at_s, message.wire_s)
                 if mark is Mark.PREFILL_STARTED:
                     row.begun(message.cached_tokens)
+                    self._found_by_prefill(row, sender, message.cached_tokens)
                 self._reach(row, PHASE_OF_MARK.get(mark, row.phase), now_s)
             case Ended():
                 row.ended = message
                 self._end_if_complete(row, sender, now_s)
             case Preempted():
                 self.requests.enqueue(row, now_s)
+
+    def _found_by_prefill(self, row: RequestState, sender: WorkerId, cached_tokens: int) -> None:
+        """Where a prompt decodes, its beginning was looked up when it was reserved for."""
+        if sender != row.decode and sender in self.peers:
+            self._found(row, sender, cached_tokens // self.peers[sender].config.page_size)
+
+    def _found(self, row: RequestState, sender: WorkerId, pages: int) -> None:
+        """The worker has so many of the prompt's leading pages: whether that is what the directory says."""
+        directory = self.requests.routes.directory
+        if sender in self.peers and directory.follows(sender):
+            config = self.peers[sender].config
+            names = row.page_names(config.page_size)
+            most = readable_pages(row.to_prefill(), config) if sender == row.prefill else len(names)
+            directory.found(config, names[:most], pages * config.page_size)
 
     def drawn(self, sender: WorkerId, delta: TokenDelta, now_s: float) -> None:
         row = self._begun_row(sender, delta.attempt)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -64,7 +64,7 @@ def more_page_hashes(
     return names + page_hashes(tokens, page_size, salt, continue_from=names[-1] if names else None)
 
 
-def packed(names: Sequence[PageHash]) -> bytes:
+def packed(names: Iterable[PageHash]) -> bytes:
     """One behind the other, as they travel."""
     return b"".join([name.to_bytes(PAGE_NAME_BYTES, "little") for name in names])
 
@@ -72,6 +72,10 @@ def packed(names: Sequence[PageHash]) -> bytes:
 def unpacked(names: bytes) -> tuple[PageHash, ...]:
     starts = range(0, len(names), PAGE_NAME_BYTES)
     return tuple([int.from_bytes(names[start : start + PAGE_NAME_BYTES], "little") for start in starts])
+
+
+def unheard(name: PageHash, held: bool) -> None:
+    """Where nobody follows a cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +99,9 @@ class Handle:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """The pages of one tier that are kept for a prefix to come back."""
+    """The pages of one tier that are kept for a prefix to come back. `note` hears of each that comes (True) or goes."""
 
+    note: Callable[[PageHash, bool], None] = unheard
     _nodes: dict[PageHash, Node] = field(default_factory=dict[PageHash, Node])
     _unlocked: OrderedDict[PageHash, Node] = field(default_factory=OrderedDict[PageHash, Node])  # least recent first
     _handles: int = 0
@@ -121,6 +126,10 @@ class PrefixCache:
         """How many leading pages are held, and how many of those nobody locks. Touches nothing."""
         held = self.match(names)
         return held, sum(name in self._unlocked for name in names[:held])
+
+    def names(self) -> tuple[PageHash, ...]:
+        """Of all pages that are held, each behind the one before it."""
+        return tuple(self._nodes)
 
     def pages(self) -> set[int]:
         """All that are held."""
@@ -168,6 +177,7 @@ class PrefixCache:
             node = self._nodes.get(name)
             if node is None:
                 node = self._nodes[name] = Node(name, page, parent)
+                self.note(name, True)
                 if parent is not None:
                     parent.num_children += 1
             elif node.page != page:
@@ -184,6 +194,7 @@ class PrefixCache:
             _, node = self._unlocked.popitem(last=False)
             assert node.num_children == 0, f"page {node.page} is older than a page behind it"
             del self._nodes[node.name]
+            self.note(node.name, False)
             if node.parent is not None:
                 node.parent.num_children -= 1
             dropped.append(node.page)

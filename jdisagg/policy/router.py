@@ -29,6 +29,9 @@ from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import (
     Abort,
     AbortAck,
+    CacheChanged,
+    CacheHeld,
+    CacheWanted,
     Drawn,
     Ended,
     Message,
@@ -39,7 +42,7 @@ from jdisagg.core.messages import (
     View,
 )
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
-from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy import deadlines, message_builders
 from jdisagg.policy.admission import (
@@ -80,6 +83,8 @@ class Router:
         self._epochs = count(config.first_epoch)
         self._ask_anyway = False
         self._capacity_armed = False
+        for peer in self.peers.values():
+            self._follow_cache(peer.config)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
@@ -103,6 +108,8 @@ class Router:
             case _:
                 raise AssertionError(f"no router takes {event!r}")
         self._dispatch(now_s)
+        for worker in self.routes.directory.to_ask():
+            self.out.send(worker, CacheWanted())
         return self.out.drain()
 
     @property
@@ -182,6 +189,9 @@ class Router:
             case View():
                 if sender in self.peers:
                     self.peers[sender].hear(message)
+            case CacheHeld() | CacheChanged():
+                if sender in self.peers:
+                    self.routes.directory.hear(self.peers[sender].config, message)
             case Reserved() | Refused():
                 self.progress.answered(sender, message, now_s)
             case Abort(attempt):
@@ -226,8 +236,14 @@ class Router:
         """Who waited for a phase to have a worker, and was never tried, learns now whether it fits."""
         self.peers[config.worker] = WorkerState(config)
         self.routes.joined()
+        self._follow_cache(config)
         for row in [each for each in self.queue if not (each.failures or each.output)]:
             self._refuse_if_never(row, now_s)
+
+    def _follow_cache(self, config: WorkerConfig) -> None:
+        """Where it is asked what workers keep."""
+        if self.config.routing is Routing.CACHE_AWARE:
+            self.routes.directory.follow(config)
 
     def _lose(self, worker: WorkerId, now_s: float) -> None:
         self.peers.pop(worker, None)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from jdisagg.core.messages import Reserve
 from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.cache_changes import CacheChanges
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, more_page_hashes, page_hashes, unpacked
@@ -26,6 +27,7 @@ class SharedPages:
 
     def __init__(self, config: WorkerConfig, pool: PagePool) -> None:
         self.config, self.pool, self.cache = config, pool, PrefixCache()
+        self.changes = CacheChanges(self.cache)
 
     @property
     def available(self) -> int:

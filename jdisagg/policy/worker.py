@@ -26,6 +26,7 @@ from jdisagg.core.messages import (
     Abort,
     AbortAck,
     Ack,
+    CacheWanted,
     Commit,
     Message,
     Renew,
@@ -69,6 +70,8 @@ class Worker:
         refused = self._take(event, now_s)
         self.scheduler.dispatch_all(now_s)
         self._tell_view(again=refused)
+        if (changed := self.shared.changes.since_told()) is not None:
+            self.out.tell_router(changed)
         return self.out.drain()
 
     def _take(self, event: Event, now_s: float) -> bool:
@@ -121,6 +124,9 @@ class Worker:
                 self._aborted(message, sender)
             case AbortAck():
                 return  # this end is gone already
+            case CacheWanted():
+                for part in self.shared.changes.all_of_it():
+                    self.out.tell_router(part)
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
@@ -174,6 +180,7 @@ class Worker:
 
     def _give_up_all(self) -> None:
         """Ends every handoff and sequence, so that pages come back; plans in flight find their sequences over."""
+        self.shared.changes.stop()
         for owner in [*self.prefill_side.sequences, *self.decode_side.sequences]:
             self._end(owner, Signal.ABORT)
         for effect in self.out.drain():

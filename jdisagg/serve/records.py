@@ -26,7 +26,19 @@ from jdisagg.core.events import (
     Submit,
 )
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.messages import Drawn, Message, Preempted, Progress, Renew, Reserve, StartPrefill, View
+from jdisagg.core.messages import (
+    CacheChanged,
+    CacheHeld,
+    CacheWanted,
+    Drawn,
+    Message,
+    Preempted,
+    Progress,
+    Renew,
+    Reserve,
+    StartPrefill,
+    View,
+)
 from jdisagg.core.request import Phase, Request, RequestId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.policy.decisions import Decision
@@ -36,7 +48,7 @@ from jdisagg.serve.transfer_stats import TransferStats
 PHASE_OF_MESSAGE = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}
 FAMILIES = ("", "cmpl-", "chatcmpl-")  # what the fronts put before a client's id
 MAX_ROWS = 200  # of one request, chunks and parts counted apart
-NOT_KEPT = (Drawn, View, Renew)  # too many, and they explain nothing
+NOT_KEPT = (Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged)  # too many, and they explain nothing
 SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
 
 

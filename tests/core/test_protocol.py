@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import SenselessWord
-from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Message, Renew, Resend, Reserve, StartPrefill, View
+from jdisagg.core.messages import (
+    Abort,
+    AbortAck,
+    Ack,
+    CacheChanged,
+    CacheHeld,
+    CacheWanted,
+    Commit,
+    Message,
+    Renew,
+    Resend,
+    Reserve,
+    StartPrefill,
+    View,
+)
 from jdisagg.core.protocol import TO_ROUTER, check_transfer, check_word
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
@@ -44,6 +58,9 @@ RESERVE = Reserve(A1, 6, SamplingParams(), 0, P.worker, 1.0)
         (START, {(None, P), (None, D), (None, BOTH)}),
         (RESERVE, {(None, P), (None, D), (None, BOTH)}),
         (View(1, 1, 0, 0), {(P, None), (D, None), (BOTH, None)}),
+        (CacheWanted(), {(None, P), (None, D), (None, BOTH)}),
+        (CacheHeld(0, b""), {(P, None), (D, None), (BOTH, None)}),
+        (CacheChanged(1, 0), {(P, None), (D, None), (BOTH, None)}),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -58,7 +75,7 @@ def test_a_word_goes_one_way_and_no_other(word: Message, ways: set[tuple[WorkerC
 
 
 def test_every_message_is_for_somebody():
-    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve}
+    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted}
     assert set(Message.__args__) == between | set(TO_ROUTER)
 
 
@@ -110,6 +127,12 @@ def test_kv_goes_from_who_prefills_to_who_decodes():
         (replace(RESERVE, page_names=b"short"), None, D, "page_names are 5 bytes, 1 pages have 16"),
         (replace(COMMIT, tail=(1,) * 7), P, D, "a tail of 7 tokens of 6"),
         (replace(COMMIT, tail=(-3,)), P, D, "-3 is no token"),
+        (CacheChanged(1, 0, b"x"), D, None, "names are 1 bytes, of at most 64 pages of 16"),
+        (CacheChanged(1, 0, b"", bytes(65 * 16)), D, None, "names are 1040 bytes, of at most 64 pages"),
+        (CacheHeld(1, bytes(65 * 16)), D, None, "names are 1040 bytes, of at most 64 pages"),
+        (CacheHeld(1, b"", 1, 1), D, None, "part 1 of 1"),
+        (CacheHeld(1, b"", 0, 2), D, None, "part 0 of 2"),
+        (CacheHeld(-1, b""), D, None, "number is -1"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_by_their_field(

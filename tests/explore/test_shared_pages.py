@@ -1,12 +1,15 @@
 """Every interleaving where two requests have one text: who keeps, reads, evicts and writes which page."""
 
+from dataclasses import replace
+
 import pytest
 
+from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.policy import decode_side, shared_pages
 from jdisagg.policy.prefix_cache import Handle
 from jdisagg.policy.shared_pages import SharedPages
-from tests.explore.scenes import Scene, colocated, disaggregated, request, twins
+from tests.explore.scenes import ROUTER, Scene, colocated, disaggregated, request, twins
 from tests.explore.search import explore
 from tests.explore.test_explore import endings, whole
 from tests.explore.world import World
@@ -39,6 +42,19 @@ def test_a_plan_that_fails_costs_no_request_that_reads_what_it_left():
 )
 def test_a_fault_of_one_takes_no_page_from_the_others(fault, also):
     assert endings(whole(THREE.but(**{fault: 1}))) == {"length"} | also
+
+
+@pytest.mark.parametrize(
+    ("scene", "fault"),
+    [
+        (BOTH, "restart"),
+        *(pytest.param(BOTH, fault, marks=pytest.mark.slow) for fault in ("loss", "dup", "late")),
+        pytest.param(PAIR, "", marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_router_misses_of_its_workers_caches_costs_no_request_and_no_token(scene, fault):
+    aware = scene.but(router=replace(ROUTER, routing=Routing.CACHE_AWARE), **({fault: 1} if fault else {}))
+    assert endings(whole(aware)) == {"length"}
 
 
 def test_on_one_worker_a_reader_that_goes_leaves_the_other_what_it_reads():

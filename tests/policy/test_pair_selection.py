@@ -13,9 +13,11 @@ from jdisagg.policy.decisions import Decision, Verdict
 from jdisagg.policy.prefix_directory import PrefixDirectory
 from jdisagg.policy.router import Router
 from tests.policy.test_router import Talk
-from tests.sim.cases import request, worker
+from tests.sim.cases import pair, request, worker
 
-POOLS = [worker(f"{role}-{index}", role) for role in (Role.PREFILL, Role.DECODE) for index in range(2)]
+POOLS = [
+    worker(f"{role}-{index}", role, prefix_caching=True) for role in (Role.PREFILL, Role.DECODE) for index in range(2)
+]
 
 
 class Told(Talk):
@@ -65,7 +67,8 @@ def test_a_lost_workers_prompts_are_forgotten():
 
 
 def test_a_directory_holds_no_more_than_the_workers_pool_would():
-    directory, small = PrefixDirectory(), worker("prefill-0", Role.PREFILL, num_pages=3)
+    directory, small = PrefixDirectory(), worker("prefill-0", Role.PREFILL, num_pages=3, prefix_caching=True)
+    directory.follow(small)
     directory.sent(small, (1, 2, 3))
     directory.sent(small, (1, 7))
     assert directory.cached_tokens(small, (1, 2, 3)) == 2 * small.page_size
@@ -74,7 +77,7 @@ def test_a_directory_holds_no_more_than_the_workers_pool_would():
 
 
 def test_names_are_worked_out_only_where_the_routing_asks_for_them():
-    talk = Told()
+    talk = Told(pair())
     talk.submit(prompt_of("a", *range(9)))
     assert not talk.router.rows[RequestId("a")].names and not talk.router.routes.directory.cached_tokens(POOLS[0], (1,))
 
