@@ -70,6 +70,7 @@ def test_the_mesh_follows_the_models_heads(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # thirty layers to compile
 def test_smollm2_knows_the_capital_of_france(silent):
     """Where it is in the cache or can be fetched."""
     try:
