@@ -29,6 +29,11 @@ def stored(kv_pages: Array | QuantizedPages) -> Array:
     return kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
 
 
+def wider(one: jnp.dtype, other: jnp.dtype) -> jnp.dtype:
+    """Of f32 and bf16: what holds the numbers of both."""
+    return max(jnp.dtype(one), jnp.dtype(other), key=lambda dtype: dtype.itemsize)
+
+
 def quantize_rows(rows: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Float [..., D] -> values [..., D] of `dtype` (int8, float8_e4m3fn) and scales f32 [...]."""
     largest = LARGEST[jnp.dtype(dtype).name]

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.quantized import QuantizedPages, stored, wider
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LANES = 128
@@ -165,7 +165,7 @@ class Blocks:
 
 def exact_dtype(q_dtype: Any, kv_pages: Ref | QuantizedPages) -> Any:
     """What products are taken in: the wider of queries and pages; int8 and e4m3 numbers are exact in bf16."""
-    return q_dtype if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(q_dtype, kv_pages.dtype)
+    return q_dtype if isinstance(kv_pages, QuantizedPages) else wider(q_dtype, kv_pages.dtype)
 
 
 def product_precision(dtype: Any) -> lax.Precision:

@@ -123,6 +123,11 @@ def scale_weights(page_size: int, size: int) -> np.ndarray:
     return row_weights(page_size) * column_weights(size)[-1]
 
 
+def over(weights: np.ndarray, words: Array) -> np.ndarray:
+    """The same with leading dimensions of 1, as many dimensions as `words` has."""
+    return weights.reshape((1,) * (words.ndim - weights.ndim) + weights.shape)
+
+
 def words_of(array: Array) -> Array:
     """Any array -> u32 of its shape, one for each element, different where the bits are.
 
@@ -136,7 +141,7 @@ def words_of(array: Array) -> Array:
 def fold_scales(scales: Array, size: int) -> Array:
     """What scales f32 [..., 2 * page_size] of rows of `size` words add to a digest, u32 [...]."""
     weights = scale_weights(scales.shape[-1] // 2, size)
-    return jnp.sum(words_of(scales) * weights, axis=-1, dtype=jnp.uint32)
+    return jnp.sum(words_of(scales) * over(weights, scales), axis=-1, dtype=jnp.uint32)
 
 
 def bits_of(array: Array) -> Array:

@@ -54,8 +54,8 @@ def advanced(state: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[A
     A slot whose logits were no numbers reports BROKEN once and is masked from then on.
     """
     alive = (state[ENABLED] == 1) & (state[STOPPED] == 0)
-    position = state[POSITION] + alive
-    stopped = state[STOPPED] | (alive & (is_stop(tokens, metadata, position) | (tokens == BROKEN)))
+    position = state[POSITION] + alive.astype(jnp.int32)
+    stopped = (state[STOPPED] == 1) | (alive & (is_stop(tokens, metadata, position) | (tokens == BROKEN)))
     fed = jnp.where(alive & (tokens != BROKEN), tokens, state[TOKEN])
     return jnp.stack([fed, position, stopped.astype(jnp.int32), state[ENABLED]]), jnp.where(alive, tokens, MASKED)
 

@@ -63,7 +63,7 @@ def pick_greedy(logits: Array) -> Array:
     BROKEN where the largest is no number: one NaN makes it NaN.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    first = jnp.min(jnp.where(logits == largest, jnp.arange(logits.shape[1]), logits.shape[1]), axis=-1)
+    first = jnp.min(jnp.where(logits == largest, jnp.arange(logits.shape[1])[None, :], logits.shape[1]), axis=-1)
     return jnp.where(jnp.isfinite(largest[:, 0]), first, BROKEN).astype(jnp.int32)
 
 
@@ -108,7 +108,7 @@ def penalised(logits: Array, metadata: SamplingMetadata, counts: Counts) -> Arra
     drawn = counts.output > 0
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(drawn | counts.prompt, repeated, logits)
-    return logits - frequency * counts.output - presence * drawn
+    return logits - frequency * counts.output.astype(logits.dtype) - presence * drawn.astype(logits.dtype)
 
 
 def biased(logits: Array, metadata: SamplingMetadata) -> Array:

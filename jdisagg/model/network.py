@@ -32,7 +32,7 @@ class Weight(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         y = x @ self.kernel[...]
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + over(self.bias[...], y)
 
 
 class RMSNorm(nnx.Module):
@@ -45,7 +45,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return self.scale[...] * wide.astype(x.dtype)
+        return over(self.scale[...], x) * wide.astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -92,7 +92,12 @@ def summed(weight: Weight, x: Array, axis: str | None) -> Array:
     """A row-sharded product: partial sums are added over the shards, then the bias once."""
     y = x @ weight.kernel[...]
     y = y if axis is None else jax.lax.psum(y, axis)
-    return y if weight.bias is None else y + weight.bias[...]
+    return y if weight.bias is None else y + over(weight.bias[...], y)
+
+
+def over(vector: Array, x: Array) -> Array:
+    """[size] with leading dimensions of 1, as many as [..., size] has."""
+    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 
 class Layer(nnx.Module):
@@ -184,7 +189,7 @@ def dense_attend(window_of: Callable[[int], int | None]) -> Attend:
         window = window_of(layer)
         if window is not None:
             seen &= distance < window
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        weights = jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf), axis=-1)
         return jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v)
 
     return attend

@@ -29,7 +29,7 @@ def _scaled(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 def rotations(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
     """cos and sin, f32[..., D/2], of i32[...] positions."""
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     return jnp.cos(angles), jnp.sin(angles)
 
 

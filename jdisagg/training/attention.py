@@ -70,7 +70,7 @@ def _scores(q: Array, k: Array, start: int) -> Array:
     groups, rows, depth = q.shape
     scores = (q.reshape(groups * rows, depth) @ k.T).reshape(groups, rows, k.shape[0]) * depth**-0.5
     seen = start + jnp.arange(rows)[:, None] >= jnp.arange(k.shape[0])[None, :]
-    return jnp.where(seen, scores, -1e30)
+    return jnp.where(seen[None], scores, -1e30)
 
 
 def _block_forward(q: Array, k: Array, v: Array, start: int) -> tuple[Array, Array]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from tokenizers import Tokenizer
@@ -57,7 +58,7 @@ def make_meter(network: Network) -> Meter:
     """(leaves, i32[B, T + 1], bool[B, T]) -> f32[], the nats of all counted targets; make it once, it compiles."""
 
     def nats(leaves: Leaves, tokens: Array, counted: Array) -> Array:
-        return (token_losses(network.merge(leaves), tokens) * counted).sum()
+        return (token_losses(network.merge(leaves), tokens) * counted.astype(jnp.float32)).sum()
 
     return jax.jit(nats)
 

@@ -96,7 +96,8 @@ def make_step(network: Network, optimiser: optax.GradientTransformation) -> Trai
 
     def step(leaves: Leaves, state: optax.OptState, tokens: Array) -> tuple[Leaves, optax.OptState, Array, Array]:
         loss, gradients = jax.value_and_grad(loss_of)(leaves, tokens)
-        updates, state = optimiser.update(gradients, state, leaves)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in i32 what it multiplies by f32
+            updates, state = optimiser.update(gradients, state, leaves)
         leaves = jax.tree.map(jnp.add, leaves, updates)
         return leaves, state, loss, jnp.sqrt(sum(jnp.vdot(part, part) for part in gradients))
 

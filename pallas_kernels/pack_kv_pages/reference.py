@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.wire_format import LARGEST, TINY, PackedPages, column_weights, row_weights, words_of
+from pallas_kernels.wire_format import LARGEST, TINY, PackedPages, column_weights, over, row_weights, words_of
 
 
 def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str) -> PackedPages:
@@ -41,7 +41,7 @@ def digest_pages(values: Array, scales: Array | None) -> Array:
     numbers take part, so a page keeps its digest wherever it goes and however heads and layers are cut.
     """
     columns = column_weights(values.shape[-1])
-    rows = jnp.sum(words_of(values) * columns[:-1], axis=-1, dtype=jnp.uint32)
+    rows = jnp.sum(words_of(values) * over(columns[:-1], values), axis=-1, dtype=jnp.uint32)
     rows = rows.reshape(*rows.shape[:-2], -1)
     rows = rows if scales is None else rows + words_of(scales) * columns[-1]
-    return jnp.sum(rows * row_weights(values.shape[-2]), axis=-1, dtype=jnp.uint32)
+    return jnp.sum(rows * over(row_weights(values.shape[-2]), rows), axis=-1, dtype=jnp.uint32)

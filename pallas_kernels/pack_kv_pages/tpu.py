@@ -171,7 +171,7 @@ def pack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wir
 def digest(words: Any, scales: Any, page_weights: Any, scale_weights: Any) -> Any:
     """Words [Hkv, 2 * page_size, D'], of 32 bits or codes of 8, and scales [Hkv, 2 * page_size] -> i32 [1, Hkv]."""
     words = words & 0xFF if words.dtype == jnp.int32 else lax.bitcast_convert_type(words, jnp.int32)
-    total = jnp.sum(jnp.sum(words * page_weights, axis=1), axis=-1)
+    total = jnp.sum(jnp.sum(words * page_weights[None], axis=1), axis=-1)
     if scales is not None:
         total += jnp.sum(lax.bitcast_convert_type(words_of(scales), jnp.int32) * scale_weights, axis=-1)
     return total[None]

@@ -17,6 +17,7 @@ from pallas_kernels.wire_format import (
     bits_of,
     floats_of,
     fold_scales,
+    over,
     packed_size,
     page_weights,
     quantise,
@@ -62,7 +63,8 @@ def gather(pool: Array, page_ids: Array) -> Array:
 
     XLA's CPU loop over a long last dimension is the fastest, and the indices are computed once, not once an element.
     """
-    rows = lax.optimization_barrier((page_ids[:, None] * pool.shape[1] + jnp.arange(pool.shape[1])).reshape(-1))
+    rows = page_ids[:, None] * pool.shape[1] + jnp.arange(pool.shape[1])[None, :]
+    rows = lax.optimization_barrier(rows.reshape(-1))
     flat = pool.reshape(pool.shape[0] * pool.shape[1], -1)
     return flat.at[rows].get(mode="promise_in_bounds").reshape(page_ids.shape[0], *pool.shape[1:])
 
@@ -105,5 +107,5 @@ def fold(values: Array, scales: Array | None) -> Array:
     *_, page_size, size = values.shape
     weights = page_weights(page_size, size).reshape(-1)
     words = words_of(values).reshape(*values.shape[:-3], -1)
-    total = jnp.sum(words * weights, axis=-1, dtype=jnp.uint32)
+    total = jnp.sum(words * over(weights, words), axis=-1, dtype=jnp.uint32)
     return total if scales is None else total + fold_scales(scales, size)

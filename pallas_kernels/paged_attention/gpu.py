@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.paged_attention import xla
-from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.quantized import QuantizedPages, stored, wider
 from pallas_kernels.tuning import tuned
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
@@ -130,7 +130,7 @@ def tile_tokens(q: Array, kv_pages: Array | QuantizedPages) -> int:
 
 def product_dtype(queries: jnp.dtype, kv_pages) -> jnp.dtype:
     """Both products' operands: what holds the queries and the pool's numbers exactly; int8 and fp8 fit in bf16."""
-    return queries if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(queries, kv_pages.dtype)
+    return queries if isinstance(kv_pages, QuantizedPages) else wider(queries, kv_pages.dtype)
 
 
 def precision_of(products: jnp.dtype, interpret: bool) -> lax.DotAlgorithmPreset | lax.Precision | None:

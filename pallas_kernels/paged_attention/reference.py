@@ -27,7 +27,7 @@ def paged_attention(
     logits = jnp.einsum("bhd,bhsd->bhs", q.astype(jnp.float32), held[:, :, 0]) * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    position, length = jnp.arange(logits.shape[-1]), lengths[:, None, None]
+    position, length = jnp.arange(logits.shape[-1])[None, None, :], lengths[:, None, None]
     seen = position < length if window is None else (position < length) & (position >= length - window)
     sink = (
         jnp.full((slots, heads, 1), -jnp.inf) if sinks is None else jnp.broadcast_to(sinks[:, None], (slots, heads, 1))

@@ -60,7 +60,7 @@ def paged_attention(
     tile_pages, width = tile_shape(kv_heads, page_size, size, page_table.shape)
     tiles = list_tiles(page_table, lengths, page_size=page_size, tile_pages=tile_pages, width=width, window=window)
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, heads // kv_heads, size)
-    position = jnp.arange(tile_pages * page_size)
+    position = jnp.arange(tile_pages * page_size)[None, :]
 
     def step(index: Array, parts: Partials) -> Partials:
         slot, pages, low, high = (lax.dynamic_slice_in_dim(part, index * width, width) for part in tiles[:4])
@@ -121,10 +121,10 @@ def list_tiles(
     first = start // tile_tokens
     before = jnp.cumulative_sum(-(-lengths // tile_tokens) - first, include_initial=True)
     item = jnp.arange(-(-slots * columns // width) * width)
-    slot = jnp.minimum(jnp.sum(before[1:] <= item[:, None], axis=1), slots - 1)
+    slot = jnp.minimum(jnp.sum(before[None, 1:] <= item[:, None], axis=1), slots - 1)
     tile = jnp.clip(first[slot] + item - before[slot], 0, columns - 1)
     high = jnp.where(item < before[-1], lengths[slot] - tile * tile_tokens, 0)
-    ids = jnp.where(jnp.arange(tile_pages) * page_size < high[:, None], table[slot, tile], 0)
+    ids = jnp.where(jnp.arange(tile_pages)[None, :] * page_size < high[:, None], table[slot, tile], 0)
     low = start[slot] - tile * tile_tokens
     return Tiles(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1])
 
@@ -138,7 +138,8 @@ def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, A
     branch: hence the condition, which always holds.
     """
     pool, kv_heads, _, page_size, size = stored(kv_pages).shape
-    rows = (pages[:, None] * kv_heads + jnp.arange(kv_heads)[:, None]) * 2  # [N, Hkv, pages], of K; V's are the next
+    heads = jnp.arange(kv_heads)[None, :, None]
+    rows = (pages[:, None] * kv_heads + heads) * 2  # [N, Hkv, pages], of K; V's are the next
     shape = (*rows.shape, page_size * size)
 
     def gather() -> tuple[Array, Array]:
@@ -168,4 +169,5 @@ def first_carry(queries: Array, sinks: Array | None) -> tuple[Array, Array, Arra
     top, mixed = jnp.full_like(queries[..., 0], NEVER), jnp.zeros_like(queries)
     if sinks is None:
         return top, jnp.zeros_like(top), mixed
-    return jnp.maximum(top, sinks.astype(jnp.float32)), jnp.ones_like(top), mixed
+    sinks = sinks.astype(jnp.float32).reshape((1,) * (top.ndim - sinks.ndim) + sinks.shape)
+    return jnp.maximum(top, sinks), jnp.ones_like(top), mixed

@@ -69,7 +69,7 @@ def prefill_attention(
     blocks = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=window, query_rows=rows)
     spare = -blocks.start.shape[0] % cores  # blocks of nothing, so that each core has as many
     sequence, start, position, first, stop = (jnp.pad(part, (0, spare)) for part in blocks[:5])
-    split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[start[:, None] + jnp.arange(rows)]
+    split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[start[:, None] + jnp.arange(rows)[None, :]]
     split = split.reshape(-1, rows, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
     split = split.reshape(-1, kv_heads, heads // kv_heads * rows, size)
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks

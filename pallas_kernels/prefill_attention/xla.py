@@ -56,18 +56,19 @@ def prefill_attention(
     def group(index: Array, out: Array) -> Array:
         own = (lax.dynamic_slice_in_dim(part, index * width, width) for part in blocks[:5])
         sequence, start, position, first, stop = own
-        rows = wide[start[:, None] + jnp.arange(QUERY_ROWS)]  # [width, rows, Hq, D]
+        rows = wide[start[:, None] + jnp.arange(QUERY_ROWS)[None, :]]  # [width, rows, Hq, D]
         rows = rows.reshape(width, QUERY_ROWS, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
-        at = position[:, None] + jnp.arange(QUERY_ROWS)
+        at = position[:, None] + jnp.arange(QUERY_ROWS)[None, :]
 
         def step(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, mixed = carry
             tile = jnp.minimum(first + index, table.shape[1] // tile_pages - 1)
-            pages = table[sequence[:, None], tile[:, None] * tile_pages + jnp.arange(tile_pages)]
+            pages = table[sequence[:, None], tile[:, None] * tile_pages + jnp.arange(tile_pages)[None, :]]
             keys, values = read_tiles(kv_pages, pages)
             logits = jnp.einsum("nhgtd,nhsd->nhgts", rows, keys)
             logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
-            behind = at[:, :, None] - ((first + index) * tile_tokens)[:, None, None] - jnp.arange(tile_tokens)
+            token = ((first + index) * tile_tokens)[:, None, None] + jnp.arange(tile_tokens)[None, None, :]
+            behind = at[:, :, None] - token
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(logits, axis=-1))
@@ -123,4 +124,4 @@ def list_blocks(
 
 def owner(starts: Array, items: Array) -> Array:
     """Which run of `starts` i32[S + 1] holds each item; items past the end fall to the last."""
-    return jnp.minimum(jnp.sum(starts[1:] <= items[:, None], axis=1), starts.shape[0] - 2)
+    return jnp.minimum(jnp.sum(starts[None, 1:] <= items[:, None], axis=1), starts.shape[0] - 2)

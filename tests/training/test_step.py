@@ -43,7 +43,8 @@ def test_the_rate_has_fallen_to_zero_at_the_end(settings: TrainSettings) -> None
     optimiser = make_optimiser(OptimiserSettings(0.1, 2, 3, weight_decay=0.0), 8)
     state, moves = optimiser.init(leaves), []
     for _ in range(9):
-        updates, state = optimiser.update([jnp.ones((2, 2))], state, leaves)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimiser.update([jnp.ones((2, 2))], state, leaves)
         moves.append(-float(np.ravel(jax.tree.leaves(updates)[0])[0]))
     expected = [0, 0.05, 0.1, 0.1, 0.1, 0.1, 0.2 / 3, 0.1 / 3, 0]
     assert moves == pytest.approx(expected, abs=1e-4)
