@@ -64,7 +64,7 @@ def _model_line(model: ModelConfig) -> str:
 def _programs(config: WorkerConfig, deployment: Deployment) -> str:
     widths = "/".join(str(width * config.page_size) for width in config.table_buckets)
     parts = []
-    if config.role.prefills:
+    if config.computes_prompts:
         chunks = "/".join(map(str, config.prefill_buckets))
         parts.append(f"prefill chunks of {chunks} tokens x {len(deployment.layers)} layer groups")
     if config.role.decodes:

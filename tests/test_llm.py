@@ -82,6 +82,20 @@ def test_a_prompt_over_the_limit_is_refused_with_both_numbers(llm):
         llm.generate([1] * 120, greedy(24))
 
 
+def test_the_next_turn_of_a_conversation_is_finished_where_its_answer_lies_and_is_the_same(llm):
+    said = [(7 * index) % 101 + 3 for index in range(40)]
+    answered = llm.generate(said, jdisagg.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    again = [*said, *answered.token_ids, 5, 6, 7]
+    last = jdisagg.SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    here = llm.generate(again, last)
+    assert here.cached_tokens == 64, "two pages of 32, of which its prefill worker had one"
+    decision = llm.service.debug_state.records.decisions(1)[0]
+    assert decision["taken"] == {"prefill": "decode-0", "decode": "decode-0"}, decision
+    assert decision["candidates"]["decode_alone"][0]["parts"]["prefill"] == 2.0 * (83 - 64)
+    with jdisagg.LLM(model=llm.settings.model, mesh="colocated:tp1", max_model_len=128, prefix_caching="off") as other:
+        assert other.generate(again, last).token_ids == here.token_ids
+
+
 def test_nothing_is_compiled_after_the_stack_is_ready(llm):
     llm.generate_all([[1, 2, 3], [5] * 70, "for x in"], jdisagg.SamplingParams(max_tokens=20, seed=3, top_p=0.9))
     assert llm.service.recompiles() == 0

@@ -80,6 +80,8 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             _check_names(message, to)
         case StartPrefill(request=request) if to is not None:
             _check_length(message, request.prompt_tokens, to)
+            if not to.computes_prompts:
+                raise _senseless(message, f"is not for {_name(to)}, which computes no prompts")
             _check_tokens(message, request.prompt)
             if not all(0 <= page <= MOST for page in message.decode_pages):
                 raise _senseless(message, f"decode_pages are {message.decode_pages[:3]}")

@@ -32,6 +32,8 @@ class RouterConfig:
     workers_return: bool = False  # lost workers may be replaced: requests wait for that until their queue deadline
     first_epoch: int = 1  # over every epoch of earlier routers: workers may still hold what those asked for
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared
+    ship_token_weight: float = 0.1  # the KV of one token, shipped, in prompt tokens computed
+    short_token_weight: float = 2.0  # a prompt token computed beside rows that decode, which wait for it
     routing: Routing = Routing.LEAST_LOADED
     colocated_fallback: bool = True  # beside pools, workers of both roles take what is predicted to be better there
     routing_seed: int = 0  # of --routing=random

@@ -91,6 +91,9 @@ class Settings:
                                    " prompts that begin alike compute and ship their ends", ("on", "off"))  # fmt: skip
     mixed_steps: str = _setting("on", "scheduling", "on: a colocated worker runs chunks and decode rows as one step;"
                                 " off: in turns, so that sums are the same in any company", ("on", "off"))  # fmt: skip
+    short_prompt_tokens: int = _setting(
+        64, "scheduling", "end of a prompt that a decode worker computes itself where it holds the rest; 0: none"
+    )
     reserve_tokens: int = _setting(
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )

@@ -43,7 +43,10 @@ class Digests(StrEnum):
 
 
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
-MAY_BE_NONE = ("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "part_tries")
+MAY_BE_NONE = (
+    *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "short_prompt_tokens"),
+    "part_tries",
+)
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
     *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight"),
@@ -82,6 +85,7 @@ class WorkerConfig:
     reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
     decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
+    short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
@@ -112,6 +116,11 @@ class WorkerConfig:
         for name in ("ack_timeout_s", "error_bound", "part_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it has programs for chunks: a decode worker may, for short ones."""
+        return self.role.prefills or self.short_prompt_tokens > 0
 
     @property
     def slots_per_microbatch(self) -> int:

@@ -110,4 +110,4 @@ def _state_bytes(table: ProgramTable) -> int:
     """Counts of every slot that decodes, and of a chunk's sequences (`Microbatch.counts`, `Prefiller.no_counts`)."""
     config, each = table.config, 5 * table.model.vocab_size  # bool and i32
     slots = config.num_slots if config.role.decodes else 0
-    return each * (slots + (config.max_chunk_seqs if config.role.prefills else 0))
+    return each * (slots + (config.max_chunk_seqs if config.computes_prompts else 0))

@@ -42,7 +42,7 @@ class ProgramTable:
     dtype: DTypeLike
     layer_groups: Sequence[LayerGroupPrograms]
     transfer_programs: Mapping[Submesh, TransferPrograms]
-    first_draws: FirstDrawPrograms | None  # None where it does not prefill
+    first_draws: FirstDrawPrograms | None  # None where it computes no prompts
     draws: DrawPrograms | None  # None where it does not decode
 
     @property
@@ -133,7 +133,10 @@ class ProgramTable:
         last, stage = self.layer_groups[-1], len(self.layer_groups) - 1
         submesh, weights = last.submesh, _abstract(last.params.leaves)
         x = whole(submesh, (tokens, self.model.hidden_size), self.dtype)
-        for kind, program, rows in (("head", last.head_program, sequences), ("score", last.score_program, tokens)):
+        ends = [("head", last.head_program, sequences)]
+        if self.config.role.prefills:  # a decode worker computes the ends of prompts, and scores none
+            ends.append(("score", last.score_program, tokens))
+        for kind, program, rows in ends:
             room = 2 * local_bytes(x) + logit_bytes(self.model, min(rows, max(sequences, SCORE_ROWS)))
             yield DeclaredProgram(
                 kind,
@@ -231,7 +234,7 @@ def abstract_table(
         LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype))
         for run, submesh in zip(layers, submeshes, strict=True)
     ]
-    first_draws = FirstDrawPrograms() if config.role.prefills else None
+    first_draws = FirstDrawPrograms() if config.computes_prompts else None
     draws = DrawPrograms() if config.role.decodes else None
     return ProgramTable(
         config, model, layout, dtype, groups, transfer_programs_of(config, submeshes), first_draws, draws

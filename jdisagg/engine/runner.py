@@ -59,7 +59,7 @@ class Runner:
 
     def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         self.layer_groups, self.config = layer_groups, config
-        self.prefiller = Prefiller(layer_groups, config, vocab_size) if config.role.prefills else None
+        self.prefiller = Prefiller(layer_groups, config, vocab_size) if config.computes_prompts else None
         self.decoder = Decoder(layer_groups, config, vocab_size) if config.role.decodes else None
         self.gates = Gates()
 

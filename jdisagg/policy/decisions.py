@@ -46,7 +46,12 @@ class Decision:
         }
         if self.choice is not None:
             shown["routing"] = self.choice.routing.value
-            kinds = {"prefill": self.choice.prefills, "decode": self.choice.decodes, "colocated": self.choice.colocated}
+            kinds = {
+                "prefill": self.choice.prefills,
+                "decode": self.choice.decodes,
+                "decode_alone": self.choice.alone,
+                "colocated": self.choice.colocated,
+            }
             shown["candidates"] = {kind: _shown(each) for kind, each in kinds.items() if each}
         return shown
 

@@ -35,22 +35,27 @@ class PairSelection:
         snapshots = [self._snapshot(peer, request, row, ask_anyway) for peer in self.peers.values()]
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
-        routed = RoutingRequest(row.request_id, len(request.prompt), self._turn, self.config.routing_seed)
+        config = self.config
+        routed = RoutingRequest(
+            row.request_id,
+            len(request.prompt),
+            self._turn,
+            config.routing_seed,
+            ship=lambda tokens: config.ship_token_weight * tokens,
+            among_rows=lambda tokens: config.short_token_weight * tokens,
+        )
         choice = choose_pair(snapshots, routed, self.config.routing)
-        if self._mixed and self.config.colocated_fallback:
+        if self._mixed and self.config.colocated_fallback and not choice.by_itself:
             choice = self._with_fallback(choice, request, now_s)
         self._decided(row, choice, now_s)
         return choice.taken
 
     def _snapshot(self, peer: WorkerState, request: Request, row: RequestState, ask_anyway: bool) -> WorkerSnapshot:
         cached_tokens = 0
-        if self._remembers(peer):
+        if self.directory.follows(peer.config.worker):
             cached_tokens = self.directory.cached_tokens(peer.config, row.page_names(peer.config.page_size))
         avoided = peer.config.worker in row.avoid
         return peer.snapshot(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens)
-
-    def _remembers(self, peer: WorkerState) -> bool:
-        return self.config.routing is Routing.CACHE_AWARE and peer.config.role.prefills
 
     def _decided(self, row: RequestState, choice: Choice, now_s: float) -> None:
         if choice.taken is None:
@@ -62,9 +67,9 @@ class PairSelection:
         self.note(Decision(now_s, row.request_id, Verdict.TAKEN, choice))
         if self.config.routing is Routing.ROUND_ROBIN:
             self._turn += 1
-        peer = self.peers[choice.taken.prefill]
-        if self._remembers(peer):
-            self.directory.sent(peer.config, row.page_names(peer.config.page_size))
+        config = self.peers[choice.taken.prefill].config
+        if config.role.prefills and self.directory.follows(config.worker):  # a decode worker keeps it at its end only
+            self.directory.sent(config, row.page_names(config.page_size))
 
     # ------------------------------------------------------------ pools, or a worker of both roles
 

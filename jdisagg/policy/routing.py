@@ -2,9 +2,10 @@
 
 Every routing says what each worker would cost; the cheapest of each phase make the pair. A worker that failed the
 request before comes after all others. A colocated worker pairs only with itself; beside pools it comes in where they
-have no room, and where `fallback.py` predicts that it is better. Cost is work in any one unit:
-prompt tokens where the router asks, seconds in a replay that knows them. The effort grows with the number of workers,
-not of pairs.
+have no room, and where `fallback.py` predicts that it is better. By `cache_aware`, a decode worker that holds all but a
+short end of the prompt may pair with itself too, and does where that costs less than the best pair. Cost is work in any
+one unit: prompt tokens where the router asks, seconds in a replay that knows them. The effort grows with the number of
+workers, not of pairs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class WorkerSnapshot(NamedTuple):
     has_room: bool  # as far as is known: for a reservation (decode), or for its prompt at all (prefill)
     avoided: bool = False  # it failed this request before
     cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
+    short_prompt_tokens: int = 0  # of a decode worker: the end of a prompt that it computes itself, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class RoutingRequest:
     number: int = 0  # of pairs taken before it: whose turn it is
     seed: int = 0  # of lots
     prefill: Callable[[int, int], float] = lambda tokens, cached: float(tokens - cached)
+    ship: Callable[[int], float] = lambda tokens: 0.0  # the KV of so many tokens, to a decode worker
+    among_rows: Callable[[int], float] = lambda tokens: math.inf  # so many prompt tokens, computed by a decode worker
     fetch: Callable[[int], float] = lambda tokens: math.inf  # the KV of so many tokens, from another prefill worker
 
 
@@ -87,6 +91,7 @@ class Choice:
     prefills: tuple[Candidate, ...] = ()
     decodes: tuple[Candidate, ...] = ()
     colocated: tuple[Candidate, ...] = ()
+    alone: tuple[Candidate, ...] = ()  # decode workers that could compute what they lack of the prompt themselves
     why: str = ""  # the pair or the colocated worker, where there was the choice
 
     @property
@@ -95,8 +100,14 @@ class Choice:
         if self.taken is None:
             return f"{self.routing}: no worker has room for its {self._missing()}"
         if self.taken.prefill == self.taken.decode:
-            return "; ".join([f"{self.routing}: {_words(self.colocated)}", *self._why()])
+            able = self.alone if self.by_itself else self.colocated
+            return "; ".join([f"{self.routing}: {_words(able)}", *self._why()])
         return "; ".join([f"{self.routing}: {_words(self.prefills)}", _words(self.decodes), *self._why()])
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether a decode worker computes the end of the prompt."""
+        return bool(self.alone) and self.taken == Pair(self.alone[0].worker, self.alone[0].worker)
 
     def _why(self) -> list[str]:
         return [self.why] if self.why else []
@@ -168,6 +179,30 @@ def prompt_there(snapshots: Sequence[WorkerSnapshot], routed: RoutingRequest) ->
     return cost
 
 
+def kv_there(routed: RoutingRequest) -> Cost:
+    """Until it decodes: the work there, and the KV that must be shipped to it."""
+
+    def cost(snapshot: WorkerSnapshot) -> Parts:
+        ship = routed.ship(routed.prompt_tokens - snapshot.cached_tokens)
+        return (("work", snapshot.work), ("ship", ship)) if ship else work(snapshot)
+
+    return cost
+
+
+def end_there(routed: RoutingRequest) -> Cost:
+    """The work there, and the end of the prompt, computed beside the rows that decode: nothing is shipped."""
+
+    def cost(snapshot: WorkerSnapshot) -> Parts:
+        return (("work", snapshot.work), ("prefill", routed.among_rows(_end_of(snapshot, routed))))
+
+    return cost
+
+
+def _end_of(snapshot: WorkerSnapshot, routed: RoutingRequest) -> int:
+    """Prompt tokens to be computed there: the last one always is, for what is drawn after it."""
+    return max(1, routed.prompt_tokens - snapshot.cached_tokens)
+
+
 # ------------------------------------------------------------------ pairs
 
 
@@ -185,11 +220,12 @@ def choose_pair(
         case Routing.RANDOM:
             costs = (lot(routed),) * 3
         case Routing.CACHE_AWARE:
-            costs = (prompt_there(prefills, routed), work, prompt_there(colocated, routed))
+            costs = (prompt_there(prefills, routed), kv_there(routed), prompt_there(colocated, routed))
         case Routing.LEAST_LOADED:
             costs = (work,) * 3
     kinds = zip((prefills, decodes, colocated), costs, strict=True)
-    return _joined(routing, *(_ranked(kind, cost) for kind, cost in kinds))
+    choice = _joined(routing, *(_ranked(kind, cost) for kind, cost in kinds))
+    return _with_alone(choice, decodes, routed) if routing is Routing.CACHE_AWARE else choice
 
 
 def _ranked(
@@ -217,6 +253,20 @@ def _joined(
     if pair is None and colocated:
         pair = Pair(colocated[0].worker, colocated[0].worker)
     return Choice(routing, pair, prefills, decodes, colocated)
+
+
+def _with_alone(choice: Choice, decodes: Sequence[WorkerSnapshot], routed: RoutingRequest) -> Choice:
+    """The best decode worker that could do it all, where it costs less than what is taken so far; in both cases why."""
+    able = [each for each in decodes if each.cached_tokens and _end_of(each, routed) <= each.short_prompt_tokens]
+    alone = _ranked(able, end_there(routed)) if able else ()
+    if not alone or math.isinf(alone[0].cost):
+        return choice
+    rivals = (choice.prefills[0], choice.decodes[0]) if choice.prefills else choice.colocated[:1]
+    rank, cost = max((each.rank for each in rivals), default=FAILED), sum(each.cost for each in rivals)
+    best, other = alone[0], f"{' and '.join(each.worker for each in rivals)} {cost:.4g}" if rivals else "nobody else"
+    takes_it = not rivals or (best.rank, best.cost) < (rank, cost)
+    taken = Pair(best.worker, best.worker) if takes_it else choice.taken
+    return replace(choice, taken=taken, alone=alone, why=f"by itself {best.worker} costs {best.cost:.4g}, {other}")
 
 
 def _partners(

@@ -90,4 +90,8 @@ class WorkerState:
         role = self.config.role
         if room and role is not Role.PREFILL:
             room = self.has_reservation_room(request) or (ask_anyway and not self.unanswered)
-        return WorkerSnapshot(self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens)
+        scored = request.sampling.prompt_logprobs is not None  # then all of it is computed, where there is room for it
+        short = 0 if scored else self.config.short_prompt_tokens
+        return WorkerSnapshot(
+            self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short
+        )

@@ -150,11 +150,8 @@ def compression_warnings(settings: Settings) -> list[str]:
 def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
     """One worker's sizes; slots are rounded up to whole microbatches."""
     slots = -(-settings.max_num_seqs // place.pp) * place.pp
-    mixed = settings.mixed_steps == "on" and place.role is Role.COLOCATED
-    chunk = chunk_tokens(settings.max_num_batched_tokens, slots // place.pp if mixed else 0, page_size)
-    buckets = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, 64, 4)
-    if buckets[-1] != chunk:
-        buckets = (*(size for size in buckets if size < chunk), chunk)
+    short = short_tokens(settings, slots // place.pp, page_size) if place.role is Role.DECODE else 0
+    mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
     pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
     return WorkerConfig(
@@ -165,15 +162,34 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         max_model_len=longest,
         num_slots=slots,
         num_microbatches=place.pp,
-        prefill_buckets=buckets,
+        prefill_buckets=(short,) if short else chunk_sizes(settings, slots // place.pp if mixed else 0, page_size),
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
         prefix_caching=settings.prefix_caching == "on",
         mixed_steps=mixed,
+        short_prompt_tokens=short,
         ack_timeout_s=settings.handoff_timeout_s,
     )
+
+
+def chunk_sizes(settings: Settings, rows: int, page_size: int) -> tuple[int, ...]:
+    """Declared chunks, ascending, beside `rows` decode rows."""
+    chunk = chunk_tokens(settings.max_num_batched_tokens, rows, page_size)
+    sizes = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, 64, 4)
+    return sizes if sizes[-1] == chunk else (*(size for size in sizes if size < chunk), chunk)
+
+
+def short_tokens(settings: Settings, rows: int, page_size: int) -> int:
+    """The chunk of a decode worker with `rows` rows a step, in whole pages; 0 where the budget of a step has no room.
+
+    Only where it keeps pages for their content does it ever hold all but the end of a prompt.
+    """
+    if settings.prefix_caching != "on":
+        return 0
+    tokens = min(settings.short_prompt_tokens, settings.max_num_batched_tokens - rows)
+    return max(0, tokens - tokens % page_size)
 
 
 def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class PrefixCacheMetrics:
 
     def _looked_up(self, actor: str, item: Received, now_s: float) -> None:
         assert isinstance(item.message, StartPrefill)
-        self._queries.of(actor).inc(item.message.request.prompt_tokens)
+        if not self._only_decodes(actor):  # what it computes itself was counted with its reservation
+            self._queries.of(actor).inc(item.message.request.prompt_tokens)
 
     def _looked_up_to_decode(self, actor: str, item: Received, now_s: float) -> None:
         assert isinstance(item.message, Reserve)
@@ -90,7 +91,7 @@ class PrefixCacheMetrics:
 
     def _found(self, actor: str, item: Send, now_s: float) -> None:
         assert isinstance(item.message, Progress)
-        if item.message.mark is Mark.PREFILL_STARTED:
+        if item.message.mark is Mark.PREFILL_STARTED and not self._only_decodes(actor):
             self._hits.of(actor).inc(item.message.cached_tokens)
 
     def _found_to_decode(self, actor: str, item: Send, now_s: float) -> None:
@@ -179,7 +180,7 @@ class PoolMetrics:
         if config.role.decodes:
             self._sequences.of(worker, "room").set(view.free_slots)
             self._sequences.of(worker, "running").set(view.running)
-        if config.role.prefills:
+        if config.computes_prompts:
             self._backlog.of(worker).set(view.waiting_tokens)
         if view.stream_tokens:
             self._stream_tokens.of(worker).set(view.stream_tokens)

@@ -55,7 +55,7 @@ RESERVE = Reserve(A1, 6, SamplingParams(), 0, P.worker, 1.0)
             AbortAck(A1),
             {(a, b) for a in (P, D, BOTH, None) for b in (P, D, BOTH, None)} - {(None, None)},
         ),
-        (START, {(None, P), (None, D), (None, BOTH)}),
+        (START, {(None, P), (None, BOTH)}),
         (RESERVE, {(None, P), (None, D), (None, BOTH)}),
         (View(1, 1, 0, 0), {(P, None), (D, None), (BOTH, None)}),
         (CacheWanted(), {(None, P), (None, D), (None, BOTH)}),
@@ -72,6 +72,12 @@ def test_a_word_goes_one_way_and_no_other(word: Message, ways: set[tuple[WorkerC
             else:
                 with pytest.raises(SenselessWord, match=f"{type(word).__name__}: is not for"):
                     check_word(word, sender, to)
+
+
+def test_a_decode_worker_is_told_to_compute_only_where_it_has_programs_for_it():
+    check_word(START, None, replace(D, short_prompt_tokens=8))
+    with pytest.raises(SenselessWord, match=r"decode-0 .*computes no prompts"):
+        check_word(START, None, D)
 
 
 def test_every_message_is_for_somebody():

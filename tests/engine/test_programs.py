@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
-from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -29,7 +30,9 @@ from tests.serve.scripted import FIXTURE
 
 MODEL = replace(CONFIG, max_position=256)
 LONGEST, PAGE_SIZE = 200, 2
-PATIENT = RouterConfig(handoff_timeout_s=300.0, lease_s=300.0, stall_timeout_s=300.0)  # they compile as they go
+PATIENT = RouterConfig(  # they compile as they go
+    handoff_timeout_s=300.0, lease_s=300.0, stall_timeout_s=300.0, routing=Routing.CACHE_AWARE, short_token_weight=0.0
+)
 DEADLINE_S = 300.0
 
 Asked = tuple[int, SamplingParams]  # tokens of the prompt
@@ -45,9 +48,10 @@ ALONE: list[Asked] = [
 ]
 LONG: Asked = (9, replace(GREEDY, max_tokens=180))  # through every width of a page table; the others come meanwhile
 BESIDE: list[Asked] = [(5, SHORT), (60, SHORT), (5, SHORT), (60, SHORT)]
+AGAIN: Asked = (25, SHORT)  # always the same prompt
 
 
-def cold(role: Role, num_devices: int, first: int = 0, **sizes: object) -> MeshExecutor:
+def cold(role: Role, num_devices: int, first: int = 0, **sizes: Any) -> MeshExecutor:
     """A machine of two layer groups: two stages of a decoding worker."""
     pp = 2 if role.decodes else 1
     config = WorkerConfig(
@@ -109,7 +113,8 @@ class Load:
 
     async def ask(self, asked: Asked, began: asyncio.Event | None = None) -> None:
         self.count += 1
-        prompt = tuple((self.count * 31 + place) % MODEL.vocab_size for place in range(asked[0]))
+        first = 0 if asked is AGAIN else self.count * 31
+        prompt = tuple((first + place) % MODEL.vocab_size for place in range(asked[0]))
         request = Request(RequestId(str(self.count)), prompt, asked[1], arrival_s=self.service.now_s())
         async for update in self.service.stream(request):
             if began is not None:
@@ -119,18 +124,21 @@ class Load:
 
     async def once(self) -> None:
         """Each alone, then some beside one that takes long."""
-        for asked in ALONE:
+        for asked in (AGAIN, *ALONE, AGAIN):
             await self.ask(asked)
         began = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.ask(LONG, began))
             await began.wait()
-            for asked in BESIDE:
+            for asked in (*BESIDE, AGAIN):
                 await self.ask(asked)
 
 
+KEEPS = {"prefix_caching": True}
+ENDS = {"short_prompt_tokens": 16, "prefill_buckets": (16,), "mixed_steps": True}
 STACKS = {
     "prefill and decode": lambda: [cold(Role.PREFILL, 2), cold(Role.DECODE, 2, first=4)],
+    "decode with ends": lambda: [cold(Role.PREFILL, 2, **KEEPS), cold(Role.DECODE, 2, first=4, **KEEPS, **ENDS)],
     "colocated, mixed": lambda: [cold(Role.COLOCATED, 2, mixed_steps=True)],
     "colocated, alternating": lambda: [cold(Role.COLOCATED, 2, mixed_steps=False)],
 }
@@ -178,10 +186,13 @@ def test_warm_up_runs_the_table_once_and_what_else_is_compiled_counts_as_a_recom
     assert pair[0].recompiles() == 1, "a shape that is not in the table"
 
 
-@pytest.mark.parametrize(("role", "mixed"), [(Role.PREFILL, False), (Role.DECODE, False), (Role.COLOCATED, True)])
-def test_a_table_of_shapes_declares_what_a_machine_declares(role: Role, mixed: bool):
+@pytest.mark.parametrize(
+    ("role", "sizes"),
+    [(Role.PREFILL, {}), (Role.DECODE, {}), (Role.DECODE, ENDS), (Role.COLOCATED, {"mixed_steps": True})],
+)
+def test_a_table_of_shapes_declares_what_a_machine_declares(role: Role, sizes: dict[str, Any]):
     """What `jdisagg.aot` compiles for a chip is what a worker there would warm, placements included."""
-    machine = cold(role, 2, mixed_steps=mixed)
+    machine = cold(role, 2, **sizes)
     table = abstract_table(machine.config, MODEL, machine.table.layout, HALVES, jax.devices()[:2], machine.table.dtype)
     there = abstract_table(machine.config, MODEL, table.layout, HALVES, jax.devices()[4:6], table.dtype)
 

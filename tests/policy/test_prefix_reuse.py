@@ -1,6 +1,7 @@
 """KV that is kept: what is computed, shipped and given back where prompts begin alike. Contents are the toy engine's:
 it draws from what the pages really hold, so that a page with another's content gives another token."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from jdisagg.core.events import ShipKV
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
-from jdisagg.core.worker_config import TransferMode
-from tests.sim.cases import check_ended, colocated, definition, pair, request, run_all
+from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.worker_config import TransferMode, WorkerConfig
+from jdisagg.policy.prefix_cache import page_hashes
+from tests.sim.cases import check_ended, check_outputs, colocated, definition, pair, request, run_all
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 from tests.steps import runs_prefill
@@ -70,6 +73,64 @@ def test_the_delta_leaves_in_every_mode_and_gives_the_same_tokens(mode):
     world = World(pair(prefix_caching=True, transfer=mode, layer_groups=((0, 2), (2, 4))))
     run_all(world, [asks(f"r{i}", *range(i), arrival_s=0.3 * i) for i in range(20)])
     assert cached_tokens(world, "r19") == 40 and shipped_pages(world, "r19") <= 2, "43 tokens, 42 of them as in r18"
+
+
+ENDS = {**KEPT, "short_prompt_tokens": 8, "prefill_buckets": (8,), "mixed_steps": True}
+AWARE = RouterConfig(routing=Routing.CACHE_AWARE)
+DECODER = WorkerId("decode-0")
+
+
+def pair_with_ends(**sizes) -> list[WorkerConfig]:
+    prefill, decode = pair(**KEPT)
+    return [prefill, replace(decode, **{**ENDS, **sizes})]
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_short_end_is_computed_by_the_decode_worker_that_holds_the_rest(mixed):
+    world = World(pair_with_ends(mixed_steps=mixed), AWARE)
+    ahead = [request(f"long{i}", 60, max_tokens=4, arrival_s=1.0) for i in range(2)]  # the prefill worker is busy
+    run_all(world, [asks("a", 1, 2, 3), *ahead, asks("b", 1, 9, 8, arrival_s=1.0)])
+    assert computed_by(world, "b") == {DECODER: 3} and cached_tokens(world, "b") == 24
+    assert shipped_pages(world, "b") == 0
+
+
+def test_short_ends_ride_with_the_rows_of_those_that_decode():
+    world = World(pair_with_ends(), AWARE)
+    running = request("runs", max_tokens=60, arrival_s=0.9)
+    run_all(world, [asks("a", 1), running, *(request(f"long{i}", 60, arrival_s=1.0) for i in range(2))]
+            + [asks(f"b{i}", i, 9, arrival_s=1.02) for i in range(2)])  # fmt: skip
+    mixed = [each.plan for _, actor, each in world.effects if actor == DECODER and runs_prefill(each)]
+    assert mixed and all(plan.mixed for plan in mixed)
+
+
+def test_what_the_router_took_for_held_is_computed_there_all_the_same_chunk_by_chunk():
+    world = World(pair_with_ends(), AWARE)
+    told = asks("b", 1, 2)
+    world.router.routes.directory.sent(world.router.peers[DECODER].config, page_hashes(told.prompt, 4, ""))
+    run_all(world, [*(request(f"long{i}", 60) for i in range(2)), replace(told, arrival_s=0.001)])
+    assert computed_by(world, "b") == {DECODER: 26} and computed(world, "b") == [8, 8, 8, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_computes_the_end_and_whatever_fails_the_tokens_are_the_same(seed):
+    faults = Faults(seed, 0.002, 0.02, 0.02, lose_transfer=0.02, flip_bit=0.02, fail_plan=0.01)
+    world = World(pair_with_ends(num_pages=24), AWARE, faults=faults)
+    rng = random.Random(seed)
+    requests = [asks(f"r{i}", *(rng.randrange(3) for _ in range(i % 5)), arrival_s=0.02 * i) for i in range(30)]
+    for each in requests:
+        world.submit(each, each.arrival_s)
+    world.run()
+    check_outputs(world, requests)
+
+
+def computed_by(world: World, name: str) -> dict[WorkerId, int]:
+    """Prompt tokens of the request that each worker computed."""
+    found: dict[WorkerId, int] = {}
+    for _, actor, effect in world.effects:
+        if runs_prefill(effect):
+            tokens = sum(len(each.tokens) for each in effect.plan.prefill.chunks if each.request_id == name)
+            found[actor] = found.get(actor, 0) + tokens
+    return {worker: tokens for worker, tokens in found.items() if tokens}
 
 
 @layouts

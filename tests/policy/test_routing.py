@@ -21,14 +21,15 @@ looks = st.lists(
         st.booleans(),
         st.booleans(),
         st.integers(0, 50),
+        st.just(0),
     ),
     unique_by=lambda look: look.worker,
 )
 routed_requests = st.builds(RoutingRequest, st.text(max_size=3), st.just(50), st.integers(0, 9), st.integers(0, 3))
 
 
-def look(name, role, work=0.0, *, served=0, room=True, avoided=False, cached=0):
-    return WorkerSnapshot(WorkerId(name), role, work, served, room, avoided, cached)
+def look(name, role, work=0.0, *, served=0, room=True, avoided=False, cached=0, short=0):
+    return WorkerSnapshot(WorkerId(name), role, work, served, room, avoided, cached, short)
 
 
 def taken(*given, routed=None, routing=Routing.LEAST_LOADED):
@@ -100,6 +101,43 @@ def test_a_held_prefix_is_worth_a_queue_up_to_its_length():
     assert taken(holder, idle, d0, **aware) == ("p0", "d0")  # 400 + 100 against 600
     assert taken(look("p0", Role.PREFILL, 501, cached=500), idle, d0, **aware) == ("p1", "d0")
     assert taken(holder, idle, d0) == ("p1", "d0")
+
+
+def conversation(prompt_tokens=600):
+    """The next turn of one: a token shipped costs 0.1, one computed among rows 2."""
+    return RoutingRequest(prompt_tokens=prompt_tokens, ship=lambda n: 0.1 * n, among_rows=lambda n: 2.0 * n)
+
+
+def test_the_decode_worker_that_holds_the_conversation_is_worth_what_need_not_be_shipped():
+    p0, holder, idle = look("p0", Role.PREFILL), look("d0", Role.DECODE, 40, cached=500), look("d1", Role.DECODE)
+    aware = {"routed": conversation(), "routing": Routing.CACHE_AWARE}
+    assert taken(p0, holder, idle, **aware) == ("p0", "d0")  # 40 + 10 against 60
+    assert taken(p0, look("d0", Role.DECODE, 51, cached=500), idle, **aware) == ("p0", "d1")
+
+
+def test_a_short_end_is_computed_where_the_rest_lies_if_that_costs_less_than_the_pair():
+    p0, holder = look("p0", Role.PREFILL, 50, cached=500), look("d0", Role.DECODE, 7, cached=560, short=64)
+    found = choose_pair([p0, holder], conversation(), Routing.CACHE_AWARE)
+    assert found.taken == Pair(holder.worker, holder.worker) and found.by_itself  # 7 + 80 against 150 + 7 + 4
+    assert found.reason == ("cache_aware: d0 costs 87 (work 7 + prefill 80); by itself d0 costs 87, p0 and d0 161")
+    rested = choose_pair([look("p0", Role.PREFILL, cached=560), holder], conversation(), Routing.CACHE_AWARE)
+    assert rested.taken == Pair(WorkerId("p0"), holder.worker) and rested.reason.endswith("p0 and d0 51")
+
+
+def test_an_end_over_the_limit_or_with_nothing_before_it_is_never_computed_among_rows():
+    p0 = look("p0", Role.PREFILL, 9999)
+    for d0, tokens in ((look("d0", Role.DECODE, cached=500, short=64), 565), (look("d0", Role.DECODE, short=64), 64)):
+        assert taken(p0, d0, routed=conversation(tokens), routing=Routing.CACHE_AWARE) == ("p0", "d0")
+    held = look("d0", Role.DECODE, cached=500, short=64)
+    assert taken(p0, held, routed=conversation(564), routing=Routing.CACHE_AWARE) == ("d0", "d0")
+
+
+def test_a_decode_worker_that_holds_the_rest_serves_where_no_prefill_worker_is_left():
+    d0 = look("d0", Role.DECODE, cached=560, short=64)
+    assert taken(d0, routed=conversation(), routing=Routing.CACHE_AWARE) == ("d0", "d0")
+    avoided = look("d0", Role.DECODE, cached=560, short=64, avoided=True)
+    pool = look("p0", Role.PREFILL, 999), look("d1", Role.DECODE, 999)
+    assert taken(avoided, *pool, routed=conversation(), routing=Routing.CACHE_AWARE) == ("p0", "d1")
 
 
 def test_a_prefix_is_fetched_where_that_costs_less_than_waiting_and_than_computing():

@@ -76,7 +76,20 @@ def test_the_budget_of_a_mixed_step_is_met_by_chunks_of_whole_pages_and_a_row_fo
     (apart,) = resolved("colocated:tp1", max_num_batched_tokens=128, max_num_seqs=8, mixed_steps="off").workers
     assert not apart.mixed_steps and apart.prefill_buckets[-1] == 128
     pools = resolved("prefill:tp1,decode:tp1", max_num_batched_tokens=128, max_num_seqs=8).workers
-    assert not any(each.mixed_steps for each in pools) and pools[0].prefill_buckets[-1] == 128
+    assert not pools[0].mixed_steps and pools[0].prefill_buckets[-1] == 128
+
+
+def test_a_decode_worker_takes_chunks_of_whole_pages_as_far_as_a_steps_budget_goes():
+    def ends(**asked):
+        decode = resolved("prefill:tp1,decode:pp2", max_num_seqs=8, page_size=16, **asked).workers[1]
+        return decode.short_prompt_tokens, decode.mixed_steps, decode.computes_prompts
+
+    assert ends() == (64, True, True)
+    assert ends(short_prompt_tokens=50, mixed_steps="off") == (48, False, True)
+    assert ends(max_num_batched_tokens=40) == (32, True, True), "four rows a step"
+    nothing = (0, False, False)
+    assert ends(short_prompt_tokens=0) == ends(max_num_batched_tokens=19) == ends(prefix_caching="off") == nothing
+    assert resolved("colocated:tp1").workers[0].short_prompt_tokens == 0
 
 
 def test_a_budget_that_holds_every_row_and_no_page_is_refused_with_both_numbers():
