@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("PJRT_NPROC", "32")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")  # what is promoted is promoted on purpose, and so is
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # what is broadcast; in processes that tests start as well
 COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))  # for the processes that tests start as well
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
