@@ -23,7 +23,8 @@ class Tokenizer:
         self._raw, self.vocabulary = raw, Vocabulary(raw)
         self.bos_id = raw.token_to_id(named["bos_token"]) if "bos_token" in named else None
         own = raw.token_to_id(named["eos_token"]) if "eos_token" in named else None
-        self.eos_ids = tuple(dict.fromkeys([*found.end_ids, *([] if own is None else [own])]))
+        ends: list[int] = [*found.end_ids, *([] if own is None else [own])]
+        self.eos_ids = tuple(dict.fromkeys(ends))
         self._chat = ChatTemplates(found.templates, named, str(self.place))
         self.special_text, self._bytes_a_token = SpecialText(raw), most_bytes_a_token(raw)
         self._plain = without_special(raw) if self._chat.exists else raw
