@@ -48,9 +48,9 @@ class RoutingRequest:
     number: int = 0  # of pairs taken before it: whose turn it is
     seed: int = 0  # of lots
     prefill: Callable[[int, int], float] = lambda tokens, cached: float(tokens - cached)
+    fetch: Callable[[int], float] = lambda tokens: math.inf  # the KV of so many tokens, from another prefill worker
     ship: Callable[[int], float] = lambda tokens: 0.0  # the KV of so many tokens, to a decode worker
     among_rows: Callable[[int], float] = lambda tokens: math.inf  # so many prompt tokens, computed by a decode worker
-    fetch: Callable[[int], float] = lambda tokens: math.inf  # the KV of so many tokens, from another prefill worker
 
 
 @dataclass(frozen=True, slots=True)

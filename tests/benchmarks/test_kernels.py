@@ -30,7 +30,8 @@ def test_peers_answer_what_we_answer(case):
         except ImportError:
             continue  # no torch here
         if peer is not None:
-            np.testing.assert_allclose(answer(peer).reshape(ours.shape), ours, atol=2e-3)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # others' code
+                np.testing.assert_allclose(answer(peer).reshape(ours.shape), ours, atol=2e-3)
             ran += 1
     assert ran >= 2 or case.name == "packed"
 

@@ -91,11 +91,12 @@ def test_pages_after_the_handoff_are_byte_equal_to_their_source(tp: int, pp: int
 )
 def test_kv_that_streams_while_it_is_computed_gives_the_same_tokens_and_compiles_nothing(tp, pp, mode):
     source, destination = warm_pair(tp, pp)
+    before = source.recompiles(), destination.recompiles()  # other tests ship between machines that are no warm pair
     firsts = prefill_and_ship(source, destination, PROMPTS, mode)
     loop = Steps(destination)
     loop.run(TURNS, loop.admissions(PROMPTS, firsts, [GREEDY] * len(PROMPTS)))
     assert tokens_of([[first, *loop.drawn[index]] for index, first in enumerate(firsts)]) == expected()
-    assert (source.recompiles(), destination.recompiles()) == (0, 0)
+    assert (source.recompiles(), destination.recompiles()) == before
 
 
 def test_three_and_three_engines_mix_freely():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.serve.cluster.processes import Cluster
 
-DIFFERENT = ("--prefill_page_size=32", "--transfer_compress=int8", "--transport=tcp")
+DIFFERENT = ("--prefill_page_size=32", "--transfer_compress=int8", "--transport=tcp", "--prefix_caching=off")
 
 
 @pytest.mark.slow
