@@ -92,7 +92,7 @@ class Choice:
     decodes: tuple[Candidate, ...] = ()
     colocated: tuple[Candidate, ...] = ()
     alone: tuple[Candidate, ...] = ()  # decode workers that could compute what they lack of the prompt themselves
-    why: str = ""  # the pair or the colocated worker, where there was the choice
+    why: str = ""  # the pair, or one worker for both phases, where there was the choice
 
     @property
     def reason(self) -> str:

@@ -250,12 +250,11 @@ def busy_for_long(pool: jax.Array) -> jax.Array:
 
 
 def test_nothing_is_compiled_after_warm_up(pair):
-    before = [machine.recompiles() for machine in pair]  # others ship between machines that are no warm pair
     sampling = [GREEDY, SamplingParams(seed=3), replace(GREEDY, logprobs=5), SamplingParams(frequency_penalty=1.0)]
     sampling += [replace(GREEDY, prompt_logprobs=1), replace(GREEDY, logit_bias=((3, 1.0),))]
     generate(pair[0], pair[1], PROMPTS, 3, sampling)
     generate(pair[0], pair[1], mixed_prompts(), 2)
-    assert [machine.recompiles() for machine in pair] == before
+    assert [machine.recompiles() for machine in pair] == [0, 0]
 
 
 def test_a_machine_says_what_it_holds(pair):

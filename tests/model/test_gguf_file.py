@@ -136,9 +136,8 @@ def test_a_model_that_cannot_be_is_refused_in_one_line(write, says, tmp_path):
 
 
 def test_every_refusal_has_its_own_name(tmp_path):
-    why_refused(REFUSED[0][0](tmp_path / "a.gguf"), MissingTensor)
-    why_refused(REFUSED[1][0](tmp_path / "b.gguf"), WrongShape)
-    why_refused(REFUSED[2][0](tmp_path / "c.gguf"), UnsupportedModel)
+    for (write, says), error in zip(REFUSED[:3], (MissingTensor, WrongShape, UnsupportedModel), strict=True):
+        assert says in why_refused(write(tmp_path / f"{error.__name__}.gguf"), error)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
