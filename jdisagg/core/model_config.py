@@ -7,29 +7,47 @@ fast a chip is, and how a model is cut into stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jdisagg.core.kv_layout import heads_per_shard
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rotary frequency scaling. `kind` is "linear" or "llama3" (Llama 3.1 technical report, long-context section)."""
+    """Rotary frequency scaling, of one of four kinds.
+
+    "linear"; "llama3" (Llama 3.1 technical report, long-context section); "yarn" (Peng et al. 2023, section 3.4);
+    "longrope" (Ding et al. 2024), whose factors are those of prompts up to the original length.
+    """
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    attention_factor: float = 1.0  # yarn, longrope: of cosines and sines
+    beta_fast: float = 32.0  # yarn: turns within the original length, above which a frequency is kept
+    beta_slow: float = 1.0  # yarn: below which it is stretched
+    truncate: bool = True  # yarn: bounds are whole pairs
+    factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency
+
+
+class AttentionOptions(NamedTuple):
+    """What attention kernels are told of a layer; the names are theirs."""
+
+    scale: float  # of the logits
+    window: int | None  # only the last so many tokens are seen, the query's own counted
+    soft_cap: float | None  # logits become soft_cap * tanh(logits / soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
     The last three fields are for models that others published and that only arithmetic knows.
     """
 
-    family: str  # "llama", "mistral", "qwen2" or "qwen3"
+    family: str  # a name of `model/families`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -46,7 +64,18 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before the rotation
+    qk_norm_is_wide: bool = False  # that norm is over all heads at once (OLMo 2)
     layer_windows: tuple[int | None, ...] = ()  # sliding window per layer in tokens; () means none anywhere
+    local_rope_theta: float | None = None  # of layers with a window, unscaled, where theirs is another (Gemma 3)
+    rotary_dim: int = 0  # numbers of a head that are rotated, the first ones; 0 means all
+    norms: str = "before"  # where a layer's norms are: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 2)
+    norm_offset: float = 0.0  # added to the weights of norms (Gemma: 1)
+    activation: str = "silu"  # of the MLP's gate: "silu" or "gelu_tanh"
+    embedding_scale: float = 1.0  # of embedded tokens (Gemma: sqrt(hidden_size))
+    query_scale: float | None = None  # of attention logits; None means head_dim**-0.5
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None  # of the logits of tokens
+    sinks: bool = False  # each head has a logit that takes its share of attention and adds nothing (gpt-oss)
     mlp_matrices: int = 3  # 2 where the MLP has no gate
     latent_size: int = 0  # MLA (DeepSeek-V2, 2024, section 2.1): numbers a token and layer keeps
     active_layer_params: int = 0  # where experts make it another number than the sizes above
@@ -54,6 +83,11 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in tokens (a query sees the last `window` tokens, itself included)."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def attention(self, layer: int) -> AttentionOptions:
+        """How one layer attends."""
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        return AttentionOptions(scale, self.window(layer), self.attention_soft_cap)
 
     @property
     def q_size(self) -> int:

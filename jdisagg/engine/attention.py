@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jdisagg.model.network import Attend
+from jdisagg.model.network import Attend, OptionsOf
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 
 
@@ -52,7 +51,7 @@ def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) ->
 
 
 def paged_attend(
-    pools: list[Array], rows: DecodeRows | None, chunks: ChunkRows | None, window_of: Callable[[int], int | None]
+    pools: list[Array], rows: DecodeRows | None, chunks: ChunkRows | None, options_of: OptionsOf
 ) -> Attend:
     """Attention of a step's rows, those of slots before those of chunks; `pools` (a list of this program's own) is
     updated in place. No row reads what another of the same step writes, but for a chunk its own.
@@ -62,14 +61,14 @@ def paged_attend(
     offsets = jnp.concatenate([kind.offsets for kind in kinds])
     slots = 0 if rows is None else rows.lengths.shape[0]
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
         pool = pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
-        mixed, window = [], window_of(layer)
+        mixed, options = [], {**options_of(layer)._asdict(), "sinks": sinks}
         if rows is not None:
-            mixed.append(paged_attention(q[:slots], pool, rows.table, rows.lengths, window=window))
+            mixed.append(paged_attention(q[:slots], pool, rows.table, rows.lengths, **options))
         if chunks is not None:
             spans = chunks.table, chunks.kv_lens, chunks.cu_q_lens
-            mixed.append(prefill_attention(q[slots:], pool, *spans, window=window))
+            mixed.append(prefill_attention(q[slots:], pool, *spans, **options))
         return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed)
 
     return attend

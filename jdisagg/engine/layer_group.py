@@ -73,9 +73,6 @@ class LayerGroupPrograms:
 
     # ------------------------------------------------------------ what one shard runs
 
-    def _window_of(self, layer: int) -> int | None:
-        return self.config.window(self.layers.start + layer)
-
     def _run(self, leaves: list[Array], x: Array | None, tokens: Array) -> tuple[Stage, Array]:
         stage = self.params.merge(leaves)
         return stage, stage.embed_tokens(tokens) if x is None else x
@@ -91,7 +88,7 @@ class LayerGroupPrograms:
         self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
     ) -> tuple[list[Array], Array]:
         stage, x = self._run(leaves, x, state[0])
-        attend = paged_attend(pools, self._slots(pools, table, state), None, self._window_of)
+        attend = paged_attend(pools, self._slots(pools, table, state), None, stage.attention)
         x = stage.run_layers(x, state[1], attend)
         return pools, stage.logits(x) if self.is_last else x
 
@@ -99,7 +96,7 @@ class LayerGroupPrograms:
         self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
     ) -> tuple[list[Array], Array]:
         stage, x = self._run(leaves, x, rows[0])
-        attend = paged_attend(pools, None, self._chunks(pools, rows, spans, table), self._window_of)
+        attend = paged_attend(pools, None, self._chunks(pools, rows, spans, table), stage.attention)
         return pools, stage.run_layers(x, rows[1], attend)
 
     def _mixed(
@@ -117,7 +114,7 @@ class LayerGroupPrograms:
         each chunk [S, V], and the activations [T, hidden] of the chunks."""
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
         kinds = self._slots(pools, slot_table, state), self._chunks(pools, rows, spans, table)
-        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), paged_attend(pools, *kinds, self._window_of))
+        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), paged_attend(pools, *kinds, stage.attention))
         if not self.is_last:
             return pools, x
         slots, chunks = x[: state.shape[1]], x[state.shape[1] :]

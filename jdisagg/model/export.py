@@ -12,8 +12,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jdisagg.core.model_config import ModelConfig, RopeScaling
+from jdisagg.model.families import FAMILIES
 from jdisagg.model.files import regular
-from jdisagg.model.hf_config import FAMILIES
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import Stage
 from jdisagg.model.params import dotted

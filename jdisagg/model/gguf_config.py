@@ -14,9 +14,10 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from jdisagg.core.errors import CheckpointError, UnsupportedModel
 from jdisagg.core.model_config import ModelConfig, RopeScaling
 from jdisagg.core.request import MAX_STOP_TOKENS
+from jdisagg.model.families import FAMILIES
 from jdisagg.model.files import shown
 from jdisagg.model.gguf_file import GGUFFile
-from jdisagg.model.hf_config import FAMILIES, OPEN, SAMPLING_RANGES, GenerationDefaults, parse_config
+from jdisagg.model.hf_config import OPEN, SAMPLING_RANGES, GenerationDefaults, parse_config
 from jdisagg.model.rope import inverse_frequencies
 
 EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"

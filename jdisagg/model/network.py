@@ -8,6 +8,7 @@ Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batc
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import heads_per_shard
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.rope import inverse_frequencies, rotate, rotations
+from jdisagg.core.model_config import AttentionOptions, ModelConfig
+from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 
-# (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D]) -> [..., Hq, D]
-Attend = Callable[[int, Array, Array, Array], Array]
+# (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D]
+Attend = Callable[[int, Array, Array, Array, Array | None], Array]
+OptionsOf = Callable[[int], AttentionOptions]  # by layer within the stage
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 class Weight(nnx.Module):
@@ -38,14 +41,37 @@ class Weight(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root mean square norm (Zhang and Sennrich 2019), computed in f32 over the last dimension."""
 
-    def __init__(self, size: int, epsilon: float, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
-        self.epsilon = epsilon
+    def __init__(self, size: int, config: ModelConfig, dtype: DTypeLike):
+        self.offset, self.epsilon = config.norm_offset, config.rms_norm_eps
+        self.scale = nnx.Param(jnp.full((size,), 1 - self.offset, dtype))
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        if self.offset:
+            return (over(self.scale[...].astype(jnp.float32) + self.offset, x) * wide).astype(x.dtype)
         return over(self.scale[...], x) * wide.astype(x.dtype)
+
+
+class WideNorm(nnx.Module):
+    """RMSNorm over all heads of all shards at once (OLMo 2, section 3), of which this shard holds some.
+
+    copies: how many shards hold each of the heads.
+    """
+
+    def __init__(self, heads: int, whole: int, copies: int, config: ModelConfig, axis: str | None, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((heads * config.head_dim,), dtype))
+        self.heads, self.numbers = heads, whole * copies * config.head_dim
+        self.axis, self.epsilon = axis, config.rms_norm_eps
+
+    def __call__(self, x: Array) -> Array:
+        """[..., H, D] of this shard."""
+        wide = x.astype(jnp.float32)
+        squares = jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)
+        squares = squares if self.axis is None else jax.lax.psum(squares, self.axis)
+        wide = wide * jax.lax.rsqrt(squares / self.numbers + self.epsilon)
+        scale = self.scale[...].reshape(self.heads, -1)
+        return (jnp.expand_dims(scale, tuple(range(x.ndim - 2))) * wide).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -61,23 +87,41 @@ class Attention(nnx.Module):
         self.out = Weight(
             config.q_size // tp, config.hidden_size, bias=config.o_bias, scale=out_scale, dtype=dtype, rngs=rngs
         )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        copies = tp * self.kv_heads // config.num_kv_heads
+        self.q_norm = head_norm(config, self.heads, config.num_heads, 1, axis, dtype)
+        self.k_norm = head_norm(config, self.kv_heads, config.num_kv_heads, copies, axis, dtype)
+        self.sinks = nnx.Param(jnp.zeros((self.heads,), dtype)) if config.sinks else None
 
-    def __call__(self, x: Array, cos: Array, sin: Array, layer: int, attend: Attend) -> Array:
+    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
         heads = self.qkv(x).reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=-2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        q, k = rotate(normed(self.q_norm, q), rotation), rotate(normed(self.k_norm, k), rotation)
+        mixed = attend(layer, q, k, v, None if self.sinks is None else self.sinks[...])
         return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * self.head_dim), self.axis)
 
 
+def head_norm(
+    config: ModelConfig, heads: int, whole: int, copies: int, axis: str | None, dtype: DTypeLike
+) -> RMSNorm | WideNorm | None:
+    """The norm of q or k of which a shard holds `heads` of `whole` heads; None where the family has none."""
+    if not config.qk_norm:
+        return None
+    if config.qk_norm_is_wide:
+        return WideNorm(heads, whole, copies, config, axis, dtype)
+    return RMSNorm(config.head_dim, config, dtype)
+
+
+def normed(norm: RMSNorm | WideNorm | None, x: Array) -> Array:
+    """`x` where there is no norm."""
+    return x if norm is None else norm(x)
+
+
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
+    """A gated MLP (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
 
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         width, bias, self.axis = config.intermediate_size // tp, config.mlp_bias, axis
+        self.activation = config.activation
         scale = config.hidden_size**-0.5
         self.gate_up = Weight(config.hidden_size, 2 * width, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
         down_scale = (2 * config.num_layers * config.intermediate_size) ** -0.5
@@ -85,7 +129,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return summed(self.down, jax.nn.silu(gate) * up, self.axis)
+        return summed(self.down, ACTIVATIONS[self.activation](gate) * up, self.axis)
 
 
 def summed(weight: Weight, x: Array, axis: str | None) -> Array:
@@ -101,15 +145,21 @@ def over(vector: Array, x: Array) -> Array:
 
 
 class Layer(nnx.Module):
+    """Attention and MLP, each added to what it was given, with norms before, after or around them."""
+
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        def norm(place: str) -> RMSNorm | None:
+            return RMSNorm(config.hidden_size, config, dtype) if config.norms in (place, "both") else None
+
+        self.attention_norm, self.attention_out_norm = norm("before"), norm("after")
         self.attention = Attention(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp_norm, self.mlp_out_norm = norm("before"), norm("after")
         self.mlp = MLP(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array, cos: Array, sin: Array, layer: int, attend: Attend) -> Array:
-        x = x + self.attention(self.attention_norm(x), cos, sin, layer, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+        mixed = self.attention(normed(self.attention_norm, x), rotation, layer, attend)
+        x = x + normed(self.attention_out_norm, mixed)
+        return x + normed(self.mlp_out_norm, self.mlp(normed(self.mlp_norm, x)))
 
 
 class Stage(nnx.Module):
@@ -139,19 +189,29 @@ class Stage(nnx.Module):
 
         self.embed = table((config.vocab_size, config.hidden_size)) if layers.start == 0 else None
         self.layers = nnx.List([Layer(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for _ in layers])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype) if last else None
+        self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
         self.head = table((config.vocab_size // self.vocab_shards, config.hidden_size)) if has_head else None
+
+    def attention(self, layer: int) -> AttentionOptions:
+        """How a layer attends, by its place in the stage."""
+        return self.config.attention(self.first + layer)
 
     def embed_tokens(self, tokens: Array) -> Array:
         """i32[...] -> [..., hidden]."""
         assert self.embed is not None, "only the first stage embeds"
-        return self.embed[...][tokens]
+        x = self.embed[...][tokens]
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     def run_layers(self, x: Array, positions: Array, attend: Attend) -> Array:
         """[..., hidden] -> [..., hidden]; `positions` is i32[...]."""
-        cos, sin = rotations(positions, inverse_frequencies(self.config))
+        config = self.config
+        factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+        far = near = rotations(positions, inverse_frequencies(config), factor)
+        if config.local_rope_theta is not None:
+            near = rotations(positions, inverse_frequencies(config, local=True))
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, index, attend)
+            x = layer(x, far if config.window(self.first + index) is None else near, index, attend)
         return x
 
     def logits(self, x: Array) -> Array:
@@ -162,7 +222,12 @@ class Stage(nnx.Module):
         y = scored(self.norm(x), head[...])
         if self.axis is not None and self.vocab_shards > 1:
             y = jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
-        return y
+        return soft_capped(y, self.config.final_soft_cap)
+
+
+def soft_capped(logits: Array, cap: float | None) -> Array:
+    """Within (-cap, cap) (Gemma 2, section 2)."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def scored(x: Array, table: Array) -> Array:
@@ -177,26 +242,34 @@ def scored(x: Array, table: Array) -> Array:
     return jax.lax.optimization_barrier(jnp.matmul(table, rows, preferred_element_type=jnp.float32)).T
 
 
-def dense_attend(window_of: Callable[[int], int | None]) -> Attend:
-    """Plain causal attention over the tokens at hand: q [..., T, Hq, D], no cache. `window_of(layer)` in tokens."""
+def dense_attend(options_of: OptionsOf) -> Attend:
+    """Plain causal attention over the tokens at hand: q [..., T, Hq, D], no cache."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        length, groups = q.shape[-3], q.shape[-2] // k.shape[-2]
+    def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+        options, length, groups = options_of(layer), q.shape[-3], q.shape[-2] // k.shape[-2]
         k, v = jnp.repeat(k, groups, axis=-2), jnp.repeat(v, groups, axis=-2)
-        scores = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        scores = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.float32) * options.scale
+        scores = soft_capped(scores, options.soft_cap)
         distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-        seen = distance >= 0
-        window = window_of(layer)
-        if window is not None:
-            seen &= distance < window
-        weights = jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf), axis=-1)
+        seen = (distance >= 0) & (distance < (length if options.window is None else options.window))
+        scores = jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)
+        if sinks is not None:
+            shape = (*scores.shape[:-1], 1)
+            sink = jnp.broadcast_to(jnp.expand_dims(sinks.astype(jnp.float32)[:, None, None], _lead(shape)), shape)
+            scores = jnp.concatenate([scores, sink], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         return jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v)
 
     return attend
 
 
+def _lead(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions in front of [H, Q, K]."""
+    return tuple(range(len(shape) - 3))
+
+
 def forward(model: Stage, tokens: Array) -> Array:
     """Full forward of the whole model: i32[B, T] -> f32[B, T, V]. The definition every served token is held against."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-    attend = dense_attend(lambda layer: model.config.window(model.first + layer))
+    attend = dense_attend(model.attention)
     return model.logits(model.run_layers(model.embed_tokens(tokens), positions, attend))

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MeshError, MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.names import Index, Leaf, stage_leaves
+from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
 from jdisagg.model.network import Stage
 from jdisagg.model.sources import FLOATS, Source
 
@@ -96,7 +96,7 @@ def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, d
     On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
     leaf at a time. Raises `MissingTensor`, `WrongShape`, `WrongDtype`, `MeshError`.
     """
-    _check_depth(source, layers)
+    _check_depth(source, config, layers)
     outline, rules = _outline(config, layers, mesh, dtype)
     _check(source, rules)
     leaves = [_load_leaf(source, rule, leaf, mesh.size) for rule, leaf in zip(rules, outline.leaves, strict=True)]
@@ -129,14 +129,14 @@ def _outline(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -
 def check_tensors(source: Source, config: ModelConfig) -> None:
     """Every tensor of the whole model is in `source`. Raises `MissingTensor`, `WrongShape`, `WrongDtype`."""
     layers = range(config.num_layers)
-    _check_depth(source, layers)
+    _check_depth(source, config, layers)
     table = stage_leaves(config, layers, 1)
     _check(source, [table[path] for path in abstract_stage(config, layers, 1, None, jnp.float32).paths])
 
 
-def _check_depth(source: Source, layers: range) -> None:
+def _check_depth(source: Source, config: ModelConfig, layers: range) -> None:
     """Every layer is there, as its first norm tells: drawing a network of hundreds of them takes minutes."""
-    for name in (f"model.layers.{layer}.input_layernorm.weight" for layer in layers):
+    for name in (first_tensor(config, layer) for layer in layers):
         if source.shape(name) is None:
             raise MissingTensor(f"tensor {name} is not in {source.place}")
 

@@ -1,6 +1,7 @@
 """Rotary positions (RoFormer, section 3.2), in the half-split order that Hugging Face checkpoints use."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,32 +10,80 @@ from jax import Array
 from jdisagg.core.model_config import ModelConfig, RopeScaling
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """f32[D/2]: radians a token for each pair of channels, after the family's scaling."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    return _scaled(frequencies, config.rope_scaling) if config.rope_scaling else frequencies
+class Rotation(NamedTuple):
+    """cos and sin, f32[..., R/2]: of the first R numbers of every head."""
+
+    cos: Array
+    sin: Array
 
 
-def _scaled(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    if scaling.kind == "linear":
-        return (frequencies / scaling.factor).astype(np.float32)
-    # "llama3": long wavelengths are stretched, short ones kept, those between are blended.
+def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarray:
+    """f32[R/2]: radians a token for each pair of channels, after the family's scaling.
+
+    local: those of layers with a window, where the model has others for them.
+    """
+    size = config.rotary_dim or config.head_dim
+    local = local and config.local_rope_theta is not None
+    theta = config.local_rope_theta if local else config.rope_theta
+    return frequencies_of(size, theta or config.rope_theta, None if local else config.rope_scaling)
+
+
+def frequencies_of(size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """f32[size/2] of `size` rotated numbers."""
+    exponents = np.arange(0, size, 2, dtype=np.float32) / size
+    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    return frequencies if scaling is None else SCALED[scaling.kind](frequencies, theta, scaling).astype(np.float32)
+
+
+def _linear(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    return frequencies / scaling.factor
+
+
+def _llama3(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, those between are blended."""
     wavelengths = 2 * math.pi / frequencies
-    rotations = scaling.original_max_position / wavelengths
-    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    turns = scaling.original_max_position / wavelengths
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
-    return ((1 - blend) * frequencies / scaling.factor + blend * frequencies).astype(np.float32)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
-def rotations(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
-    """cos and sin, f32[..., D/2], of i32[...] positions."""
+def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Blended by the pair's number, between those that turn `beta_fast` and `beta_slow` times (YaRN, equation 22)."""
+    size = 2 * len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    span = high - low or 0.001
+    stretched = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / span, 0.0, 1.0)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+
+
+def _longrope(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    return frequencies / np.array(scaling.factors, np.float32)
+
+
+SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+def rotations(positions: Array, frequencies: np.ndarray, factor: float = 1.0) -> Rotation:
+    """Of i32[...] positions: f32[..., R/2] each, times `factor`."""
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
-    return jnp.cos(angles), jnp.sin(angles)
+    if factor == 1.0:
+        return Rotation(jnp.cos(angles), jnp.sin(angles))
+    return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates [..., H, D] by f32[..., D/2]; the result has the dtype of `x`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """Rotates the first R numbers of the heads of [..., H, D]; the result has the dtype of `x`."""
+    cos, sin = rotation.cos[..., None, :], rotation.sin[..., None, :]
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, wide[..., 2 * half :]], axis=-1).astype(x.dtype)

@@ -38,6 +38,6 @@ def run_stage(
 def stage_output(stage: Stage, x: jax.Array) -> jax.Array:
     """Tokens i32[T] (first stage) or activations f32[T, hidden] -> activations, or logits f32[T, V] (last stage)."""
     x = x if stage.embed is None else stage.embed_tokens(x)
-    attend = dense_attend(lambda layer: stage.config.window(stage.first + layer))
+    attend = dense_attend(stage.attention)
     x = stage.run_layers(x, jax.numpy.arange(x.shape[0]), attend)
     return x if stage.norm is None else stage.logits(x)

@@ -104,7 +104,7 @@ def test_qwen_slides_where_its_config_says(family: str, more: dict[str, Any], wi
         (raw("GPT2LMHeadModel"), ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({**SIZES, "model_type": "bert"}, ["none named", "bert"]),
         (raw(hidden_act="gelu"), ["hidden_act 'gelu'", "silu"]),
-        (raw(rope_scaling={"rope_type": "yarn", "factor": 2}), ["'yarn'", "default, linear, llama3"]),
+        (raw(rope_scaling={"rope_type": "dynamic", "factor": 2}), ["'dynamic'", "default, linear, llama3"]),
         (raw(rope_parameters={"rope_type": "llama3", "factor": 2}), ["low_freq_factor", "high_freq_factor"]),
         (raw(rope_parameters={"full_attention": {"rope_type": "default"}}), ["full_attention"]),
         (raw(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),

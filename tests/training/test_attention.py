@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
+from jdisagg.core.model_config import AttentionOptions
 from jdisagg.model.network import Attend, dense_attend
 from jdisagg.training.attention import blocked_attend
 
@@ -17,9 +18,9 @@ def test_blocked_attention_and_its_gradients_equal_the_plain_one(length: int) ->
     )
 
     def weighed(attend: Attend, q: Array, k: Array, v: Array) -> Array:
-        return (attend(0, q, k, v) * weight).sum()
+        return (attend(0, q, k, v, None) * weight).sum()
 
-    plain = dense_attend(lambda layer: None)
+    plain = dense_attend(lambda layer: AttentionOptions(8**-0.5, None, None))
     both = jax.jit(jax.value_and_grad(weighed, argnums=(1, 2, 3)), static_argnums=0)
     (got_sum, got), (wanted_sum, wanted) = both(blocked_attend, q, k, v), both(plain, q, k, v)
     assert jnp.abs(got_sum - wanted_sum) < 1e-2

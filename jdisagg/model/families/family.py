@@ -1,0 +1,65 @@
+"""What a family says of itself, and readings that several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdisagg.core.errors import UnsupportedModel
+from jdisagg.model.files import Fields, shown
+from jdisagg.model.limits import MOST_POSITIONS
+
+Numbers = Mapping[str, Any]  # fields of `ModelConfig`
+MEAN_NOTHING = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null means none, not a default
+
+
+def like_a_llama(read: Fields) -> Numbers:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture of `transformers`."""
+
+    name: str
+    architecture: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers assumes where config.json is silent
+    numbers: Callable[[Fields], Numbers] = like_a_llama  # what differs from a Llama without biases
+    fused: bool = False  # q, k, v are one tensor of the checkpoint, gate and up another
+
+    def silent(self, read: Fields) -> Fields:
+        """The file with this family's defaults where it says nothing."""
+        said = {key: value for key, value in read.raw.items() if value is not None or key in MEAN_NOTHING}
+        return Fields({**self.defaults, **said}, read.place)
+
+
+def biases_of_attention(read: Fields) -> Numbers:
+    biased = read.flag("attention_bias")
+    return {"qkv_bias": biased, "o_bias": biased}
+
+
+def window_size(read: Fields) -> int | None:
+    """`sliding_window` in tokens; None where there is none."""
+    return read.whole("sliding_window", 1, MOST_POSITIONS)
+
+
+def layer_windows(read: Fields, window: int | None, implied: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Window of each layer, or () where all are full: by `layer_types`, else where `implied` says of a layer."""
+    if window is None:
+        return ()
+    layers = read.raw["num_hidden_layers"]
+    kinds = read.words("layer_types")
+    if kinds is None:
+        return windows_where(window, [implied(layer) for layer in range(layers)])
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != layers:
+        raise UnsupportedModel(
+            f"{read.place}: layer_types names {len(kinds)} layers of kinds {shown(sorted(set(kinds)))} for {layers}"
+            " layers; supported: full_attention, sliding_attention"
+        )
+    return windows_where(window, [kind == "sliding_attention" for kind in kinds])
+
+
+def windows_where(window: int, slides: Sequence[bool]) -> tuple[int | None, ...]:
+    return tuple(window if each else None for each in slides) if any(slides) else ()

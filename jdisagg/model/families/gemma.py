@@ -1,0 +1,77 @@
+"""Gemma 2 and the text half of Gemma 3: norms around attention and MLP, scaled embeddings, windows on most layers.
+
+Gemma 2 caps its logits; Gemma 3 norms q and k instead, and turns layers with a window by frequencies of their own.
+"""
+
+from jdisagg.core.errors import UnsupportedModel
+from jdisagg.model.families.family import Family, Numbers, biases_of_attention, layer_windows, window_size
+from jdisagg.model.files import Fields, shown
+from jdisagg.model.limits import MOST_LAYERS, MOST_THETA
+from jdisagg.model.rope_config import first_said, rope_of
+
+MOST_CAP = 1e6
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def _both(read: Fields, pattern: int) -> Numbers:
+    """What the two share; every `pattern`-th layer sees everything."""
+    if read.flag("use_bidirectional_attention"):
+        raise UnsupportedModel(f"{read.place}: use_bidirectional_attention = true is not supported; supported: false")
+    scalar = read.number("query_pre_attn_scalar", 0.0, MOST_THETA, open_low=True)
+    assert scalar is not None, DEFAULTS
+    caps = (read.number(f"{which}_logit_softcapping", 0.0, MOST_CAP, open_low=True) for which in ("attn", "final"))
+    attention_cap, final_cap = caps
+    return {
+        **biases_of_attention(read),
+        "norms": "both",
+        "norm_offset": 1.0,
+        "embedding_scale": read.needed("hidden_size", 1 << 20) ** 0.5,
+        "query_scale": scalar**-0.5,
+        "attention_soft_cap": attention_cap,
+        "final_soft_cap": final_cap,
+        "layer_windows": layer_windows(read, window_size(read), lambda layer: (layer + 1) % pattern != 0),
+    }
+
+
+def _gemma2(read: Fields) -> Numbers:
+    return _both(read, 2)
+
+
+def _gemma3(read: Fields) -> Numbers:
+    pattern = read.whole("sliding_window_pattern", 1, MOST_LAYERS) or 6
+    return {**_both(read, pattern), **_ropes(read), "qk_norm": True}
+
+
+def _ropes(read: Fields) -> Numbers:
+    """Base and scaling of layers that see everything, and the base of the others.
+
+    transformers 5 writes a part for each kind of layer, files before it `rope_scaling` and `rope_local_base_freq`.
+    """
+    new = read.part("rope_parameters") or Fields({}, read.place)
+    if new.raw and not {"full_attention", "sliding_attention"} & new.raw.keys():
+        raise UnsupportedModel(f"{read.place}: rope_parameters of {shown(sorted(new.raw))}; needed: one for each kind")
+    whole = new.part("full_attention") or read.part("rope_scaling") or Fields({}, read.place)
+    near = new.part("sliding_attention") or Fields({}, read.place)
+    if near.word("rope_type") not in (None, "default"):
+        raise UnsupportedModel(f"{near.place} rope type {shown(near.word('rope_type'))} is not supported: default")
+    theta, scaling = rope_of(read, whole, GLOBAL_THETA)
+    local = first_said((near, "rope_theta"), (read, "rope_local_base_freq")) or LOCAL_THETA
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
+
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    {**DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    _gemma2,
+)
+GEMMA3 = Family("gemma3", "Gemma3ForCausalLM", {**DEFAULTS, "max_position_embeddings": 131_072}, _gemma3)

@@ -1,0 +1,16 @@
+"""Mistral: a Llama that may see a window only, in every layer."""
+
+from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size
+from jdisagg.model.files import Fields
+
+
+def _numbers(read: Fields) -> Numbers:
+    return {"layer_windows": layer_windows(read, window_size(read), lambda layer: True)}
+
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    _numbers,
+)

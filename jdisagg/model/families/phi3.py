@@ -1,0 +1,50 @@
+"""Phi-3 and Phi-4-mini: a Llama with fused tensors, part of each head rotated, and longrope.
+
+longrope changes its frequencies where a sequence passes the original length, also for tokens that are there already:
+what would have to be computed anew is refused. Such a model is served up to its original length, where it is exact.
+"""
+
+from jdisagg.core.model_config import RopeScaling
+from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size
+from jdisagg.model.files import Fields
+from jdisagg.model.limits import MOST_HEAD_DIM, MOST_HEADS
+from jdisagg.model.rope_config import longrope, rope_of, rope_part
+
+
+def _numbers(read: Fields) -> Numbers:
+    rope = rope_part(read)
+    rotated = _rotated(read, rope)
+    theta, scaling = _rope(read, rope)
+    if scaling and scaling.factors and len(scaling.factors) != rotated // 2:
+        raise rope.wrong("short_factor", f"{rotated // 2} numbers, one for each pair that is rotated")
+    limits = {"max_position": scaling.original_max_position} if scaling and scaling.kind == "longrope" else {}
+    return {
+        "layer_windows": layer_windows(read, window_size(read), lambda layer: True),
+        "rotary_dim": rotated,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        **limits,
+    }
+
+
+def _rope(read: Fields, rope: Fields) -> tuple[float, RopeScaling | None]:
+    """Files of the first months call longrope "su" or "yarn"."""
+    kind = rope.word("rope_type") or rope.word("type")
+    if kind in ("su", "yarn", "longrope"):
+        return longrope(read, rope)
+    return rope_of(read, rope, 10_000.0)
+
+
+def _rotated(read: Fields, rope: Fields) -> int:
+    """Numbers of a head that are rotated."""
+    heads = read.needed("num_attention_heads", MOST_HEADS)
+    size = read.whole("head_dim", 2, MOST_HEAD_DIM) or read.needed("hidden_size", 1 << 20) // heads
+    share = rope.number("partial_rotary_factor", 0, 1, open_low=True)
+    share = share or read.number("partial_rotary_factor", 0, 1, open_low=True) or 1.0
+    rotated = int(size * share)
+    if rotated % 2:
+        raise read.wrong("partial_rotary_factor", f"an even number of {size} ({rotated} is none)")
+    return rotated
+
+
+PHI3 = Family("phi3", "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _numbers, fused=True)

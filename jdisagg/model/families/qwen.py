@@ -1,0 +1,31 @@
+"""Qwen 2, 2.5 and 3: biases on q, k and v, or norms on q and k; windows from one layer up."""
+
+from jdisagg.model.families.family import Family, Numbers, biases_of_attention, layer_windows, window_size
+from jdisagg.model.files import Fields
+from jdisagg.model.limits import MOST_POSITIONS
+
+DEFAULTS = {
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+
+def windows(read: Fields) -> Numbers:
+    """Qwen slides from `max_window_layers` up, where it slides at all."""
+    window = window_size(read) if read.flag("use_sliding_window") else None
+    full = read.whole("max_window_layers", 0, MOST_POSITIONS) or 0
+    return {"layer_windows": layer_windows(read, window, lambda layer: layer >= full)}
+
+
+def _qwen2(read: Fields) -> Numbers:
+    return {**windows(read), "qkv_bias": True}
+
+
+def _qwen3(read: Fields) -> Numbers:
+    return {**windows(read), **biases_of_attention(read), "qk_norm": True}
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", DEFAULTS, _qwen2)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, _qwen3)

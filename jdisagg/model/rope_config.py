@@ -1,0 +1,138 @@
+"""Rotary positions as a `config.json` says them: base and scaling, in the old spelling and the new."""
+
+from __future__ import annotations
+
+import math
+
+from jdisagg.core.errors import UnsupportedModel
+from jdisagg.core.model_config import RopeScaling
+from jdisagg.model.files import Fields, shown
+from jdisagg.model.limits import MOST_FACTOR, MOST_POSITIONS, MOST_THETA
+
+KINDS = ("default", "linear", "llama3", "yarn")
+DEFAULT_ORIGINAL = 2048  # where no length is said at all
+
+
+def rope_part(read: Fields) -> Fields:
+    """`rope_parameters` (transformers 5), else `rope_scaling` (before), else nothing. Refuses parts by layer type."""
+    old, new = read.part("rope_scaling"), read.part("rope_parameters")
+    rope = next((each for each in (new, old) if each is not None and each.raw), Fields({}, read.place))
+    nested = [key for key, value in rope.raw.items() if isinstance(value, dict)]
+    if nested:
+        raise UnsupportedModel(
+            f"{read.place}: rope parameters that differ by layer type ({shown(nested)}) are not supported"
+        )
+    return rope
+
+
+def whole_rope(read: Fields) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of a family that rotates all of every head alike."""
+    rope = rope_part(read)
+    for partial in (rope.number("partial_rotary_factor", 0, 1), read.number("partial_rotary_factor", 0, 1)):
+        if partial not in (None, 1.0):
+            raise UnsupportedModel(f"{read.place}: partial_rotary_factor {partial} is not supported; supported: 1.0")
+    return rope_of(read, rope, 10_000.0)
+
+
+def rope_of(read: Fields, rope: Fields, theta: float) -> tuple[float, RopeScaling | None]:
+    """Base and scaling that `rope` says, or `theta` where neither it nor the file says a base."""
+    kind = rope.word("rope_type") or rope.word("type") or "default"
+    if kind not in KINDS:
+        raise UnsupportedModel(f"{read.place}: rope type {shown(kind)} is not supported; supported: {', '.join(KINDS)}")
+    theta = first_said((rope, "rope_theta"), (read, "rope_theta")) or theta
+    return theta, None if kind == "default" else _scaling(read, rope, kind)
+
+
+def first_said(*places: tuple[Fields, str]) -> float | None:
+    """The first base that is there."""
+    found = (fields.number(key, 0.0, MOST_THETA, open_low=True) for fields, key in places)
+    return next((value for value in found if value is not None), None)
+
+
+def _scaling(read: Fields, rope: Fields, kind: str) -> RopeScaling:
+    if kind == "linear":
+        return RopeScaling(kind, _factors(rope, kind, "factor")["factor"])
+    if kind == "yarn":
+        return _yarn(read, rope)
+    factors = _factors(rope, kind, "factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = factors.values()
+    if low >= high:
+        raise rope.wrong("low_freq_factor", f"less than high_freq_factor = {high:g}")
+    return RopeScaling(kind, factor, low, high, original_length(read, rope))
+
+
+def _factors(rope: Fields, kind: str, *needed: str) -> dict[str, float]:
+    found = {key: _factor(rope, key) for key in needed}
+    factors = {key: value for key, value in found.items() if value is not None}
+    missing = [key for key in needed if key not in factors]
+    if missing:
+        raise UnsupportedModel(
+            f"{rope.place} rope type {kind!r} needs {', '.join(missing)}; found {shown(sorted(rope.raw))}"
+        )
+    return factors
+
+
+def _factor(rope: Fields, key: str) -> float | None:
+    return rope.number(key, 0.0, MOST_FACTOR, open_low=True)
+
+
+def original_length(read: Fields, rope: Fields) -> int:
+    """Tokens of the context that the model was trained with before it was stretched."""
+    key = "original_max_position_embeddings"
+    said = next(filter(None, (each.whole(key, 1, MOST_POSITIONS) for each in (read, rope))), None)
+    return said or read.whole("max_position_embeddings", 1, MOST_POSITIONS) or DEFAULT_ORIGINAL
+
+
+def _stretch(read: Fields, rope: Fields, original: int) -> float:
+    """`factor`, or how often the original length goes into the whole."""
+    whole = read.whole("max_position_embeddings", 1, MOST_POSITIONS) or original
+    return _factor(rope, "factor") or whole / original
+
+
+def _yarn(read: Fields, rope: Fields) -> RopeScaling:
+    original = original_length(read, rope)
+    factor = _stretch(read, rope, original)
+    said = _factor(rope, "attention_factor")
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position=original,
+        attention_factor=_yarn_attention(rope, factor) if said is None else said,
+        beta_fast=_factor(rope, "beta_fast") or 32.0,
+        beta_slow=_factor(rope, "beta_slow") or 1.0,
+        truncate="truncate" not in rope.raw or rope.flag("truncate"),
+    )
+
+
+def _yarn_attention(rope: Fields, factor: float) -> float:
+    """YaRN, section 3.4; with both mscales (DeepSeek-V2) their quotient."""
+    above, below = (rope.number(key, 0.0, MOST_FACTOR) for key in ("mscale", "mscale_all_dim"))
+    return mscale(factor, above) / mscale(factor, below) if above and below else mscale(factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """What attention logits grow by for a context stretched by `factor`, as cosines and sines are scaled by it."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def longrope(read: Fields, rope: Fields) -> tuple[float, RopeScaling]:
+    """Base and scaling of prompts no longer than the original length (`short_factor`)."""
+    original = original_length(read, rope)
+    factor = _stretch(read, rope, original)
+    said = _factor(rope, "attention_factor")
+    implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scaling = RopeScaling(
+        "longrope",
+        factor,
+        original_max_position=original,
+        attention_factor=implied if said is None else said,
+        factors=_short_factors(rope),
+    )
+    return first_said((rope, "rope_theta"), (read, "rope_theta")) or 10_000.0, scaling
+
+
+def _short_factors(rope: Fields) -> tuple[float, ...]:
+    found = rope.raw.get("short_factor")
+    if not isinstance(found, list) or not all(type(each) in (int, float) and 0 < each <= MOST_FACTOR for each in found):
+        raise rope.wrong("short_factor", f"a list of numbers in (0, {MOST_FACTOR:g}]")
+    return tuple(map(float, found))
