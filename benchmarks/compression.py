@@ -101,7 +101,7 @@ class Stage:
                 wire=wire,
             )
             packed = self.source.pack(transfer, shapes_of(self.destination.pages))
-            landed = [send(each, self.destination.pages[each.stage].submesh) for each in packed]
+            landed = [send(each, self.destination.pages[each.stage]) for each in packed]
             for each in packed:
                 size += sum(array.nbytes for array in each.device_arrays)
                 for errors in each.slices.errors:

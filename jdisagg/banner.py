@@ -31,7 +31,7 @@ def show(console: Console, deployment: Deployment, platform: str) -> None:
     )
     for config in deployment.workers:
         tokens = config.num_pages * config.page_size
-        size = config.num_pages * deployment.layout(config.role).bytes_per_page
+        size = config.num_pages * deployment.layout(config.role).held_page_bytes(deployment.place(config.worker).tp)
         console.print(f"         {config.worker}: {tokens:,} tokens ({config.num_pages:,} pages, {_mib(size)})")
     for config in deployment.workers:
         console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, deployment)}")

@@ -9,6 +9,9 @@ write there, nobody reads it, and no pool ever hands it out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+
+from jdisagg.core.tensor_cut import heads_per_shard
 
 NULL_PAGE = 0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -38,15 +41,9 @@ class KVLayout:
         return -(-tokens // self.page_size)
 
     def page_shape(self, tp: int = 1) -> tuple[int, int, int, int]:
-        """One page of one layer on one of `tp` shards: [Hkv, 2, page_size, D]."""
+        """One page of one layer on one of `tp` shards: [Hkv, 2, page_size, D], padding included."""
         return (heads_per_shard(self.num_kv_heads, tp), 2, self.page_size, self.head_dim)
 
-
-def heads_per_shard(num_kv_heads: int, tp: int) -> int:
-    """KV heads a shard holds: an even share, or one replicated head where there are more shards than heads."""
-    return max(1, num_kv_heads // tp)
-
-
-def kv_head_of_shard(num_kv_heads: int, tp: int, shard: int) -> int:
-    """First KV head that `shard` of `tp` holds."""
-    return shard * num_kv_heads // tp
+    def held_page_bytes(self, tp: int) -> int:
+        """One page of all layers on `tp` shards together: heads that are padding or held twice included."""
+        return tp * self.num_layers * prod(self.page_shape(tp)) * DTYPE_BYTES[self.dtype]

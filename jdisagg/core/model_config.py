@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jdisagg.core.kv_layout import heads_per_shard
+from jdisagg.core.tensor_cut import heads_per_shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """How KV changes its cut between two meshes: which heads of which shard go where, which layers, in what page counts.
 
-Heads: source shards hold runs of `heads_per_shard` heads, destination shards hold other runs. Both are multiples of
+Heads: source shards hold runs of `heads_per_shard` places, destination shards hold other runs. Both are multiples of
 their greatest common divisor, the *head slice*: the source cuts its shard into slices, each travels whole, and a
-destination shard is a row of slices. Nothing is ever cut in flight.
+destination shard is a row of slices. Nothing is ever cut in flight. A slice that would hold padding alone is not
+sent: the destination writes zeros there.
 
 Pages: where the two ends have pages of different sizes, as many pages of the one as hold the same tokens as some pages
 of the other make a *group*. Pages travel as they are at the source, in whole groups (the null page fills them up), and
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm
 
-from jdisagg.core.kv_layout import DTYPE_BYTES, heads_per_shard, kv_head_of_shard
+from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 
 TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
 MOVE_PAGES = 8  # what a move costs beside its pages, in pages: two programs and the puts of its head slices
@@ -44,43 +46,53 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """`slices[d]` are those of destination shard d in order; every one is `slice_heads` heads."""
+    """`slices[d]` are those of destination shard d in order; every one is `slice_heads` heads.
+
+    None stands where all of a slice is padding: nothing is sent for it. A slice that holds some head may hold padding
+    behind it: what its source has there travels with it.
+    """
 
     slice_heads: int
     slices_per_source: int
-    slices: tuple[tuple[HeadSlice, ...], ...]
+    slices: tuple[tuple[HeadSlice | None, ...], ...]
 
     @property
     def slices_per_destination(self) -> int:
         return len(self.slices[0])
+
+    @property
+    def num_sent(self) -> int:
+        return sum(each is not None for row in self.slices for each in row)
 
 
 def plan_heads(num_kv_heads: int, source_tp: int, destination_tp: int) -> HeadPlan:
     """TP `source_tp` to TP `destination_tp`; where there are more shards than heads, replicas share the sending."""
     held, wanted = heads_per_shard(num_kv_heads, source_tp), heads_per_shard(num_kv_heads, destination_tp)
     size = gcd(held, wanted)
-    slices = list[tuple[HeadSlice, ...]]()
+    slices = list[tuple[HeadSlice | None, ...]]()
     for destination in range(destination_tp):
-        first = kv_head_of_shard(num_kv_heads, destination_tp, destination)
-        slices.append(
-            tuple(
-                _slice_of_head(head, num_kv_heads, source_tp, destination, size)
-                for head in range(first, first + wanted, size)
-            )
-        )
+        heads = kv_heads_of_shard(num_kv_heads, destination_tp, destination)
+        sent = [_slice_of_head(head, num_kv_heads, source_tp, destination, size) for head in heads[::size]]
+        slices.append((*sent, *[None] * (wanted // size - len(sent))))
     return HeadPlan(size, held // size, tuple(slices))
+
+
+def padded_slices(num_kv_heads: int, tp: int, slices: int) -> list[list[bool]]:
+    """[shard][slice]: whether it is padding alone, where each of `tp` shards is cut into as many `slices`."""
+    size = heads_per_shard(num_kv_heads, tp) // slices
+    held = [len(kv_heads_of_shard(num_kv_heads, tp, shard)) for shard in range(tp)]
+    return [[index * size >= heads for index in range(slices)] for heads in held]
 
 
 def _slice_of_head(head: int, num_kv_heads: int, source_tp: int, destination: int, size: int) -> HeadSlice:
     holders = shards_with(head, num_kv_heads, source_tp)
     shard = holders[destination % len(holders)]
-    return HeadSlice(shard, (head - kv_head_of_shard(num_kv_heads, source_tp, shard)) // size)
+    return HeadSlice(shard, (head - kv_heads_of_shard(num_kv_heads, source_tp, shard).start) // size)
 
 
 def shards_with(head: int, num_kv_heads: int, tp: int) -> list[int]:
     """The shards that hold this head."""
-    held = heads_per_shard(num_kv_heads, tp)
-    return [shard for shard in range(tp) if 0 <= head - kv_head_of_shard(num_kv_heads, tp, shard) < held]
+    return [shard for shard in range(tp) if head in kv_heads_of_shard(num_kv_heads, tp, shard)]
 
 
 # ------------------------------------------------------------------ layers
@@ -231,10 +243,10 @@ class Reshard:
         total, puts = 0, 0
         for move in self.moves:
             route, held = move.route, self.source[move.route.source_stage]
-            heads = len(route.heads.slices) * route.heads.slices_per_destination * route.heads.slice_heads
+            heads = route.heads.num_sent * route.heads.slice_heads
             tokens = move.span.groups * route.group.source * held.page_size
             total += len(route.layers) * tokens * heads * 2 * head_dim * DTYPE_BYTES[route.dtype]
-            puts += len(route.heads.slices) * route.heads.slices_per_destination
+            puts += route.heads.num_sent
         return Cost(total, 2 * len(self.moves), puts)
 
 

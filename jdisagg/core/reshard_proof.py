@@ -6,8 +6,8 @@ page. A plan that is wrong is named with its first culprit.
 
 from __future__ import annotations
 
-from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.reshard import HeadSlice, Move, Reshard, Route, layers_within, shards_with
+from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 
 
 class BrokenPlan(AssertionError):
@@ -25,6 +25,8 @@ def prove(plan: Reshard) -> None:
         tokens = _tokens(plan, move)
         for shard, row in enumerate(move.route.heads.slices):
             for place, head_slice in enumerate(row):
+                if head_slice is None:
+                    continue
                 for head in _heads(plan, move.route, shard, place, head_slice):
                     for layer in _layers(plan, move.route):
                         landed.setdefault((move.route.destination_stage, shard, layer, head), []).append(tokens)
@@ -62,27 +64,31 @@ def _layers(plan: Reshard, route: Route) -> range:
 
 
 def _heads(plan: Reshard, route: Route, shard: int, place: int, head_slice: HeadSlice) -> range:
-    """The heads of a slice, numbered over the model, which are those that belong where it goes."""
+    """The heads of a slice that exist, numbered over the model, which are those that belong where it goes."""
     number, size = plan.num_kv_heads, route.heads.slice_heads
     source_tp = plan.source[route.source_stage].tp
     destination_tp = plan.destination[route.destination_stage].tp
     held = heads_per_shard(number, source_tp)
     if not (0 <= head_slice.shard < source_tp and head_slice.index >= 0 and (head_slice.index + 1) * size <= held):
         raise BrokenPlan(f"{head_slice} of {size} heads is to come from {source_tp} shards of {held} heads")
-    first = kv_head_of_shard(number, source_tp, head_slice.shard) + head_slice.index * size
-    wanted = kv_head_of_shard(number, destination_tp, shard) + place * size
-    if first != wanted:
-        raise BrokenPlan(f"head {first} is to land in the place of head {wanted} on shard {shard}")
-    return range(first, first + size)
+    there, here = (
+        kv_heads_of_shard(number, tp, index)[at * size : (at + 1) * size]
+        for tp, index, at in ((source_tp, head_slice.shard, head_slice.index), (destination_tp, shard, place))
+    )
+    if not here:
+        raise BrokenPlan(f"{head_slice} is to land in place {place * size} of shard {shard}, which is padding")
+    if list(there) != list(here):
+        found = f"head {there[0]}" if there else "padding"
+        raise BrokenPlan(f"{found} is to land in the place of head {here[0]} on shard {shard}")
+    return here
 
 
 def _prove_whole(plan: Reshard, landed: dict[tuple[int, int, int, int], list[tuple[int, int]]]) -> None:
     """Every place is filled from the first token to the last, none twice, and nothing goes elsewhere."""
     for index, stage in enumerate(plan.destination):
         for shard in range(stage.tp):
-            first = kv_head_of_shard(plan.num_kv_heads, stage.tp, shard)
             for layer in layers_within(stage.layers, plan.layers):
-                for head in range(first, first + heads_per_shard(plan.num_kv_heads, stage.tp)):
+                for head in kv_heads_of_shard(plan.num_kv_heads, stage.tp, shard):
                     where = f"layer {layer}, head {head} of shard {shard} of stage {index}"
                     _prove_row(where, landed.pop((index, shard, layer, head), []), plan.num_tokens)
     for index, shard, layer, head in landed:

@@ -8,7 +8,8 @@ from jax import Array
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
-from jdisagg.core.kv_layout import KVLayout, heads_per_shard
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.tensor_cut import heads_per_shard
 from jdisagg.parallel.submesh import AXIS, Submesh
 
 POOL_SPEC = PartitionSpec(None, AXIS)
@@ -22,8 +23,9 @@ def pool_format(submesh: Submesh) -> Format:
 class StagePages:
     """The KV pages of one stage: layers `layers` of the model on `submesh`; pools[i] holds layer layers[i].
 
-    A pool is [num_pages + 1, heads of all shards, 2, page_size, D]; with more shards than KV heads, a head is there
-    once for every shard that holds it. Programs take `pools` donated and hand back the list that replaces it.
+    A pool is [num_pages + 1, heads of all shards, 2, page_size, D]: a head is there once for every shard that holds it,
+    and where the shards do not share the heads evenly, some places are padding (see `core/tensor_cut.py`). Programs
+    take `pools` donated and hand back the list that replaces it.
     """
 
     def __init__(self, layout: KVLayout, layers: range, num_pages: int, submesh: Submesh) -> None:

@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
-from jdisagg.core.reshard import HeadPlan, Move, PageGroup, StageShape, narrower, plan_transfer
+from jdisagg.core.reshard import HeadPlan, Move, PageGroup, StageShape, narrower, padded_slices, plan_transfer
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
@@ -105,15 +105,18 @@ class PackedKV:
 
     @property
     def width(self) -> int:
-        """Arrays of one device for each destination shard."""
+        """Arrays of one device for each destination shard, those that are padding among them."""
         return self.move.route.heads.slices_per_destination * len(self.slices.kinds)
 
     @property
     def device_arrays(self) -> list[Array]:
-        """Arrays of one device each: those for destination shard 0, kind by kind, then those of shard 1, ..."""
+        """Arrays of one device each: those for destination shard 0, kind by kind, then those of shard 1, ...
+
+        There are none for slices that are padding.
+        """
         kinds = [[_shards(array) for array in kind] for kind in self.slices if kind]
         rows = self.move.route.heads.slices
-        return [kind[each.index][each.shard] for row in rows for kind in kinds for each in row]
+        return [kind[each.index][each.shard] for row in rows for kind in kinds for each in row if each is not None]
 
 
 def shapes_of(stages: Sequence[StagePages]) -> tuple[StageShape, ...]:
@@ -171,7 +174,7 @@ def ship_pages(
     """Packs as `pack_pages` and starts all on its way to stages of this process; the second result is at the source."""
     shapes = shapes_of(destination)
     packed = pack_pages(source, programs, shapes, source_pages, destination_pages, layers, wire, monitor)
-    return [send(each, destination[each.stage].submesh) for each in packed], packed
+    return [send(each, destination[each.stage]) for each in packed], packed
 
 
 def null_lists(group: PageGroup, groups: int) -> tuple[list[int], list[int]]:
@@ -219,21 +222,44 @@ def insert_landed(
         stage.pools[layers] = programs[stage.submesh].insert(stage.pools[layers], each)
 
 
-def send(packed: PackedKV, submesh: Submesh) -> LandedKV:
+def send(packed: PackedKV, stage: StagePages) -> LandedKV:
     """Starts every array on its way to its destination device, shards as they are in one put; returns at once."""
-    arrays = jax.device_put(packed.device_arrays, devices_of(submesh, packed.width))
-    return LandedKV(packed.stage, packed.layers, joined(arrays, submesh, packed.slices.kinds), packed.pages)
+    kinds, seats = packed.slices.kinds, Seats.of(stage, packed.width, len(packed.slices.kinds))
+    arrays = jax.device_put(packed.device_arrays, seats.devices)
+    return LandedKV(packed.stage, packed.layers, seats.joined(arrays, kinds), packed.pages)
 
 
-def devices_of(submesh: Submesh, width: int) -> list[Device]:
-    """Where device arrays go, one by one, at a submesh whose shards take `width` each."""
-    return [device for device in submesh.devices for _ in range(width)]
+@dataclass(frozen=True)
+class Seats:
+    """Where the device arrays of one move go at its destination, one by one."""
+
+    submesh: Submesh
+    padding: list[list[bool]]  # [shard][array]: no array comes for it
+
+    @staticmethod
+    def of(stage: StagePages, width: int, kinds: int) -> Seats:
+        """At a stage whose shards take `width` arrays each, of so many kinds."""
+        padded = padded_slices(stage.layout.num_kv_heads, stage.submesh.tp, width // kinds)
+        return Seats(stage.submesh, [row * kinds for row in padded])
+
+    @property
+    def devices(self) -> list[Device]:
+        rows = zip(self.submesh.devices, self.padding, strict=True)
+        return [device for device, row in rows for padding in row if not padding]
+
+    def joined(self, arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
+        """Arrays that have arrived -> the destination's slices: slice j of all its shards as one array.
+
+        Padding is zeros, whose digest is 0; the first shard has none.
+        """
+        came, rows = iter(arrays), list[list[Array]]()
+        for device, padding in zip(self.submesh.devices, self.padding, strict=True):
+            rows.append([_zeros(rows[0][j], device) if each else next(came) for j, each in enumerate(padding)])
+        return by_kind([self.submesh.join(column, SLICE_SPEC, axis=2) for column in zip(*rows, strict=True)], kinds)
 
 
-def joined(arrays: Sequence[Array], submesh: Submesh, kinds: Sequence[str]) -> HeadSlices:
-    """Device arrays that have arrived -> the destination's slices: slice j of all its shards as one array."""
-    width = len(arrays) // submesh.tp
-    return by_kind([submesh.join(arrays[j::width], SLICE_SPEC, axis=2) for j in range(width)], kinds)
+def _zeros(like: Array, device: Device) -> Array:
+    return jax.device_put(np.zeros(like.shape, like.dtype), device)
 
 
 def _shards(array: Array) -> list[Array]:

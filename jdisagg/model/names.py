@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.model.families import FUSED
 
 Index = tuple[slice, ...]
@@ -37,7 +37,7 @@ class Part:
         start, width = shard * size // tp, size // tp
         if self.kv_head_dim:
             heads = size // self.kv_head_dim
-            start = kv_head_of_shard(heads, tp, shard) * self.kv_head_dim
+            start = kv_heads_of_shard(heads, tp, shard).start * self.kv_head_dim
             width = heads_per_shard(heads, tp) * self.kv_head_dim
         start += rows.start
         return (*whole[: self.split], slice(start, start + width), *whole[self.split + 1 :])

@@ -16,8 +16,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jdisagg.core.kv_layout import heads_per_shard
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
+from jdisagg.core.tensor_cut import heads_per_shard
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D]

@@ -246,7 +246,7 @@ def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, bu
     if settings.kv_tokens:
         pages = kv.pages_for(settings.kv_tokens)
     elif budget.device_bytes is None:
-        pages = min(wanted, CPU_KV_BYTES // kv.bytes_per_page)
+        pages = min(wanted, CPU_KV_BYTES // kv.held_page_bytes(place.tp))
     else:
         return _pages_of_memory(settings, place, kv, longest, budget)
     if pages < kv.pages_for(longest):

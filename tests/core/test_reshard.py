@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.reshard import (
     MOVE_PAGES,
     TRANSFER_BUCKETS,
+    HeadPlan,
     HeadSlice,
     PageGroup,
     Reshard,
+    Route,
     StageShape,
     group_pages,
+    padded_slices,
     plan_heads,
     plan_layers,
     plan_moves,
@@ -24,31 +26,48 @@ from jdisagg.core.reshard import (
     plan_transfer,
 )
 from jdisagg.core.reshard_proof import BrokenPlan, prove
+from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
+
+TPS = range(1, 9)
 
 
-def fits(heads: int, tp: int) -> bool:
-    return heads % tp == 0 or tp % heads == 0
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_every_destination_shard_gets_just_its_heads_in_order(heads: int):
-    for source in filter(lambda tp: fits(heads, tp), range(1, 9)):
-        for destination in filter(lambda tp: fits(heads, tp), range(1, 9)):
+    for source in TPS:
+        for destination in TPS:
             plan = plan_heads(heads, source, destination)
             assert plan.slices_per_source * plan.slice_heads == heads_per_shard(heads, source)
             for shard, row in enumerate(plan.slices):
-                got = [
-                    kv_head_of_shard(heads, source, each.shard) + each.index * plan.slice_heads + head
-                    for each in row
-                    for head in range(plan.slice_heads)
-                ]
-                first = kv_head_of_shard(heads, destination, shard)
-                assert got == list(range(first, first + heads_per_shard(heads, destination)))
+                assert len(row) * plan.slice_heads == heads_per_shard(heads, destination)
+                got = [head for each in row if each is not None for head in heads_in(each, plan, heads, source)]
+                assert got == list(kv_heads_of_shard(heads, destination, shard))
+
+
+def heads_in(each: HeadSlice, plan: HeadPlan, heads: int, tp: int) -> range:
+    size = plan.slice_heads
+    return kv_heads_of_shard(heads, tp, each.shard)[each.index * size : (each.index + 1) * size]
+
+
+def test_padding_is_not_sent():
+    """3 heads: 2 and 1 on two shards, one each on the first three of four."""
+    assert plan_heads(3, 2, 4).slices == ((HeadSlice(0, 0),), (HeadSlice(0, 1),), (HeadSlice(1, 0),), (None,))
+    assert plan_heads(3, 4, 2).slices == ((HeadSlice(0, 0), HeadSlice(1, 0)), (HeadSlice(2, 0), None))
+    assert plan_heads(7, 4, 2).slices[1] == (HeadSlice(2, 0), HeadSlice(3, 0)), "the last with its padding behind it"
+    assert [plan_heads(3, 2, tp).num_sent for tp in (1, 2, 3, 4, 6, 8)] == [3, 2, 3, 3, 6, 6]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5, 8])
+def test_both_ends_know_the_same_padding(heads: int):
+    for source in TPS:
+        for destination in TPS:
+            plan = plan_heads(heads, source, destination)
+            found = [[each is None for each in row] for row in plan.slices]
+            assert padded_slices(heads, destination, plan.slices_per_destination) == found
 
 
 def test_replicated_heads_are_sent_by_different_shards():
     plan = plan_heads(1, 4, 4)
-    assert [row[0].shard for row in plan.slices] == [0, 1, 2, 3]
+    assert [each.shard for (each,) in plan.slices if each is not None] == [0, 1, 2, 3]
 
 
 def test_equal_cuts_send_whole_shards():
@@ -131,8 +150,7 @@ def cuts_of(layers: int) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def reshards(draw: st.DrawFn) -> Reshard:
-    layers, heads = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    tps = st.sampled_from([tp for tp in range(1, 9) if fits(heads, tp)])
+    layers, heads, tps = draw(st.integers(1, 9)), draw(st.integers(1, 12)), st.integers(1, 16)
     sizes, dtypes = st.sampled_from([8, 16, 24, 32, 64]), st.sampled_from(["float32", "bfloat16"])
     source, destination = (
         stages(draw(cuts_of(layers)), draw(tps), draw(sizes), draw(dtypes)) for _ in range(2)
@@ -150,11 +168,11 @@ def test_every_layer_head_and_token_moves_once_whatever_the_two_ends(plan: Resha
         assert move.route.dtype in (plan.source[0].dtype, plan.destination[0].dtype)
 
 
-def test_all_tensor_and_pipeline_cuts_of_a_model_are_proven():
-    heads = 8
-    for a in (tp for tp in range(1, 9) if fits(heads, tp)):
+@pytest.mark.parametrize("heads", [3, 8])
+def test_all_tensor_and_pipeline_cuts_of_a_model_are_proven(heads: int):
+    for a in TPS:
         for b in range(1, 9):
-            for c in (tp for tp in range(1, 9) if fits(heads, tp)):
+            for c in TPS:
                 destination = stages([(stage + 1) * 8 // b for stage in range(b)], c, 16)
                 prove(plan_reshard(stages([8], a, 16), destination, heads, 100))
 
@@ -174,8 +192,9 @@ def faults(plan: Reshard, at: int) -> list[tuple]:
     move = plan.moves[at]
     route, span, rows = move.route, move.span, move.route.heads.slices
     first = rows[0][0]
+    assert first is not None
 
-    def with_heads(*slices: tuple[HeadSlice, ...]):
+    def with_heads(*slices: tuple[HeadSlice | None, ...]):
         return replace(move, route=replace(route, heads=replace(route.heads, slices=slices)))
 
     def shifted(pages: tuple[int, int]) -> tuple[int, int]:
@@ -189,14 +208,44 @@ def faults(plan: Reshard, at: int) -> list[tuple]:
         (replace(move, span=replace(span, groups=TRANSFER_BUCKETS[-1] + 1)),),  # no program was made for that
         (replace(move, route=replace(route, layers=range(route.layers.start + 1, route.layers.stop + 1))),),
         (with_heads((HeadSlice(first.shard, first.index + 1), *rows[0][1:]), *rows[1:]),),
-        (with_heads(*rows[:-1]),),
+        (with_heads((None, *rows[0][1:]), *rows[1:]),),
         (with_heads(*rows, rows[0]),),
     ]
+    if rows[-1][0] is not None:
+        found.append((with_heads(*rows[:-1]),))
+    if rows[-1][-1] is None:  # a head is sent where none is to be
+        found.append((with_heads(*rows[:-1], (*rows[-1][:-1], first)),))
+    found += [(with_heads((each, *rows[0][1:]), *rows[1:]),) for each in padding_of(plan, route)]
     if len(set(rows[0])) > 1:
         found.append((with_heads(rows[0][::-1], *rows[1:]),))
     if span.source[1] - span.source[0] > 1:
         found.append((replace(move, span=replace(span, source=(span.source[0], span.source[1] - 1))),))
     return found
+
+
+def padding_of(plan: Reshard, route: Route) -> list[HeadSlice]:
+    """The slices of the source that hold no head."""
+    tp, heads = plan.source[route.source_stage].tp, route.heads
+    rows = padded_slices(plan.num_kv_heads, tp, heads.slices_per_source)
+    return [HeadSlice(shard, index) for shard, row in enumerate(rows) for index, empty in enumerate(row) if empty]
+
+
+def test_padding_that_is_shipped_in_place_of_a_head_is_named():
+    """3 heads on two shards, 2 and 1: the fourth place is padding."""
+    plan = plan_reshard(stages([1], 2, 16), stages([1], 1, 16), 3, 16)
+    assert plan.moves[0].route.heads.slices == ((HeadSlice(0, 0), HeadSlice(0, 1), HeadSlice(1, 0)),)
+    with pytest.raises(BrokenPlan, match=r"padding is to land in the place of head 2 on shard 0"):
+        prove(with_row(plan, (HeadSlice(0, 0), HeadSlice(0, 1), HeadSlice(1, 1))))
+    back = plan_reshard(stages([1], 1, 16), stages([1], 2, 16), 3, 16)
+    filled = ((HeadSlice(0, 0), HeadSlice(0, 1)), (HeadSlice(0, 2), HeadSlice(0, 0)))
+    with pytest.raises(BrokenPlan, match=r"is to land in place 1 of shard 1, which is padding"):
+        prove(with_row(back, *filled))
+
+
+def with_row(plan: Reshard, *slices: tuple[HeadSlice | None, ...]) -> Reshard:
+    (move,) = plan.moves
+    route = replace(move.route, heads=replace(move.route.heads, slices=slices))
+    return replace(plan, moves=(replace(move, route=route),))
 
 
 def test_a_culprit_is_named():
@@ -222,6 +271,16 @@ def test_cost_counts_bytes_programs_and_puts():
     assert [move.span.groups for move in plan.moves] == [8, 8]
     assert cost.wire_bytes == 4 * (8 * 32) * 4 * 2 * 8 * 2, "in bf16, and with the null pages"
     assert (cost.programs, cost.puts) == (4, 4)
+
+
+def test_cost_counts_padding_that_travels_behind_a_head_and_none_that_does_not():
+    def cost(heads: int, source_tp: int, destination_tp: int) -> tuple[int, int]:
+        found = plan_reshard(stages([1], source_tp, 16), stages([1], destination_tp, 16), heads, 16).cost(head_dim=8)
+        return found.wire_bytes // (4 * 16 * 2 * 8 * 4), found.puts  # 4 pages are the smallest move
+
+    assert cost(3, 2, 4) == (3, 3)
+    assert cost(7, 4, 2) == (8, 4)
+    assert cost(7, 4, 3) == (7, 7)
 
 
 @settings(max_examples=200, deadline=None)

@@ -30,6 +30,9 @@ CASES = [
     (8, 8, [4], 2, [1, 2, 3, 4], (8, 24), ("float32", "float32")),
     (6, 3, [2, 4], 2, [3, 4], (24, 16), ("float32", "float32")),
     (6, 2, [4], 6, [4], (16, 24), ("bfloat16", "bfloat16")),
+    (3, 2, [4], 4, [1, 4], (8, 16), ("float32", "float32")),  # padding at both ends
+    (7, 4, [4], 2, [2, 4], (16, 8), ("float32", "bfloat16")),  # padding that travels behind a head
+    (3, 8, [4], 2, [3, 4], (8, 8), ("bfloat16", "float32")),  # heads twice and padding
 ]
 
 
@@ -89,6 +92,22 @@ def test_every_token_of_every_head_and_layer_is_where_it_belongs(case):
     assert sequence(found, to).tobytes() == wanted.tobytes()
     rest = [page for page in range(1, found.shape[1]) if page not in to]
     assert found[:, rest].tobytes() == there[:, rest].tobytes()
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "fp8"])
+def test_padding_is_intact_and_zero_where_it_was_not_sent_whatever_the_wire(wire: str):
+    layout = KVLayout(2, 3, D, 8)  # three heads on four shards, the last of which holds none
+    source, destination = stages_of(layout, [2], 2, last=False), stages_of(layout, [2], 4, last=True)
+    fill(source, np.sign(numbers(layout, 0)))
+    fill(destination, numbers(layout, 1))
+    programs = programs_of(destination)
+    landed, packed = ship_pages(source, programs_of(source), destination, [3, 5], [1, 4], wire=wire)
+    assert [len(each.device_arrays) for each in packed] == [3 * 4], "values, scales, digests and errors of three heads"
+    assert all(np.asarray(verdict).all() for verdict in check_landed(destination, programs, landed))
+    insert_landed(destination, programs, landed)
+    for pool in destination[0].pools:
+        assert not np.array(pool)[[1, 4], 3].any()
+    np.testing.assert_allclose(held_by(destination)[:, [1, 4]], np.sign(numbers(layout, 0))[:, [3, 5]], atol=1e-6)
 
 
 def test_pages_that_the_destination_holds_already_are_not_written():

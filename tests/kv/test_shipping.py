@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout, heads_per_shard, kv_head_of_shard
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
 from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, ship_pages
@@ -22,29 +23,45 @@ def stages(
     return made, {submesh: TransferPrograms(submesh) for submesh in submeshes}
 
 
+def places(heads: int, tp: int) -> list[int]:
+    """The head in each place of a pool, shard after shard; -1 is padding."""
+    runs = [kv_heads_of_shard(heads, tp, shard) for shard in range(tp)]
+    return [head for run in runs for head in (*run, *[-1] * (heads_per_shard(heads, tp) - len(run)))]
+
+
 def fill(pages: list[StagePages], content: np.ndarray) -> None:
-    """content [L, P + 1, Hkv, 2, page_size, D] into the pools, heads repeated where shards share them."""
+    """content [L, P + 1, Hkv, 2, page_size, D] into the pools, heads repeated where shards share them; 9 in padding."""
     for stage in pages:
-        tp, heads = stage.submesh.tp, stage.layout.num_kv_heads
-        held = [
-            kv_head_of_shard(heads, tp, shard) + head
-            for shard in range(tp)
-            for head in range(heads_per_shard(heads, tp))
-        ]
+        held = places(stage.layout.num_kv_heads, stage.submesh.tp)
+        padded = np.concatenate([content, np.full_like(content[:, :, :1], 9)], axis=2)
         stage.pools = [
-            jax.device_put(content[layer][:, held], stage.submesh.sharding(POOL_SPEC)) for layer in stage.layers
+            jax.device_put(padded[layer][:, held], stage.submesh.sharding(POOL_SPEC)) for layer in stage.layers
         ]
 
 
 def held_by(pages: list[StagePages]) -> np.ndarray:
-    """The pools as [L, P + 1, Hkv, 2, page_size, D], each head once."""
-    pools = [np.array(pool) for stage in pages for pool in stage.pools]
-    return np.stack([pool[:, :: pool.shape[1] // pages[0].layout.num_kv_heads] for pool in pools])
+    """The pools as [L, P + 1, Hkv, 2, page_size, D], each head once; those who share one hold the same."""
+    found = []
+    for stage in pages:
+        heads = stage.layout.num_kv_heads
+        held = np.array(places(heads, stage.submesh.tp))
+        for pool in map(np.array, stage.pools):
+            assert np.isfinite(pool).all()
+            copies = [pool[:, held == head] for head in range(heads)]
+            assert all((each == each[:, :1]).all() for each in copies)
+            found.append(np.concatenate([each[:, :1] for each in copies], axis=1))
+    return np.stack(found)
 
 
-@pytest.mark.parametrize(("source_tp", "destination_tp"), [(1, 1), (2, 1), (1, 4), (4, 2), (3, 2)])
-def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destination_tp: int):
-    layout = KVLayout(LAYERS, 6 if source_tp == 3 else 2, 4, page_size=2)
+@pytest.mark.parametrize(
+    ("heads", "source_tp", "destination_tp"),
+    [
+        *[(2, 1, 1), (2, 2, 1), (2, 1, 4), (2, 4, 2), (6, 3, 2), (3, 2, 1), (3, 1, 2), (3, 2, 4), (3, 4, 2), (3, 4, 4)],
+        *[(3, 5, 2), (3, 2, 3), (7, 4, 2), (1, 3, 2)],
+    ],
+)
+def test_pages_arrive_in_their_places_and_touch_no_other(heads: int, source_tp: int, destination_tp: int):
+    layout = KVLayout(LAYERS, heads, 4, page_size=2)
     devices = jax.devices()
     source, programs = stages(layout, [range(0, 1), range(1, 3)], [Submesh(devices[:source_tp])] * 2)
     split = [range(0, 2), range(2, 3)] if destination_tp < 4 else [range(3)]
@@ -64,10 +81,12 @@ def test_pages_arrive_in_their_places_and_touch_no_other(source_tp: int, destina
     np.testing.assert_array_equal(found[:, rest], there[:, rest])
 
 
-@pytest.mark.parametrize(("source_tp", "destination_tp"), [(1, 1), (2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("heads", "source_tp", "destination_tp"), [(2, 1, 1), (2, 2, 1), (2, 1, 4), (2, 4, 2), (3, 2, 4)]
+)
 @pytest.mark.parametrize("digests", Digests)
-def test_a_bit_that_flips_on_the_way_is_seen(source_tp: int, destination_tp: int, digests: Digests):
-    layout, devices = KVLayout(LAYERS, 2, 4, page_size=2), jax.devices()
+def test_a_bit_that_flips_on_the_way_is_seen(heads: int, source_tp: int, destination_tp: int, digests: Digests):
+    layout, devices = KVLayout(LAYERS, heads, 4, page_size=2), jax.devices()
     source, _ = stages(layout, [range(LAYERS)], [Submesh(devices[:source_tp])])
     destination, programs = stages(layout, [range(LAYERS)], [Submesh(devices[8 - destination_tp :])])
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)

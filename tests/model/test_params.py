@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jdisagg.core.errors import CheckpointError, MeshError, MissingTensor, WrongShape
-from jdisagg.core.kv_layout import heads_per_shard, kv_head_of_shard
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.roofline import Shard
+from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import Index, stage_leaves
@@ -89,7 +89,7 @@ def test_a_shard_of_the_fused_matrix_holds_its_q_then_k_then_v_heads(tp: int):
     leaf, d = params.leaves[paths.index("layers.1.attention.qkv.kernel")], config.head_dim
     prefix, width = "model.layers.1.self_attn", config.q_size // tp
     for shard, local in enumerate(leaf.addressable_shards):
-        kv = kv_head_of_shard(config.num_kv_heads, tp, shard) * d
+        kv = kv_heads_of_shard(config.num_kv_heads, tp, shard).start * d
         rows = slice(kv, kv + heads_per_shard(config.num_kv_heads, tp) * d)
         parts = [weights[f"{prefix}.q_proj.weight"][shard * width : (shard + 1) * width]]
         parts += [weights[f"{prefix}.{each}_proj.weight"][rows] for each in "kv"]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jdisagg.core.codec import decode_as, encode
-from jdisagg.core.errors import ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
+from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
@@ -28,7 +28,7 @@ from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.packing import HeadSlices
-from jdisagg.kv.shipping import LandedKV, PackedKV, devices_of, joined
+from jdisagg.kv.shipping import LandedKV, PackedKV, Seats
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.protocol import Transport
@@ -178,15 +178,16 @@ class RemoteKV:
         return shipment, KVArrived(transfer, shipment.came, time.monotonic() - began_s)
 
     def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[LandedKV]:
-        ticket = read_ticket(notice["ticket"])
-        submeshes = [machine.pages[stage].submesh for stage, *_ in notice["moves"]]
-        widths = zip(submeshes, (width for *_, width, _ in notice["moves"]), strict=True)
-        devices = [device for submesh, width in widths for device in devices_of(submesh, width)]
+        ticket, moves = read_ticket(notice["ticket"]), notice["moves"]
+        seats = [Seats.of(machine.pages[stage], width, len(kinds)) for stage, *_, width, kinds in moves]
+        devices = [device for each in seats for device in each.devices]
+        if len(devices) != len(ticket.arrays):
+            raise BadTicket(f"{len(ticket.arrays)} arrays are offered, the notice's moves take {len(devices)}")
         transport = self._open(ticket.transport)
         arrays = iter(transport.pull(ticket, devices, deadline_s))
         landed = []
-        for submesh, (stage, first, stop, pages, width, kinds) in zip(submeshes, notice["moves"], strict=True):
-            slices = joined([next(arrays) for _ in range(width * submesh.tp)], submesh, kinds)
+        for each, (stage, first, stop, pages, _, kinds) in zip(seats, moves, strict=True):
+            slices = each.joined([next(arrays) for _ in each.devices], kinds)
             landed.append(LandedKV(stage, range(first, stop), slices, np.array(pages, np.int32)))
         transport.ack(ticket)
         return landed
