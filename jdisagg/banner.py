@@ -11,13 +11,17 @@ from rich.table import Table
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.model.checkpoint import storage_line
 from jdisagg.serve.deployment import Deployment, sharing_warnings
 
 
-def show(console: Console, deployment: Deployment, platform: str) -> None:
-    """Prints the whole deployment once."""
+def show(console: Console, deployment: Deployment, platform: str, load_format: str) -> None:
+    """Prints the whole deployment once. Raises `CheckpointError` where what is stored cannot be told."""
     model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
     console.print(f"[bold]model[/]    {model}")
+    stored = storage_line(deployment.model_folder, deployment.dtype) if load_format == "hf" else None
+    if stored is not None:
+        console.print(f"[bold]weights[/]  {stored}", highlight=False)
     used = len(deployment.mesh.on_device())
     console.print(f"[bold]mesh[/]     {deployment.mesh} on {used} {platform} device{'s' * (used > 1)}")
     for line in picture(deployment):

@@ -2,7 +2,7 @@
 
     python -m jdisagg.convert --input=FOLDER|FILE.gguf --output=DIR --format=orbax|hf [--dtype=bfloat16|float32|float16]
 
-The input may be any kind, the output is a folder, new or empty. Numbers stay as stored, a GGUF file's become float32,
+The input may be any kind, the output is a folder, new or empty. Numbers stay as stored, quantised ones become float32,
 where --dtype does not say. Config, tokenizer and chat template files come along, so the output folder is served as it
 is: `--load_format=orbax` restores each shard's slice straight onto its device. Writing Orbax holds the whole model in
 host memory once; writing safetensors holds one file of it.
@@ -30,6 +30,7 @@ from jdisagg.model.gguf_export import write_companions
 from jdisagg.model.gguf_file import is_gguf
 from jdisagg.model.orbax_source import save_orbax
 from jdisagg.model.params import check_tensors
+from jdisagg.model.quantized.source import QuantizedSource
 from jdisagg.named_models import located
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
@@ -59,7 +60,7 @@ def convert(place: Path, target: Path, fmt: str, dtype: str | None) -> None:
         if is_gguf(place):
             write_companions(place, partial, dtype or "float32")
         else:
-            copy_companions(place, partial, dtype)
+            copy_companions(place, partial, dtype or ("float32" if isinstance(source, QuantizedSource) else None))
         partial.replace(target)
     except CheckpointError:
         raise

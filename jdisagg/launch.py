@@ -80,7 +80,7 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     mesh = mesh_of(settings)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
-    banner.show(console, deployment, found[0].platform)
+    banner.show(console, deployment, found[0].platform, settings.load_format)
     bar, on_progress = banner.compile_bar(console)
     with bar:
         service = build(deployment, settings, found, on_progress)
@@ -115,7 +115,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     count = num_devices(mesh_of(settings), roles)
     found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
-    banner.show(console, deployment, found[0].platform)
+    banner.show(console, deployment, found[0].platform, settings.load_format)
     bar, on_progress = banner.compile_bar(console)
     if sockets is not None:
         with bar:

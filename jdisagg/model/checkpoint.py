@@ -6,16 +6,20 @@ A place is a Hugging Face folder, an Orbax folder or a GGUF file (`--load_format
 from pathlib import Path
 
 from jdisagg.core.errors import FlagError
+from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.targets import GIB
 from jdisagg.model import gguf_config, hf_config
 from jdisagg.model.gguf_file import is_gguf, read_gguf
 from jdisagg.model.gguf_source import GGUFSource
 from jdisagg.model.hf_config import GenerationDefaults
 from jdisagg.model.orbax_source import WEIGHTS, OrbaxSource
+from jdisagg.model.quantized.config import read_quantization
+from jdisagg.model.quantized.source import QuantizedSource
 from jdisagg.model.sources import HFSource, RandomSource, Source
 
 LOAD_FORMATS = ("hf", "orbax", "random")
-Stored = HFSource | OrbaxSource | GGUFSource
+Stored = HFSource | QuantizedSource | OrbaxSource | GGUFSource
 
 
 def read_model(place: str | Path) -> ModelConfig:
@@ -35,17 +39,34 @@ def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: 
     if load_format == "random":
         return RandomSource(config, seed)
     if load_format == "hf":
-        return GGUFSource(place) if is_gguf(place) else HFSource(place)
+        return GGUFSource(place) if is_gguf(place) else _hf_source(Path(place))
     if load_format == "orbax":
         return OrbaxSource(place)
     raise FlagError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+
+
+def storage_line(place: str | Path, dtype: str) -> str | None:
+    """What weights that are stored quantised cost once they are dequantised to `dtype`; None where they are plain."""
+    source = stored_source(place)
+    if not isinstance(source, QuantizedSource | GGUFSource):
+        return None
+    stored, held = source.stored_bytes() / GIB, source.num_weights() * DTYPE_BYTES[dtype] / GIB
+    return (
+        f"{source.label}: {stored:,.2f} GiB in files, dequantised on load to {held:,.2f} GiB of {dtype} in each worker"
+    )
 
 
 def stored_source(place: str | Path) -> Stored:
     """The weights that lie at `place`, whichever of the three kinds it is."""
     if is_gguf(place):
         return GGUFSource(place)
-    return OrbaxSource(place) if (Path(place) / WEIGHTS).is_dir() else HFSource(place)
+    return OrbaxSource(place) if (Path(place) / WEIGHTS).is_dir() else _hf_source(Path(place))
+
+
+def _hf_source(folder: Path) -> HFSource | QuantizedSource:
+    """Of plain tensors, whatever the folder's are."""
+    found = read_quantization(folder) if (folder / "config.json").exists() else None
+    return HFSource(folder) if found is None else QuantizedSource(HFSource(folder), found)
 
 
 def weight_files(place: str | Path) -> list[Path]:

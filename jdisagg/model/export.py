@@ -17,10 +17,14 @@ from jdisagg.model.files import regular
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import Stage
 from jdisagg.model.params import dotted
+from jdisagg.model.quantized.config import KEYS as QUANTIZATION_KEYS
+from jdisagg.model.quantized.config import MODELOPT_FILE
 from jdisagg.model.sources import INDEX_FILE
 
 FILE_BYTES = 4 << 30  # a new safetensors file starts beyond this
 COMPANIONS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "merges.txt", "LICENSE*")
+# They tell of files, and of quantised weights, that are not in the folder that is written.
+NOT_COPIED = (INDEX_FILE, MODELOPT_FILE, "quantize_config.json", "quant_config.json")
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
@@ -115,16 +119,18 @@ def _batches(tensors: Tensors, file_bytes: int) -> Iterator[dict[str, np.ndarray
 
 
 def copy_companions(source: Path, target: Path, dtype: str | None) -> None:
-    """Config, tokenizer and template files; the config then names `dtype`, where one is given."""
+    """Config, tokenizer and template files; the config then names `dtype`, where one is given, and plain weights."""
     found = (path for pattern in COMPANIONS for path in source.glob(pattern))
-    for path in (path for path in found if path.name != INDEX_FILE and not path.is_dir()):
+    for path in (path for path in found if path.name not in NOT_COPIED and not path.is_dir()):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(regular(path), copy)
+    said = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = {key: value for key, value in said.items() if key not in QUANTIZATION_KEYS}
     if dtype is not None:
-        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        spelling = "dtype" if "dtype" in config else "torch_dtype"
-        write_json(target / "config.json", config | {spelling: dtype})
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if config != said:
+        write_json(target / "config.json", config)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

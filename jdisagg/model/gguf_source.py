@@ -6,7 +6,9 @@ Llama the rows of q and k are stored in the order of interleaved rotation, which
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,21 @@ class GGUFSource:
     @property
     def names(self) -> list[str]:
         return sorted(self._tensors)
+
+    @property
+    def label(self) -> str:
+        """How the numbers are stored: the kinds of blocks, the one that most bytes are of first."""
+        kinds = Counter[str]()
+        for tensor in self._tensors.values():
+            kinds[tensor.kind.name] += tensor.num_bytes
+        return f"gguf of {', '.join(kind for kind, _ in kinds.most_common())}"
+
+    def stored_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self._tensors.values())
+
+    def num_weights(self) -> int:
+        """Numbers in all the network's tensors."""
+        return sum(prod(tensor.shape) for tensor in self._tensors.values())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._tensors[name].shape if name in self._tensors else None

@@ -24,6 +24,7 @@ from jdisagg.model.limits import (
     MOST_POSITIONS,
     MOST_VOCAB,
 )
+from jdisagg.model.quantized.config import quantization_of
 from jdisagg.model.rope_config import whole_rope
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -57,7 +58,7 @@ def parse_config(raw: Json, place: str = "config.json") -> ModelConfig:
     silent = Fields(raw, place)
     family = _family(silent)
     read = family.silent(silent)
-    _refuse_quantization(read)
+    quantization_of(read)  # raises where the weights could not be read as they are meant
     plain = _plain(read)
     own = family.numbers(read)
     return ModelConfig(family=family.name, **{**plain, **_rope(read, own), **own})
@@ -109,16 +110,6 @@ def _activation(read: Fields) -> str:
         known = ", ".join(ACTIVATIONS)
         raise UnsupportedModel(f"{read.place}: {key} {shown(said)} is not supported; supported: {known}")
     return ACTIVATIONS[said]
-
-
-def _refuse_quantization(read: Fields) -> None:
-    quantized = read.part("quantization_config")
-    if quantized is not None and quantized.raw:
-        method = quantized.raw.get("quant_method", "unnamed")
-        raise UnsupportedModel(
-            f"{read.place}: quantization {shown(method)} is not supported;"
-            " supported: bfloat16, float16, float32 weights"
-        )
 
 
 def _attention(read: Fields, heads: int, hidden: int) -> tuple[int, int]:

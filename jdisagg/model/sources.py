@@ -4,9 +4,11 @@ A source hands out slices, by the checkpoint's own tensor names, and keeps nothi
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
@@ -17,7 +19,19 @@ from jdisagg.model.names import Index, stage_leaves
 
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # what weights may be
-STORED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # as safetensors names them
+STORED = {  # as safetensors names them
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+OCTETS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}  # safetensors' numpy has no slices
 BLOCK_ROWS = 256  # rows that one generator of a `RandomSource` draws
 
 
@@ -49,6 +63,7 @@ class HFSource:
         self.folder = Path(folder)
         self._file_of = _files_of_tensors(self.folder)
         self._open: dict[Path, Any] = {}
+        self._spans: dict[Path, dict[str, tuple[int, int]]] = {}
 
     @property
     def place(self) -> str:
@@ -68,9 +83,27 @@ class HFSource:
     def read(self, name: str, index: Index) -> np.ndarray:
         found = self._slice(name)
         try:
-            return found[index]
+            return self._read_octets(name, found, index) if found.get_dtype() in OCTETS else found[index]
         except Exception as error:  # the file is not what it was when it was opened
             raise CheckpointError(f"cannot read tensor {name} of {self._file_of[name]}: {error}") from error
+
+    def num_bytes(self, name: str) -> int:
+        """That the tensor takes in its file."""
+        self._slice(name)
+        start, stop = self._span(name)
+        return stop - start
+
+    def _read_octets(self, name: str, found: Any, index: Index) -> np.ndarray:
+        path, (start, _) = self._file_of[name], self._span(name)
+        whole = np.memmap(path, np.uint8, "r", start, tuple(found.get_shape()))
+        return np.array(whole[index]).view(OCTETS[found.get_dtype()])
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """First and last byte + 1 of a tensor in its file, which safetensors has found to be sound."""
+        path = self._file_of[name]
+        if path not in self._spans:
+            self._spans[path] = _spans(path)
+        return self._spans[path][name]
 
     def _slice(self, name: str) -> Any:
         path = self._file_of.get(name)
@@ -91,6 +124,14 @@ def _opened(path: Path) -> Any:
         raise
     except Exception as error:  # safetensors raises its own bare Exception subclass; OSError comes out as itself
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _spans(path: Path) -> dict[str, tuple[int, int]]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (8 + size + start, 8 + size + stop) for name, (start, stop) in places.items()}
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:

@@ -108,7 +108,7 @@ def test_qwen_slides_where_its_config_says(family: str, more: dict[str, Any], wi
         (raw(rope_parameters={"rope_type": "llama3", "factor": 2}), ["low_freq_factor", "high_freq_factor"]),
         (raw(rope_parameters={"full_attention": {"rope_type": "default"}}), ["full_attention"]),
         (raw(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),
-        (raw(quantization_config={"quant_method": "awq"}), ["'awq'"]),
+        (raw(quantization_config={"quant_method": "bitsandbytes"}), ["'bitsandbytes'", "awq, gptq, mxfp4"]),
         (raw(num_hidden_layers=0), ["num_hidden_layers = 0"]),
         (raw(vocab_size=None), ["vocab_size = None"]),
         (raw("MistralForCausalLM", layer_types=["chunked_attention"] * 4), ["chunked_attention", "sliding_attention"]),

@@ -1,0 +1,106 @@
+"""A Hugging Face folder whose weights are quantised, as a source of plain ones: dequantised slice by slice.
+
+What a tensor is stored as decides, not the lists of modules in a config: one that is there in floating point is read
+as it is. Products that take quantised weights ask `scheme_of` and read from `inner`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from jdisagg.model.names import Index
+from jdisagg.model.quantized.scheme import Quantization, Scheme
+from jdisagg.model.sources import FLOATS, HFSource
+
+# Scales that belong to no weight: of activations, and of KV pages. Nothing here reads them.
+UNREAD = (
+    ".input_scale",
+    ".input_scale_ub",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".prob_scale",
+)
+
+
+class QuantizedSource:
+    """Slices of plain weights in float32; others in the dtype they are stored in."""
+
+    def __init__(self, inner: HFSource, quantization: Quantization) -> None:
+        self.inner, self.quantization = inner, quantization
+        self._scheme = quantization.scheme
+        self._shapes: dict[str, tuple[int, ...] | None] = {}
+
+    @property
+    def place(self) -> str:
+        return self.inner.place
+
+    @property
+    def names(self) -> list[str]:
+        """Of the network's tensors; those that only tell how others are scaled are left out."""
+        found = (self._plain_name(stored) for stored in self.inner.names)
+        return sorted({name for name in found if name is not None})
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """How a tensor's numbers are stored; None where they are plain."""
+        scheme = self._scheme
+        if not name.endswith(scheme.plain) or self._is_plain(name):
+            return None
+        return scheme if self.inner.shape(self._stem(name) + scheme.numbers) is not None else None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Raises a `CheckpointError` where a quantised tensor's scales or zero points are not as they must be."""
+        if name not in self._shapes:
+            scheme = self.scheme_of(name)
+            known = self.inner.shape(name) if scheme is None else scheme.shape(self.inner, self._stem(name))
+            self._shapes[name] = known
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        return "float32" if self.scheme_of(name) is not None else self.inner.dtype(name)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        scheme = self.scheme_of(name)
+        if scheme is None:
+            return self.inner.read(name, index)
+        if any(part.start >= part.stop for part in index):
+            return np.empty([max(0, part.stop - part.start) for part in index], np.float32)
+        return scheme.read(self.inner, self._stem(name), index)
+
+    @property
+    def label(self) -> str:
+        """How the weights are stored, and what else is meant to be quantised and is not here."""
+        unread = " (activations are not)" * self.quantization.activations
+        pages = "; scales of KV pages are not read" * self.quantization.kv_cache
+        return f"{self._scheme.label}{unread}{pages}"
+
+    def stored_bytes(self) -> int:
+        return sum(map(self.inner.num_bytes, self.inner.names))
+
+    def num_weights(self) -> int:
+        """Numbers in all the network's tensors."""
+        return sum(prod(self.shape(name) or ()) for name in self.names)
+
+    def _is_plain(self, name: str) -> bool:
+        return self.inner.shape(name) is not None and self.inner.dtype(name) in FLOATS
+
+    def _stem(self, name: str) -> str:
+        return name.removesuffix(self._scheme.plain)
+
+    def _plain_name(self, stored: str) -> str | None:
+        """The network's name of a stored tensor; None for one that is nothing alone."""
+        scheme = self._scheme
+        for ending in scheme.beside:
+            if stored.endswith(ending) and self.inner.shape(stored.removesuffix(ending) + scheme.numbers) is not None:
+                return None
+        if stored.endswith(UNREAD):
+            return None
+        return stored.removesuffix(scheme.numbers) + scheme.plain if stored.endswith(scheme.numbers) else stored
