@@ -11,20 +11,23 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jdisagg.core.model_config import ModelConfig, RopeScaling
-from jdisagg.model.families import FAMILIES
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.families import TABLE
 from jdisagg.model.files import regular
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import Stage
 from jdisagg.model.params import dotted
 from jdisagg.model.quantized.config import KEYS as QUANTIZATION_KEYS
 from jdisagg.model.quantized.config import MODELOPT_FILE
+from jdisagg.model.rope_config import rope_json
 from jdisagg.model.sources import INDEX_FILE
 
 FILE_BYTES = 4 << 30  # a new safetensors file starts beyond this
 COMPANIONS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "merges.txt", "LICENSE*")
 # They tell of files, and of quantised weights, that are not in the folder that is written.
 NOT_COPIED = (INDEX_FILE, MODELOPT_FILE, "quantize_config.json", "quant_config.json")
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where it is not the family's name
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
@@ -40,11 +43,11 @@ def checkpoint_tensors(stage: Stage) -> Iterator[tuple[str, np.ndarray]]:
 
 def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) -> dict[str, Any]:
     """`config.json` of `config` in the spellings of transformers 4 and 5; `ids` as in `eos_token_id=1`."""
-    names = {family: name for name, family in FAMILIES.items()}
-    scaling = _rope_json(config.rope_scaling)
+    family = next(each for each in TABLE if each.name == config.family)
+    rope = rope_json(config.rope_scaling)
     return {
-        "architectures": [names[config.family]],
-        "model_type": config.family,
+        "architectures": [family.architecture],
+        "model_type": MODEL_TYPES.get(family.name, family.name),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -52,41 +55,20 @@ def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) 
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[config.activation],
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
+        "rope_scaling": rope if config.rope_scaling else None,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
-        **_window_json(config),
+        **family.written(config),
         "torch_dtype": dtype,
         "dtype": dtype,
         **ids,
     }
-
-
-def _rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    factors = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "linear":
-        return factors
-    return factors | {
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position,
-    }
-
-
-def _window_json(config: ModelConfig) -> dict[str, Any]:
-    window = next(filter(None, config.layer_windows), None)
-    if config.family == "mistral" or window is None:
-        return {"sliding_window": window}
-    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.layer_windows]
-    return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
 
 
 def save_hf(folder: Path, tensors: Tensors, file_bytes: int = FILE_BYTES) -> None:

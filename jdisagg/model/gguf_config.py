@@ -32,6 +32,7 @@ SAME = {  # config.json's names of the architecture's own keys
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+READ = ("llama", "mistral", "qwen2", "qwen3")  # families whose files are read so far
 REFUSED = (  # keys with which llama.cpp computes something else
     "attention.scale",
     "attention.clamp_kqv",
@@ -54,7 +55,7 @@ ORIGINAL_POSITIONS = [1 << power for power in range(5, 20)]  # that a llama3 sca
 def model_config(file: GGUFFile) -> ModelConfig:
     """Numbers of the model. Raises `UnsupportedModel` and its kin, naming the file."""
     arch = file.architecture
-    known = {family: name for name, family in FAMILIES.items()}
+    known = {family: name for name, family in FAMILIES.items() if family in READ}
     supported = sorted(known.keys() & set(MODEL_ARCH_NAMES.values()))
     if arch not in supported:
         raise UnsupportedModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import RopeScaling
@@ -136,3 +137,19 @@ def _short_factors(rope: Fields) -> tuple[float, ...]:
     if not isinstance(found, list) or not all(type(each) in (int, float) and 0 < each <= MOST_FACTOR for each in found):
         raise rope.wrong("short_factor", f"a list of numbers in (0, {MOST_FACTOR:g}]")
     return tuple(map(float, found))
+
+
+def rope_json(scaling: RopeScaling | None) -> dict[str, Any]:
+    """A scaling as transformers 5 writes it, the base apart."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    said: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return said
+    said["original_max_position_embeddings"] = scaling.original_max_position
+    if scaling.kind == "llama3":
+        return said | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    said["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "longrope":  # the long factors are for prompts that are refused here
+        return said | {"short_factor": list(scaling.factors), "long_factor": list(scaling.factors)}
+    return said | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}

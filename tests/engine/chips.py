@@ -21,7 +21,12 @@ from jdisagg.parallel.topology import ENVIRONMENT, check_compiler, devices_of
 
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, rope_theta=500_000.0)
 LLAMA_3_70B = replace(LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
-MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B}
+GEMMA_2_9B = ModelConfig(
+    "gemma2", 256_000, 3584, 14336, 42, 16, 8, 256, 8192,
+    layer_windows=(4096, None) * 21, norms="both", norm_offset=1.0, activation="gelu_tanh", embedding_scale=3584**0.5,
+    query_scale=256**-0.5, attention_soft_cap=50.0, final_soft_cap=30.0, tie_embeddings=True,
+)  # fmt: skip
+MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "Gemma 2 9B": GEMMA_2_9B}
 WIDEST_PAGES, PAGE_SIZE = 128, 64
 
 

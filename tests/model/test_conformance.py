@@ -33,7 +33,7 @@ def whole_model(family: str) -> Callable[[list[int]], np.ndarray]:
 
 
 def test_the_fixtures_hold_every_family():
-    assert families() == ["llama2", "llama3", "mistral", "qwen2", "qwen3"]
+    assert families() == ["gemma2", "gemma3", "llama2", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3"]
 
 
 @pytest.mark.parametrize("family", families())

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdisagg.core.errors import UnsupportedModel
-from jdisagg.model.files import Fields, shown
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.files import Fields, Json, shown
 from jdisagg.model.limits import MOST_POSITIONS
 
 Numbers = Mapping[str, Any]  # fields of `ModelConfig`
@@ -18,6 +19,13 @@ def like_a_llama(read: Fields) -> Numbers:
     return {}
 
 
+def windows_json(config: ModelConfig) -> Json:
+    """Windows as every family reads them: their size, and where they are."""
+    window = next(filter(None, config.layer_windows), None)
+    kinds = ["full_attention" if each is None else "sliding_attention" for each in config.layer_windows]
+    return {"sliding_window": window} | ({"layer_types": kinds} if window is not None else {})
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture of `transformers`."""
@@ -26,6 +34,7 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers assumes where config.json is silent
     numbers: Callable[[Fields], Numbers] = like_a_llama  # what differs from a Llama without biases
+    written: Callable[[ModelConfig], Json] = windows_json  # the fields of config.json that say those numbers
     fused: bool = False  # q, k, v are one tensor of the checkpoint, gate and up another
 
     def silent(self, read: Fields) -> Fields:

@@ -4,10 +4,18 @@ Gemma 2 caps its logits; Gemma 3 norms q and k instead, and turns layers with a 
 """
 
 from jdisagg.core.errors import UnsupportedModel
-from jdisagg.model.families.family import Family, Numbers, biases_of_attention, layer_windows, window_size
-from jdisagg.model.files import Fields, shown
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.families.family import (
+    Family,
+    Numbers,
+    biases_of_attention,
+    layer_windows,
+    window_size,
+    windows_json,
+)
+from jdisagg.model.files import Fields, Json, shown
 from jdisagg.model.limits import MOST_LAYERS, MOST_THETA
-from jdisagg.model.rope_config import first_said, rope_of
+from jdisagg.model.rope_config import first_said, rope_json, rope_of
 
 MOST_CAP = 1e6
 DEFAULTS = {
@@ -68,10 +76,32 @@ def _ropes(read: Fields) -> Numbers:
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
+def _written2(config: ModelConfig) -> Json:
+    assert config.query_scale is not None, config
+    return {
+        **windows_json(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(config.query_scale**-2, 6),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+    }
+
+
+def _written3(config: ModelConfig) -> Json:
+    near = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    far = {**rope_json(config.rope_scaling), "rope_theta": config.rope_theta}
+    return {
+        **_written2(config),
+        "rope_parameters": {"sliding_attention": near, "full_attention": far},
+        "rope_local_base_freq": config.local_rope_theta,
+    }
+
+
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     {**DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     _gemma2,
+    _written2,
 )
-GEMMA3 = Family("gemma3", "Gemma3ForCausalLM", {**DEFAULTS, "max_position_embeddings": 131_072}, _gemma3)
+GEMMA3 = Family("gemma3", "Gemma3ForCausalLM", {**DEFAULTS, "max_position_embeddings": 131_072}, _gemma3, _written3)

@@ -4,11 +4,11 @@ longrope changes its frequencies where a sequence passes the original length, al
 what would have to be computed anew is refused. Such a model is served up to its original length, where it is exact.
 """
 
-from jdisagg.core.model_config import RopeScaling
-from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size
-from jdisagg.model.files import Fields
+from jdisagg.core.model_config import ModelConfig, RopeScaling
+from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size, windows_json
+from jdisagg.model.files import Fields, Json
 from jdisagg.model.limits import MOST_HEAD_DIM, MOST_HEADS
-from jdisagg.model.rope_config import longrope, rope_of, rope_part
+from jdisagg.model.rope_config import longrope, rope_json, rope_of, rope_part
 
 
 def _numbers(read: Fields) -> Numbers:
@@ -47,4 +47,12 @@ def _rotated(read: Fields, rope: Fields) -> int:
     return rotated
 
 
-PHI3 = Family("phi3", "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _numbers, fused=True)
+def _written(config: ModelConfig) -> Json:
+    share = {"partial_rotary_factor": config.rotary_dim / config.head_dim}
+    rope = {**rope_json(config.rope_scaling), "rope_theta": config.rope_theta, **share}
+    return {**windows_json(config), **share, "rope_parameters": rope}
+
+
+PHI3 = Family(
+    "phi3", "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _numbers, _written, fused=True
+)

@@ -1,7 +1,15 @@
 """Qwen 2, 2.5 and 3: biases on q, k and v, or norms on q and k; windows from one layer up."""
 
-from jdisagg.model.families.family import Family, Numbers, biases_of_attention, layer_windows, window_size
-from jdisagg.model.files import Fields
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.families.family import (
+    Family,
+    Numbers,
+    biases_of_attention,
+    layer_windows,
+    window_size,
+    windows_json,
+)
+from jdisagg.model.files import Fields, Json
 from jdisagg.model.limits import MOST_POSITIONS
 
 DEFAULTS = {
@@ -27,5 +35,9 @@ def _qwen3(read: Fields) -> Numbers:
     return {**windows(read), **biases_of_attention(read), "qk_norm": True}
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", DEFAULTS, _qwen2)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, _qwen3)
+def _written(config: ModelConfig) -> Json:
+    return {**windows_json(config), "use_sliding_window": bool(config.layer_windows)}
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", DEFAULTS, _qwen2, _written)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, _qwen3, _written)
