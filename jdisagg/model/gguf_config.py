@@ -9,19 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.constants import MODEL_ARCH_NAMES
 
 from jdisagg.core.errors import CheckpointError, UnsupportedModel
 from jdisagg.core.model_config import ModelConfig, RopeScaling
 from jdisagg.core.request import MAX_STOP_TOKENS
 from jdisagg.model.families import FAMILIES
 from jdisagg.model.files import shown
+from jdisagg.model.gguf_families import EXTRA, KNOWN_KEYS, SHORT_FACTORS, factors_of
 from jdisagg.model.gguf_file import GGUFFile
 from jdisagg.model.hf_config import OPEN, SAMPLING_RANGES, GenerationDefaults, parse_config
 from jdisagg.model.rope import inverse_frequencies
 
 EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
-NO_WEIGHTS = {ROPE_FACTORS}  # tensors that no layer multiplies by
+NO_WEIGHTS = {ROPE_FACTORS, SHORT_FACTORS, "rope_factors_long.weight"}  # tensors that no layer multiplies by
 SAME = {  # config.json's names of the architecture's own keys
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -32,7 +33,7 @@ SAME = {  # config.json's names of the architecture's own keys
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-READ = ("llama", "mistral", "qwen2", "qwen3")  # families whose files are read so far
+READ = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")  # families whose files are read
 REFUSED = (  # keys with which llama.cpp computes something else
     "attention.scale",
     "attention.clamp_kqv",
@@ -44,11 +45,15 @@ REFUSED = (  # keys with which llama.cpp computes something else
     "logit_scale",
     "residual_scale",
     "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
 )
 SAMPLING_KEYS = {"temp": "temperature", "penalty_repeat": "repetition_penalty", **{k: k for k in SAMPLING_RANGES}}
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 CONTROL = 3  # token type
+SPEEDS = ("fast", "slow")  # yarn's bounds
 ORIGINAL_POSITIONS = [1 << power for power in range(5, 20)]  # that a llama3 scaling may have begun from
 
 
@@ -61,7 +66,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         raise UnsupportedModel(
             f"{file.path}: architecture {shown(arch)} is not supported; supported: {', '.join(supported)}"
         )
-    for key in map(file.own, REFUSED):
+    for key in (file.own(key) for key in REFUSED if key not in KNOWN_KEYS.get(arch, ())):
         if file.metadata.get(key):
             raise UnsupportedModel(
                 f"{file.path}: {key} = {shown(file.metadata[key])} is not supported; supported: none"
@@ -83,6 +88,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     }
     if raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = raw["num_attention_heads"]
+    if arch in EXTRA:
+        raw |= EXTRA[arch](file, raw)
     config = parse_config(
         {key: value for key, value in raw.items() if value is not None}, f"{file.path}, as config.json,"
     )
@@ -125,7 +132,8 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
     if kind in (None, "none"):
         return None
     original = file.metadata.get(file.own("rope.scaling.original_context_length"))
-    said = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    betas = {f"beta_{speed}": file.metadata.get(file.own(f"rope.scaling.yarn_beta_{speed}")) for speed in SPEEDS}
+    said = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original, **betas}
     return {key: value for key, value in said.items() if value is not None}
 
 
@@ -137,13 +145,12 @@ def _with_rope_factors(file: GGUFFile, config: ModelConfig) -> ModelConfig:
     """Llama 3.1's scaling, which files hold as a divisor for each frequency. Others are refused."""
     if ROPE_FACTORS not in file.tensors:
         return config
-    tensor = file.tensors[ROPE_FACTORS]
-    if tensor.kind is not GGMLQuantizationType.F32 or tensor.shape != (config.head_dim // 2,):
+    tensor, factors = file.tensors[ROPE_FACTORS], factors_of(file, ROPE_FACTORS)
+    if factors.shape != (config.head_dim // 2,):
         found = f"{tensor.kind.name} of shape {tensor.shape}"
         raise CheckpointError(
             f"{tensor.path}: {ROPE_FACTORS} is {found}; needed: F32 of shape ({config.head_dim // 2},)"
         )
-    factors = np.memmap(tensor.path, "<f4", "r", tensor.start, tensor.shape)
     largest = float(factors.max())
     if np.all(factors == 1.0):
         return config

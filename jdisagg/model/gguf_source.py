@@ -1,7 +1,8 @@
 """Weights of a GGUF file by their Hugging Face names: memory-mapped, and dequantised only where a shard reads.
 
-Two things differ from a Hugging Face folder beside the names: numbers come in quantised blocks along a row, and for
-Llama the rows of q and k are stored in the order of interleaved rotation, which is undone here.
+Some things differ from a Hugging Face folder beside the names: numbers come in quantised blocks along a row, for Llama
+the rows of q and k are stored in the order of interleaved rotation, and for Gemma norms have the 1 that the network
+adds. Both are undone here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jdisagg.core.errors import CheckpointError, MissingTensor, UnsupportedModel
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.files import first_line
 from jdisagg.model.gguf_config import NO_WEIGHTS, model_config
+from jdisagg.model.gguf_families import NORMS_PLUS_ONE
 from jdisagg.model.gguf_file import Tensor, read_gguf
 from jdisagg.model.names import Index, stage_leaves
 
@@ -35,6 +37,7 @@ class GGUFSource:
         config = model_config(file)
         self._path, self._config = file.path, config
         self._interleaved = file.architecture in INTERLEAVED
+        self._norm_offset = np.float32(file.architecture in NORMS_PLUS_ONE)
         names = _names(config, file.architecture)
         self._tensors = {name: file.tensors[stored] for name, stored in names.items() if stored in file.tensors}
         unread = file.tensors.keys() - names.values() - NO_WEIGHTS
@@ -79,7 +82,8 @@ class GGUFSource:
         stored = self._bytes(tensor)
         try:
             if len(tensor.shape) == 1:
-                return _numbers(stored, tensor.kind)[picked]
+                found = _numbers(stored, tensor.kind)[picked]
+                return found - self._norm_offset if name.endswith("norm.weight") else found
             return _columns(stored.reshape(tensor.shape[0], -1)[picked], tensor.kind, index[1])
         except (ValueError, IndexError) as error:
             raise CheckpointError(f"cannot read tensor {name} of {tensor.path}: {first_line(error)}") from error

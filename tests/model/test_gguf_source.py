@@ -12,6 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from jdisagg.convert import convert
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source, read_defaults, read_model
 from jdisagg.model.gguf_config import READ
 from jdisagg.model.gguf_source import GGUFSource
@@ -68,16 +69,46 @@ def gguf_of(folder: Path, path: Path, kind: Kind = Kind.F32, **options) -> Path:
             for letter, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 if arch == "llama" and f".{letter}_proj." in name:
                     found = interleaved(found, heads)
+            if config.norm_offset and name.endswith("norm.weight"):
+                found = found + np.float32(config.norm_offset)
             stored = kind if found.ndim == 2 else Kind.F32
             yield table.get_name(name, (".weight", ".bias")) or "", gguf.quantize(found, stored), stored
-        if config.rope_scaling is not None:
+        if config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
+            yield "rope_factors_short.weight", np.array(config.rope_scaling.factors, np.float32), Kind.F32
+        if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
             factors = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
             yield "rope_freqs.weight", factors.astype(np.float32), Kind.F32
 
     numbers = {key: getattr(config, name) for key, name in OWN.items()}
     if config.layer_windows:
         numbers["attention.sliding_window"] = config.window(0) or 0
-    return write(path, arch, numbers, tensors(), byte_level(), **options)
+    numbers |= own_numbers(config)
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        scaling = config.rope_scaling
+        if config.family == "gemma3":
+            writer.add_sliding_window_pattern([window is not None for window in config.layer_windows])
+        if scaling is not None and scaling.kind in ("linear", "yarn"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
+            writer.add_rope_scaling_factor(scaling.factor)
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+
+    return write(path, arch, numbers, tensors(), byte_level(), more, **options)
+
+
+def own_numbers(config: ModelConfig) -> dict[str, int | float]:
+    """Keys that some architectures have."""
+    found: dict[str, int | float | None] = {
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+        "attention.scale": config.query_scale,
+        "rope.freq_base_swa": config.local_rope_theta,
+        "rope.dimension_count": config.rotary_dim or None,
+    }
+    if config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
+        found["rope.scaling.original_context_length"] = config.rope_scaling.original_max_position
+        found["rope.scaling.attn_factor"] = config.rope_scaling.attention_factor
+    return {key: value for key, value in found.items() if value is not None}
 
 
 @pytest.fixture(scope="module", params=sorted(QUANTISED))
