@@ -21,7 +21,7 @@ from jdisagg.model.sources import FLOATS, Source
 
 BITS = 4
 PER_WORD = 32 // BITS
-PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of the eight outputs of a word, which four bits of it are theirs
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight outputs of a word, which four bits of it are theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +55,4 @@ class AWQ:
 
 def _numbers(words: np.ndarray) -> np.ndarray:
     """u8[rows, 8 x words] in the order of the outputs."""
-    return unpacked(words, BITS).reshape(len(words), -1, PER_WORD)[:, :, PLACES].reshape(len(words), -1)
+    return unpacked(words, BITS, PLACES)

@@ -44,11 +44,11 @@ class MXFP4:
         experts, span, outputs = index
         out = np.empty([part.stop - part.start for part in index], np.float32)
         for place, expert in enumerate(range(experts.start, experts.stop)):
-            out[place] = self._read_expert(source, stem, expert, span, outputs).T
+            out[place] = self._read_expert(source, stem, expert, span, outputs)
         return out
 
     def _read_expert(self, source: Source, stem: str, expert: int, span: slice, outputs: slice) -> np.ndarray:
-        """f32[outputs, span]"""
+        """f32[span, outputs]"""
         blocks, block_of = blocks_of(span, BLOCK)
         one = slice(expert, expert + 1)
         stored = source.read(stem + "_blocks", (one, outputs, blocks, slice(0, BLOCK // 2)))[0]
@@ -56,13 +56,16 @@ class MXFP4:
         inside = slice(span.start - blocks.start * BLOCK, span.stop - blocks.start * BLOCK)
         scales = POWERS[source.read(stem + "_scales", (one, outputs, blocks))[0]]
         return scaled(
-            lambda strip: E2M1[_halves(octets[strip])[:, inside]],
+            lambda strip: np.take(E2M1, _halves(octets[strip])[:, inside]),
             np.arange(len(octets)),
             len(block_of),
             scales,
             columns=block_of,
+            transposed=True,
         )
 
 
 def _halves(octets: np.ndarray) -> np.ndarray:
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
+    out = np.empty((len(octets), octets.shape[1] * 2), np.uint8)
+    out[:, 0::2], out[:, 1::2] = octets & 15, octets >> 4
+    return out

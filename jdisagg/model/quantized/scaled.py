@@ -75,4 +75,4 @@ def _grid(source: Source, name: str, rows: slice, columns: slice) -> np.ndarray:
 
 def _f32(stored: np.ndarray) -> np.ndarray:
     """By a table: ml_dtypes casts eight bits one by one."""
-    return stored.astype(np.float32) if stored.dtype == np.int8 else FP8_VALUES[stored.view(np.uint8)]
+    return stored.astype(np.float32) if stored.dtype == np.int8 else np.take(FP8_VALUES, stored.view(np.uint8))

@@ -14,6 +14,7 @@ from jdisagg.model.names import Index
 from jdisagg.model.quantized.scheme import Quantization, Scheme
 from jdisagg.model.sources import FLOATS, HFSource
 
+OF_PAGES = (".k_scale", ".v_scale", ".kv_scale")
 # Scales that belong to no weight: of activations, and of KV pages. Nothing here reads them.
 UNREAD = (
     ".input_scale",
@@ -24,10 +25,8 @@ UNREAD = (
     ".output_scale",
     ".output_zero_point",
     ".q_scale",
-    ".k_scale",
-    ".v_scale",
-    ".kv_scale",
     ".prob_scale",
+    *OF_PAGES,
 )
 
 
@@ -79,7 +78,8 @@ class QuantizedSource:
     def label(self) -> str:
         """How the weights are stored, and what else is meant to be quantised and is not here."""
         unread = " (activations are not)" * self.quantization.activations
-        pages = "; scales of KV pages are not read" * self.quantization.kv_cache
+        kv_scales = self.quantization.kv_cache or any(name.endswith(OF_PAGES) for name in self.inner.names)
+        pages = "; scales of KV pages are not read" * kv_scales
         return f"{self._scheme.label}{unread}{pages}"
 
     def stored_bytes(self) -> int:

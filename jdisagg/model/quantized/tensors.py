@@ -68,13 +68,17 @@ def words_of(span: slice, bits: int) -> tuple[slice, slice]:
     return slice(first, ceil_div(span.stop, each)), slice(span.start - first * each, span.stop - first * each)
 
 
-def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """u8[rows, numbers] of i32[rows, words], the lowest bits first; `bits` divides 8."""
-    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
-    if bits == 8:
-        return octets
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return ((octets[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(words), -1)
+def unpacked(words: np.ndarray, bits: int, places: Sequence[int] | None = None) -> np.ndarray:
+    """u8[rows, numbers] of i32[rows, words]: a word's first number is in its lowest bits, or number i at `places[i]`.
+
+    One of each word's numbers after another: numpy is fast along long rows only.
+    """
+    each, stored = 32 // bits, np.ascontiguousarray(words).view(np.uint32)
+    out = np.empty((len(words), words.shape[1] * each), np.uint8)
+    for number in range(each):
+        place = number if places is None else places[number]
+        out[:, number::each] = (stored >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
+    return out
 
 
 def read_f32(source: Source, name: str, index: Index) -> np.ndarray:
@@ -110,4 +114,4 @@ def scaled(
 
 def _picked(table: np.ndarray, rows: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
     picked = table[rows]
-    return picked if columns is None else picked[:, columns]
+    return picked if columns is None else np.take(picked, columns, axis=1)
