@@ -5,6 +5,7 @@ What llama.cpp computes and this project does not is refused by name, never appr
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +121,10 @@ def _head_dim(file: GGUFFile, raw: dict[str, Any]) -> int | None:
 def _rotated(file: GGUFFile, head_dim: int | None) -> float | None:
     """The share of a head that is rotated, where the file says."""
     rotated = file.fields.whole(file.own("rope.dimension_count"), 1, 1 << 16)
-    return None if not rotated or not head_dim else min(1.0, rotated / head_dim)
+    if not rotated or not head_dim:
+        return None
+    share = min(1.0, rotated / head_dim)
+    return share if int(head_dim * share) == min(rotated, head_dim) else math.nextafter(share, 1.0)
 
 
 def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:

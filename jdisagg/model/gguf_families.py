@@ -13,6 +13,7 @@ import numpy as np
 
 from jdisagg.core.errors import CheckpointError
 from jdisagg.model.gguf_file import GGUFFile
+from jdisagg.model.limits import MOST_LAYERS
 
 Raw = dict[str, Any]  # a `config.json`
 NORMS_PLUS_ONE = ("gemma2", "gemma3")  # whose norms' weights have the 1 that the network adds
@@ -28,12 +29,14 @@ def _gemma3(file: GGUFFile, raw: Raw) -> Raw:
     return {
         "query_pre_attn_scalar": _query_scalar(file, raw, 62),
         "rope_local_base_freq": file.metadata.get(file.own("rope.freq_base_swa")),
-        **_pattern(file),
+        **_pattern(file, raw),
     }
 
 
-def _pattern(file: GGUFFile) -> Raw:
-    """Which layers slide, where the file says: every n-th does not, or a list of those that do."""
+def _pattern(file: GGUFFile, raw: Raw) -> Raw:
+    """Which layers slide, where the file says: all but every n-th, or those of a list; none without a window."""
+    if raw["sliding_window"] is None and type(raw["num_hidden_layers"]) is int:
+        return {"layer_types": ["full_attention"] * min(raw["num_hidden_layers"], MOST_LAYERS)}
     found = file.metadata.get(file.own("attention.sliding_window_pattern"))
     if isinstance(found, list):
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in found]}

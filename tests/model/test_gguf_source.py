@@ -24,7 +24,7 @@ from jdisagg.model.rope import inverse_frequencies
 from jdisagg.model.sources import HFSource
 from jdisagg.model.tokenizer import Tokenizer
 from tests.fixtures.conformance import families, load
-from tests.fixtures.gguf_files import QUANTISED, byte_level, expected, sha256, write
+from tests.fixtures.gguf_files import FAMILIES, QUANTISED, byte_level, expected, sha256, write
 from tests.model.sharded import mesh_of, run_stage, split_layers, stage_output
 
 LENGTH = 64
@@ -111,10 +111,13 @@ def own_numbers(config: ModelConfig) -> dict[str, int | float]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-@pytest.fixture(scope="module", params=sorted(QUANTISED))
+FILES = QUANTISED | FAMILIES
+
+
+@pytest.fixture(scope="module", params=sorted(FILES))
 def quantised(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("quantised") / f"{request.param}.gguf"
-    return QUANTISED[request.param].write(path), expected(request.param)
+    return FILES[request.param].write(path), expected(request.param)
 
 
 def test_the_files_are_those_that_transformers_read(quantised):
@@ -161,6 +164,38 @@ def test_shards_of_a_file_in_a_row_give_the_same_logits(family, tp, pp, tmp_path
     assert np.abs(x[: len(fixture.prompts[1])] - fixture.logits[1]).max() <= 1e-4
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_shards_of_a_quantised_file_of_another_family_give_its_logits(family, tmp_path):
+    path, said = FAMILIES[family].write(tmp_path / "model.gguf"), expected(family)
+    config = read_model(path)
+    params = load_stage(GGUFSource(path), config, range(config.num_layers), mesh_of(2), jnp.float32)
+    logits = run_stage(params, mesh_of(2), stage_output, padded(said.prompts[1]))
+    assert np.abs(logits[: len(said.prompts[1])] - said.logits[1]).max() <= 1e-3
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_queries_of_the_largest_gemmas_are_scaled_by_another_number(architecture, layers, tmp_path):
+    tiny = FAMILIES[architecture]
+    assert read_model(tiny.write(tmp_path / "small.gguf")).query_scale == 256**-0.5
+    large = tiny.write(tmp_path / "large.gguf", numbers=tiny.numbers | {"block_count": layers})
+    assert read_model(large).query_scale == 16**-0.5
+
+
+def test_a_gemma3_file_that_names_no_window_has_none(tmp_path):
+    tiny = FAMILIES["gemma3"]
+    numbers = {key: value for key, value in tiny.numbers.items() if key != "attention.sliding_window"}
+    assert read_model(tiny.write(tmp_path / "full.gguf", numbers=numbers)).layer_windows == ()
+    assert read_model(tiny.write(tmp_path / "some.gguf")).layer_windows == (*[16] * 5, None, 16)
+
+
+@pytest.mark.parametrize(("heads", "hidden", "rotated"), [(4, 64, 10), (2, 88, 30), (2, 156, 62)])
+def test_a_phi3_file_rotates_as_many_numbers_as_it_says(heads, hidden, rotated, tmp_path):
+    """Though the share of a head, in floating point, times the head is less than them for some."""
+    tiny = replace(FAMILIES["phi3"], heads=heads, hidden=hidden, kinds=(Kind.F16,))
+    numbers = tiny.numbers | {"rope.dimension_count": rotated}
+    assert read_model(tiny.write(tmp_path / "model.gguf", numbers=numbers)).rotary_dim == rotated
+
+
 def test_a_slice_is_the_same_as_the_slice_of_the_whole(tmp_path):
     """Of all kinds, of permuted rows, and of columns that begin and end inside a block."""
     source = GGUFSource(QUANTISED["llama"].write(tmp_path / "model.gguf"))
@@ -204,9 +239,9 @@ def test_files_of_several_parts_are_one_model(tmp_path):
 
 
 @pytest.mark.parametrize("fmt", ["orbax", "hf"])
-@pytest.mark.parametrize("name", sorted(QUANTISED))
+@pytest.mark.parametrize("name", sorted(FILES))
 def test_a_converted_file_is_the_same_model(name, fmt, tmp_path):
-    path, folder = QUANTISED[name].write(tmp_path / "model.gguf"), tmp_path / "folder"
+    path, folder = FILES[name].write(tmp_path / "model.gguf"), tmp_path / "folder"
     convert(path, folder, fmt, None)
     config, stored = read_model(folder), GGUFSource(path)
     assert config == read_model(path) and read_defaults(folder) == read_defaults(path)
