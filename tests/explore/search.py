@@ -44,6 +44,7 @@ class Search:
         self.world, self.limit = world, limit
         self.found = Found()
         self._known: dict[bytes, int] = {}
+        self._level: dict[State, int] = {}  # states just found: most are come by in several orders, to the number
         self._parents, self._steps = array("q"), array("h")
         self._from, self._to = array("q"), array("q")  # natural steps, for `stuck`
         self._ends: list[int] = []
@@ -67,6 +68,7 @@ class Search:
 
     def _next(self, level: list[tuple[int, State]]) -> list[tuple[int, State]]:
         after = []
+        self._level.clear()
         for number, state in level:
             for step, action in enumerate(self.world.actions(state)):
                 fresh = self._step(number, state, step, action)
@@ -78,11 +80,14 @@ class Search:
         self.found.transitions += 1
         try:
             then = follow(self.world, state, action)
-            key = self.world.key(then)
-            place = self._known.get(key)
-            fresh = place is None
+            place, fresh = self._level.get(then), False
             if place is None:
-                place = self._note(then, number, step, key)
+                key = self.world.key(then)
+                place = self._known.get(key)
+                fresh = place is None
+                if place is None:
+                    place = self._note(then, number, step, key)
+                self._level[then] = place
         except Violation:
             self.found.trace = [*self.trace(number), action]
             raise

@@ -341,7 +341,7 @@ def test_bytes_cross_by_tls_and_a_peer_without_it_or_with_another_root_gets_noth
         assert np.array_equal(np.asarray(array), values) and other.ack(ticket)
     ticket = source.offer(TransferId("h", 2), [jax.device_put(values)], time.monotonic() + 120)
     with pytest.raises((PeerDead, PeerMismatch, BadTicket)):
-        pull_by(CONFIG, ticket)
+        pull_by(QUICK, ticket)  # each waits for the other to begin
     with pytest.raises(PeerMismatch, match="no TLS"):
         pull_by(replace(safe, tls_client=ssl.create_default_context()), ticket)
     for each in (source, other):

@@ -81,6 +81,8 @@ def test_at_once_they_say_the_same(stack: Cluster, alone: list[Answer], pool: Th
 
 
 def test_metrics_of_the_router_speak_of_all_workers(stack: Cluster):
+    stack.ask(**BODIES[0])
+    stack.await_all_free()  # and every worker has reported since
     names = set(stack.pages())
     assert len(names) == 2 and all(free == 2048 // 16 for free, _ in stack.pages().values())
     runs = {labels["worker"] for labels, value in stack.samples("decode_runs_total") if value}
