@@ -3,4 +3,4 @@
 # theirs counts instead (bash launch/test.sh -m "not hostile" runs the slow ones too, as .ci/run does).
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 ensure_venv test,lint
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,15 +1,20 @@
-"""Eight virtual CPU devices for every test, a thread pool wide enough for collectives, compiled programs kept from run
-to run (they make the engine's tests twice as fast), and the folder of traces."""
+"""Eight virtual CPU devices for every test, a thread pool wide enough for collectives, programs compiled quickly and
+kept from run to run (they make the engine's tests twice as fast), and the folder of traces."""
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.environment import QUICK_XLA
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {QUICK_XLA}")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # see tests/environment.py
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")  # what is promoted is promoted on purpose, and so is
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # what is broadcast; in processes that tests start as well
@@ -19,18 +24,29 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests first: of several processes none is left with a long one at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data_dir", default="", help="folder of the public traces that tests/published reads")
 
 
 @pytest.fixture(scope="module")
 def no_kept_programs() -> Iterator[None]:
-    """For programs of chips that are not here: jax keeps them and cannot read them back, which it warns of."""
+    """For programs of chips that are not here: jax keeps them and cannot read them back, which it warns of. They are
+    compiled as for a user."""
     jax = importlib.import_module("jax")  # not at the top: the environment above comes first
     kept = importlib.import_module("jax.experimental.compilation_cache.compilation_cache")
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    names = ("jax_enable_compilation_cache", "jax_disable_most_optimizations")
+    before = {name: jax.config.values[name] for name in names}
+    for name in names:
+        jax.config.update(name, False)
     kept.reset_cache()  # else what was found out at the first program of the process stays
     yield
-    jax.config.update("jax_enable_compilation_cache", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     kept.reset_cache()

@@ -1,7 +1,6 @@
 """`python -m jdisagg.aot` as a user meets it: exit codes, one-line mistakes, the report."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ import pytest
 
 from jdisagg import aot
 from jdisagg.parallel.topology import devices_of
+from tests.environment import as_users
 
 ROOT = Path(__file__).parent.parent
 POD = ["--model=configs/llama3_70b", "--mesh=prefill:tp8,decode:pp4tp2"]
@@ -73,8 +73,7 @@ def report_of(folder, *arguments):
     (folder / "config.json").write_text(json.dumps(TINY))
     report = folder / "report.json"
     command = [sys.executable, "-m", "jdisagg.aot", f"--model={folder}", f"--json={report}", *arguments]
-    environment = {**os.environ, "XLA_FLAGS": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=as_users(), check=False)
     assert report.exists(), done.stdout + done.stderr
     return done, json.loads(report.read_text())
 

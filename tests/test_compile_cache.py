@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from jdisagg import compile_cache
+from tests.environment import quick
 from tests.fixtures import conformance
 
-CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION_CACHE")}
+CLEAN = {key: value for key, value in quick().items() if not key.startswith("JAX_COMPILATION_CACHE")}
 
 
 def use(setting: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +73,7 @@ def start(cache: Path) -> tuple[list[str], float]:
     began_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "jdisagg.launch", *flags], capture_output=True, text=True, check=False,
-        env={**CLEAN, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}, timeout=250,
+        env=CLEAN, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0 and not re.search("[Ee]rror|[Ww]arn", done.stderr), done.stderr
     rows = sorted(map(json.loads, output.read_text().splitlines()), key=lambda row: row["line"])

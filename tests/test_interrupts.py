@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import as_users
 from tests.fixtures import conformance
 
 SMALL = (
@@ -28,11 +29,9 @@ PHASES_S = (0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
-    settings = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}  # warm-up is long
+    environment = as_users(JAX_ENABLE_COMPILATION_CACHE="false")  # warm-up is long
     command = [sys.executable, "-m", "jdisagg.launch", *flags]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings}
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def end_by(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,7 +18,9 @@ from rich.console import Console
 from jdisagg.core.request import FinishReason
 from jdisagg.core.settings import Settings
 from jdisagg.terminal import complete_one
+from tests.environment import quick
 from tests.fixtures import conformance
+from tests.launched import launch_here
 from tests.ports import free_port
 from tests.serve.scripted import ScriptedService, tokens
 
@@ -33,13 +34,9 @@ SMALL = [
 ]
 
 
-def environment():
-    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-
-
 def launch(*arguments, timeout_s=280):
     command = [sys.executable, "-m", "jdisagg.launch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=quick(), check=False)
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +48,36 @@ def busy_port():
 
 
 MISTAKES = [
-    (["--mesh=prefil:tp2,decode:pp2"], "unknown role 'prefil'"),
     (["--model=/nowhere", "--http_port=0", "--grpc_port=0"], "--model=/nowhere: there is no config.json"),
     (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
     (["--prompts=pyproject.toml", "--output=pyproject.toml"], "pyproject.toml, line 1: not an object"),
     (["--mehs=colocated:tp1"], "unknown flag --mehs; did you mean --mesh?"),
-    (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
-    (["--mesh=colocated:tp1@9999", "--http_port=0", "--grpc_port=0"], "devices 0 to 9999, this machine has 256"),
     (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),
     (["--prompts=/", "--output=/tmp/never.jsonl"], "--prompts=/: "),
     (["--prompts=/dev/null", "--output=README.md"], "--output=README.md: line 1 is not an answer"),
     (["--prompts=/dev/null", "--output=/dev/stdout"], "--output=/dev/stdout: is a link to"),
     (["--prompts=/dev/null", "--output=/nowhere/out.jsonl"], "--output=/nowhere/out.jsonl: No such file"),
 ]
-IN_THE_SUITE = 4  # a process each: the others are left to .ci/run
+FIRST = [
+    (["--mesh=prefil:tp2,decode:pp2"], "unknown role 'prefil'"),
+    (["--mesh=prefill:tp1,decode:pp9", "--http_port=0", "--grpc_port=0"], "9 stages (pp) for 6 layers"),
+    (["--mesh=colocated:tp1@9999", "--http_port=0", "--grpc_port=0"], "devices 0 to 9999, this machine has 256"),
+]  # of a process: the last two ask for devices of its own
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (at >= IN_THE_SUITE)) for at, each in enumerate(MISTAKES)],
+    ("start", "arguments", "says"),
+    [(launch_here, *each) for each in MISTAKES] + [(launch, *each) for each in FIRST],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, says):
-    done = launch(*arguments)
+def test_a_mistake_is_one_line_and_exit_code_2(start, arguments, says):
+    done = start(*arguments)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_a_port_in_use_is_found_before_anything_is_loaded(busy_port):
-    done = launch(f"--http_port={busy_port}")
+    done = launch_here(f"--http_port={busy_port}")
     assert done.returncode == 2
     assert f"--http_port={busy_port}" in done.stderr and "Traceback" not in done.stderr
 
@@ -98,14 +96,14 @@ def test_a_cluster_port_in_use_is_found_before_anything_is_loaded(busy_port, tmp
     secret.write_text("sixteen bytes of secret, or more")
     port = busy_port if "::1" not in flag else "99999"
     more = ["--http_port=0", "--grpc_port=0", "--control_port=0"] if "router" in role else ["--router=127.0.0.1:1"]
-    done = launch(f"--role={role}", f"--secret_file={secret}", *more, flag.format(port))
+    done = launch_here(f"--role={role}", f"--secret_file={secret}", *more, flag.format(port))
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert str(port) in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("argument", ["--record_dir=/dev/null/journals", "--metrics_compat=graphite"])
 def test_what_cannot_be_recorded_is_said_before_anything_is_compiled(argument):
-    done = launch(*SMALL, "--http_port=0", "--grpc_port=0", argument)
+    done = launch_here(*SMALL, "--http_port=0", "--grpc_port=0", argument)
     assert done.returncode == 2
     assert argument.partition("=")[2] in done.stderr and "Traceback" not in done.stderr
     assert "ready" not in done.stdout, "the programs were compiled first"
@@ -163,7 +161,7 @@ def running(*arguments):
     """A server process and its base URL, once it is ready."""
     port = free_port()
     command = [sys.executable, "-m", "jdisagg.launch", *SMALL, f"--http_port={port}", "--grpc_port=-1", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quick())
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: status(f"{url}/ready") == 200 or process.poll() is not None, 240)
@@ -224,7 +222,7 @@ def test_a_second_signal_does_not_wait_for_running_requests():
 
 
 def test_printed_settings_come_from_flags_and_file():
-    done = launch("--config=configs/pod_70b.toml", "--page_size=128", "--print_config")
+    done = launch_here("--config=configs/pod_70b.toml", "--page_size=128", "--print_config")
     assert done.returncode == 0
     assert "page_size = 128" in done.stdout and 'mesh = "prefill:tp8,decode:pp4tp2"' in done.stdout
 

@@ -1,6 +1,7 @@
 """`import jdisagg`: the Python way in, as the README shows it."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import jdisagg
 from jdisagg.core.errors import RequestError
 from jdisagg.serve import servers
 from jdisagg.serve.http.app import create_app
+from tests.environment import as_users
 from tests.fixtures import conformance
 from tests.hostile.model_folders import change, copy
 from tests.serve.live_http import serving
@@ -52,6 +54,26 @@ def test_importing_the_package_imports_neither_jax_nor_a_server():
 def test_greedy_answers_are_those_of_transformers(llm):
     answers = llm.generate_all(FAMILY.prompts, greedy(24))
     assert [list(answer.token_ids) for answer in answers] == FAMILY.greedy
+
+
+ELSEWHERE = """
+import json, sys, jdisagg
+sizes = {"mesh": "prefill:tp1,decode:tp1", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+greedy = jdisagg.SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(0,), ignore_eos=True)
+with jdisagg.LLM(model=sys.argv[1], **sizes) as llm:
+    print(json.dumps([answer.token_ids for answer in llm.generate_all(json.load(sys.stdin), greedy)]))
+"""
+
+
+@pytest.mark.slow
+def test_programs_compiled_as_for_a_user_answer_as_transformers_does():
+    """All else here is compiled quickly (see tests/environment.py)."""
+    command, asked = [sys.executable, "-c", ELSEWHERE, str(FAMILY.folder)], json.dumps(FAMILY.prompts)
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, timeout=280, env=as_users(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == FAMILY.greedy
 
 
 def test_an_answer_knows_where_its_time_went(llm):

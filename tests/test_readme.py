@@ -1,12 +1,13 @@
 """What the README says is run here, as it stands."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.environment import as_users
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,9 +17,8 @@ README = (ROOT / "README.md").read_text()
 def test_the_python_of_the_readme_runs_as_it_stands():
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", code[1]], capture_output=True, text=True, timeout=280, env=environment, check=False
+        [sys.executable, "-c", code[1]], capture_output=True, text=True, timeout=280, env=as_users(), check=False
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 40

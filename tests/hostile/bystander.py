@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.environment import quick
 from tests.fixtures import conformance
 from tests.hostile import watcher
 from tests.hostile.watcher import Felt
@@ -156,9 +157,8 @@ def serving(folder: Path, flags: Sequence[str] = (), key: str = "", model: Seque
     port, grpc_port, log_path = free_port(), free_port(), folder / f"server-{time.monotonic_ns()}.log"
     ports = (f"--http_port={port}", f"--grpc_port={grpc_port}", *((f"--api_key={key}",) if key else ()))
     command = [sys.executable, "-m", "jdisagg.launch", *model, *ports, *flags]
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=quick())
     server = Server(process, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", log_path, key)
     try:
         _wait_until_ready(server)

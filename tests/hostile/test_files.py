@@ -21,6 +21,7 @@ from jdisagg.core.errors import CheckpointError, RequestError, WrongDtype
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_tensors
 from jdisagg.model.sources import HFSource
+from tests.environment import quick
 from tests.hostile.model_folders import GOOD, INDEX, OPENED, change, copy, pipe, read_all, safetensors, why_refused
 
 pytestmark = pytest.mark.timeout(120)
@@ -263,7 +264,7 @@ def test_the_launcher_says_it_in_one_line_and_exits_with_2(folder: Path, lie: st
     command = [sys.executable, "-m", "jdisagg.launch", f"--model={model}", "--mesh=colocated:tp1", "--max_model_len=64"]
     done = subprocess.run(
         [*command, "--http_port=0", "--grpc_port=0"], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env=quick(),
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("jdisagg: ") and len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.environment import QUICK_XLA
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -22,7 +24,7 @@ class Peer:
         """`inside` comes before its command."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {QUICK_XLA}",
         }
         options = json.dumps({"names": names} | config)
         self.process = subprocess.Popen(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from tests.environment import quick
 from tests.ports import free_port
 
 SMALL = (
@@ -153,7 +153,8 @@ class Cluster:
     def used(self, worker: str) -> int:
         return self.pages().get(worker, (0, 0))[1]
 
-    def _held(self) -> dict[str, float]:
+    def held(self) -> dict[str, float]:
+        """What is not free, by whose it is."""
         held = {f"pages of {worker}": float(used) for worker, (_, used) in self.pages().items()}
         held |= {f"{labels['side']} by {labels['worker']}": value for labels, value in self.samples("transport_bytes")}
         return {what: value for what, value in held.items() if value}
@@ -162,7 +163,7 @@ class Cluster:
         """Every page of every worker is free, no transport holds a byte, and it stays so."""
         end_s, since_s = time.monotonic() + PATIENCE_S, time.monotonic()
         while time.monotonic() < since_s + STEADY_S:
-            if held := self._held():
+            if held := self.held():
                 since_s = time.monotonic()
                 assert since_s < end_s, f"still held: {held}"
             time.sleep(0.05)
@@ -230,7 +231,7 @@ def unbroken(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def launch(flags: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = quick()
     environment.pop("PJRT_NPROC", None)
     command = [sys.executable, "-m", "jdisagg.launch", *flags]
     with log.open("wb") as out:

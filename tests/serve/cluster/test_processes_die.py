@@ -37,7 +37,7 @@ class ClusterFixture:
             living.extend(self.cluster.start(role) for _ in range(2 - len(living)))
         until(lambda: status(f"{self.cluster.url}/ready") == 200, "a router that is ready")
         self.cluster.await_workers(*self.decodes, *self.prefills)
-        self.cluster.await_all_free()
+        until(lambda: not self.cluster.held(), "everything to be free")  # that it stays so, each test has seen to
 
     def busy(self, processes: list[Process]) -> Process:
         """Whichever of them holds pages first."""

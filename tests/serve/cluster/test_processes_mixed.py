@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.environment import quick
 from tests.fixtures import conformance
+from tests.launched import launch_here
 from tests.serve.cluster.processes import Cluster, private, until
 
 MISTAKES = {
-    ("--role=prefill",): "needs --router=HOST:PORT",
     ("--role=baker",): "roles are router, prefill, decode",
     ("--role=router", "--router=127.0.0.1:1"): "names another",
     ("--role=router",): "need --secret_file=FILE",
@@ -26,20 +25,23 @@ MISTAKES = {
 }
 
 
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "jdisagg.launch", "--http_port=0", "--grpc_port=0", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+PORTS = ("--http_port=0", "--grpc_port=0")
+
+
+@pytest.mark.parametrize("flags", MISTAKES, ids=" ".join)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, flags: tuple[str, ...]):
+    secret = private(tmp_path / "secret", "sixteen bytes of secret, or more")
+    done = launch_here(*PORTS, *[flag.replace("SECRET", str(secret)) for flag in flags])
+    assert done.returncode == 2 and MISTAKES[flags] in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path):
-    secret = private(tmp_path / "secret", "sixteen bytes of secret, or more")
-    asked = [[flag.replace("SECRET", str(secret)) for flag in flags] for flags in MISTAKES]
-    with ThreadPoolExecutor(2) as pool:
-        for done, says in zip(pool.map(lambda flags: run(*flags), asked), MISTAKES.values(), strict=True):
-            assert done.returncode == 2 and says in done.stderr, done.stderr
-            assert len(done.stderr.strip().splitlines()) == 1
+def test_a_process_without_its_router_is_one_line_and_exit_code_2():
+    command = [sys.executable, "-m", "jdisagg.launch", *PORTS, "--role=prefill"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=quick(), check=False)
+    assert done.returncode == 2 and "needs --router=HOST:PORT" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
