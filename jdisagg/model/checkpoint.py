@@ -50,10 +50,12 @@ def storage_line(place: str | Path, dtype: str) -> str | None:
     source = stored_source(place)
     if not isinstance(source, QuantizedSource | GGUFSource):
         return None
-    stored, held = source.stored_bytes() / GIB, source.num_weights() * DTYPE_BYTES[dtype] / GIB
-    return (
-        f"{source.label}: {stored:,.2f} GiB in files, dequantised on load to {held:,.2f} GiB of {dtype} in each worker"
-    )
+    stored, held = _size(source.stored_bytes()), _size(source.num_weights() * DTYPE_BYTES[dtype])
+    return f"{source.label}: {stored} in files, dequantised on load to {held} of {dtype} in each worker"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / (1 << 20):,.2f} MiB"
 
 
 def stored_source(place: str | Path) -> Stored:
