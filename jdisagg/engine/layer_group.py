@@ -20,11 +20,12 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.weight_format import WeightFormat
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
-from jdisagg.model.params import StageParams, load_stage
+from jdisagg.model.params import AS_MADE, StageParams, load_stage
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 
@@ -154,8 +155,9 @@ class LayerGroup(LayerGroupPrograms):
         layout: KVLayout,
         num_pages: int,
         dtype: DTypeLike,
+        weights: WeightFormat = AS_MADE,
     ) -> None:
-        super().__init__(config, layers, submesh, load_stage(source, config, layers, submesh.mesh, dtype))
+        super().__init__(config, layers, submesh, load_stage(source, config, layers, submesh.mesh, dtype, weights))
         self.kv = StagePages(layout, layers, num_pages, submesh)
 
     def decode(self, table: Array, state: Array, x: Array | None) -> Array:

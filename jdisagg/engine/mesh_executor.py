@@ -22,6 +22,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
 from jdisagg.core.steps import KVTransfer, StepPlan
+from jdisagg.core.weight_format import WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.executor import GroupDone, PendingStep
@@ -40,6 +41,7 @@ from jdisagg.kv.shipping import (
     pack_pages,
     ship_pages,
 )
+from jdisagg.model.params import AS_MADE
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Device
 
@@ -86,6 +88,7 @@ class MeshExecutor:
         layers: Sequence[range],
         devices: Sequence[Device],
         dtype: DTypeLike,
+        weights: WeightFormat = AS_MADE,
     ) -> None:
         """Reads the weights and allocates the pages; `warm` must follow before the first plan.
 
@@ -95,7 +98,7 @@ class MeshExecutor:
         self.config, self.model = config, model
         submeshes = submeshes_of(config.role, len(layers), devices)
         self.layer_groups = [
-            LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype)
+            LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype, weights)
             for run, submesh in zip(layers, submeshes, strict=True)
         ]
         self.transfer_programs = transfer_programs_of(config, submeshes)

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.reshard import Route, StageShape, plan_routes
+from jdisagg.core.weight_format import WeightFormat
 from jdisagg.core.worker_config import RAW, Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
@@ -28,7 +29,7 @@ from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
-from jdisagg.model.params import abstract_stage_params
+from jdisagg.model.params import AS_MADE, abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
 
@@ -227,11 +228,12 @@ def abstract_table(
     layers: Sequence[range],
     devices: Sequence[Device],
     dtype: DTypeLike,
+    weights: WeightFormat = AS_MADE,
 ) -> ProgramTable:
     """Of a worker that need not exist; arguments as those of `MeshExecutor`, devices perhaps of a topology."""
     submeshes = submeshes_of(config.role, len(layers), devices)
     groups = [
-        LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype))
+        LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype, weights))
         for run, submesh in zip(layers, submeshes, strict=True)
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None

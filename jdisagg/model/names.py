@@ -1,12 +1,13 @@
 """The one table between Hugging Face tensor names and our leaves.
 
 A `Leaf` says which checkpoint tensors a leaf of a `Stage` is made of, in order along its output axis, and how each
-is cut for a shard. Checkpoint matrices are [out, in]; our kernels are [in, out], so most leaves are `transposed`.
+is cut for a shard. Checkpoint matrices are [out, in]; a kernel [in, out] is such a leaf `transposed`, and one of a
+machine that wants it [out, in] is `flipped` once more.
 Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +51,15 @@ class Leaf:
     parts: tuple[Part, ...]
     axis: int | None = None  # dimension of the leaf that is sharded; None where every shard holds the same
     transposed: bool = False
+
+    def flipped(self) -> "Leaf":
+        """The leaf of the transposed matrix."""
+        return replace(self, axis=None if self.axis is None else 1 - self.axis, transposed=not self.transposed)
+
+    def channels(self) -> "Leaf":
+        """The leaf of one number for each of the matrix's outputs."""
+        outputs = 1 if self.transposed else 0
+        return replace(self, axis=0 if self.axis == outputs else None, transposed=False)
 
     def cut(self, local: np.ndarray, shard: int, tp: int) -> Iterator[tuple[Part, Index, np.ndarray]]:
         """A shard's leaf back into its parts: where each lies in the checkpoint's tensor, and its values."""

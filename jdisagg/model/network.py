@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
 from jdisagg.core.tensor_cut import heads_per_shard
+from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.products import MatrixForm, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D]
@@ -27,15 +29,29 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximat
 
 
 class Weight(nnx.Module):
-    """A matrix [in, out] and, where the family has one, its bias [out]."""
+    """A matrix and, where the family has one, its bias [out].
+
+    It is made [in, out] in the dtype of activations, which is what is trained; `become` gives it a machine's form.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, scale: float, dtype: DTypeLike, rngs: nnx.Rngs):
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+        self.scale: nnx.Param | None = nnx.data(None)  # f32[out], of int8 and fp8
+        self.form = MatrixForm()
 
     def __call__(self, x: Array) -> Array:
-        y = x @ self.kernel[...]
-        return y if self.bias is None else y + over(self.bias[...], y)
+        return summed(self, x, None)
+
+    def become(self, form: MatrixForm) -> None:
+        """The same matrix in another form, rounded where that is coarser."""
+        assert self.form == MatrixForm(), self.form
+        rows = self.kernel[...].T  # [out, in]
+        if form.is_scaled:
+            rows, scale = quantized(rows, form.dtype)
+            self.scale = nnx.Param(scale[:, 0])
+        rows = rows.astype(form.stored(rows.dtype))
+        self.kernel, self.form = nnx.Param(rows if form.out_first else rows.T), form
 
 
 class RMSNorm(nnx.Module):
@@ -134,8 +150,8 @@ class MLP(nnx.Module):
 
 def summed(weight: Weight, x: Array, axis: str | None) -> Array:
     """A row-sharded product: partial sums are added over the shards, then the bias once."""
-    y = x @ weight.kernel[...]
-    y = y if axis is None else jax.lax.psum(y, axis)
+    scale = None if weight.scale is None else weight.scale[...]
+    y = product(x, weight.kernel[...], scale, weight.form, axis)
     return y if weight.bias is None else y + over(weight.bias[...], y)
 
 
@@ -191,6 +207,37 @@ class Stage(nnx.Module):
         self.layers = nnx.List([Layer(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for _ in layers])
         self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
         self.head = table((config.vocab_size // self.vocab_shards, config.hidden_size)) if has_head else None
+        self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], of int8 and fp8
+        self.dtype, self.head_form = dtype, MatrixForm(True)
+
+    def become(self, weights: WeightFormat, out_first: bool) -> None:
+        """The same stage with its matrices in a machine's form, each at most once.
+
+        Tables are looked up and multiplied: bf16 holds both, a scaled head is a leaf of its own beside the embedding.
+        """
+        for path, weight in self.matrices().items():
+            weight.become(MatrixForm(out_first, weights.of(path)))
+        head = self.embed if self.head is None else self.head
+        self.head_form = MatrixForm(True, weights.of("head"))
+        if self.head_form.is_scaled and self.norm is not None and head is not None:
+            rows, scale = quantized(head[...], self.head_form.dtype)
+            self.head, self.head_scale = nnx.data(nnx.Param(rows)), nnx.Param(scale[:, 0])
+        if not weights.is_scaled:
+            self.embed, self.head = (self._table(each, weights) for each in (self.embed, self.head))
+
+    def _table(self, table: nnx.Param | None, weights: WeightFormat) -> nnx.Param | None:
+        return (
+            None if table is None else nnx.Param(table[...].astype(MatrixForm(True, weights.dtype).stored(self.dtype)))
+        )
+
+    def matrices(self) -> dict[str, Weight]:
+        """By layer of the model and place in it, as "11.attention.qkv"."""
+        return {
+            ".".join(map(str, (self.first + index, *path))): module
+            for index, layer in enumerate(self.layers)
+            for path, module in nnx.iter_modules(layer)
+            if isinstance(module, Weight)
+        }
 
     def attention(self, layer: int) -> AttentionOptions:
         """How a layer attends, by its place in the stage."""
@@ -199,7 +246,7 @@ class Stage(nnx.Module):
     def embed_tokens(self, tokens: Array) -> Array:
         """i32[...] -> [..., hidden]."""
         assert self.embed is not None, "only the first stage embeds"
-        x = self.embed[...][tokens]
+        x = self.embed[...][tokens].astype(self.dtype)
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
@@ -219,10 +266,15 @@ class Stage(nnx.Module):
         assert self.norm is not None, "only the last stage has a head"
         head = self.embed if self.head is None else self.head
         assert head is not None
-        y = scored(self.norm(x), head[...])
+        x = self.norm(x)
+        y = scored(x, head[...]) if self.head_scale is None else self._scaled_scores(x, head[...])
         if self.axis is not None and self.vocab_shards > 1:
             y = jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
         return soft_capped(y, self.config.final_soft_cap)
+
+    def _scaled_scores(self, x: Array, head: Array) -> Array:
+        assert self.head_scale is not None
+        return product(x.astype(jnp.float32), head, self.head_scale[...], self.head_form)
 
 
 def soft_capped(logits: Array, cap: float | None) -> Array:
@@ -236,8 +288,11 @@ def scored(x: Array, table: Array) -> Array:
     A few rows go as a product *of* the table: any other way XLA's CPU backend transposes the whole table at every call
     (1.3 of 25 CPU milliseconds of a decode turn of 8 rows, V 8192), and the barriers keep it from folding that away.
     """
+    x = x.astype(table.dtype)
     if x.ndim != 2:
         return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
+    if x.shape[0] == 1 and table.dtype != jnp.float32:
+        return scored(jnp.concatenate([x, x]), table)[:1]  # see `products.py`
     rows = jax.lax.optimization_barrier(x.T)
     return jax.lax.optimization_barrier(jnp.matmul(table, rows, preferred_element_type=jnp.float32)).T
 

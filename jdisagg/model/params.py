@@ -4,6 +4,7 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 `Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +17,13 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MeshError, MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
-from jdisagg.model.network import Stage
+from jdisagg.model.network import Stage, Weight
+from jdisagg.model.products import LARGEST, STORED, TINY, MatrixForm, layout_of
 from jdisagg.model.sources import FLOATS, Source
 
+AS_MADE = WeightFormat()
 AXIS = "tp"  # the one axis of a stage's mesh
 STRIP_ROWS = 16  # f32: one cache line of the transposed matrix
 
@@ -32,6 +36,23 @@ class AbstractStage:
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
     paths: list[str]  # "layers.0.attention.qkv.kernel", in leaf order
     leaves: list[jax.ShapeDtypeStruct]  # local shapes
+    forms: dict[str, MatrixForm]  # see `forms_of`
+
+    def rules(self, table: dict[str, Leaf]) -> list[Leaf]:
+        """How each leaf is made from a checkpoint; `table` is of `stage_leaves`."""
+        return [self._rule(path, table) for path in self.paths]
+
+    def _rule(self, path: str, table: dict[str, Leaf]) -> Leaf:
+        form, kernel = self.forms.get(path), self.scaled_by(path)
+        if kernel is not None:
+            return table[kernel].channels()
+        return table[path].flipped() if form is not None and form.out_first and path != "head" else table[path]
+
+    def scaled_by(self, path: str) -> str | None:
+        """The leaf whose scales this one holds; None where it holds anything else."""
+        kernel = "head" if path == "head_scale" else path.removesuffix("scale") + "kernel"
+        form = self.forms.get(kernel)
+        return kernel if path.endswith("scale") and form is not None and form.is_scaled else None
 
 
 @dataclass(frozen=True)
@@ -75,14 +96,39 @@ def divides(config: ModelConfig, tp: int) -> bool:
     return True
 
 
-def abstract_stage(config: ModelConfig, layers: range, tp: int, axis: str | None, dtype: DTypeLike) -> AbstractStage:
-    """The stage of `layers` as one of `tp` shards sees it; nothing is allocated."""
+def abstract_stage(
+    config: ModelConfig,
+    layers: range,
+    tp: int,
+    axis: str | None,
+    dtype: DTypeLike,
+    weights: WeightFormat = AS_MADE,
+    out_first: bool = False,
+) -> AbstractStage:
+    """The stage of `layers` as one of `tp` shards sees it, its matrices in the form asked for; nothing is allocated."""
     check_divides(config, tp)
     assert layers.step == 1 and 0 <= layers.start < layers.stop <= config.num_layers, layers
-    stage = nnx.eval_shape(lambda: Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0)))
+
+    def formed() -> Stage:
+        stage = Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0))
+        stage.become(weights, out_first)
+        return stage
+
+    stage = nnx.eval_shape(formed)
     graphdef, state = nnx.split(stage)
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
-    return AbstractStage(graphdef, treedef, [dotted(path) for path, _ in found], [leaf for _, leaf in found])
+    paths, leaves = [dotted(path) for path, _ in found], [leaf for _, leaf in found]
+    return AbstractStage(graphdef, treedef, paths, leaves, forms_of(stage))
+
+
+def forms_of(stage: Stage) -> dict[str, MatrixForm]:
+    """Of every matrix by its leaf, as "layers.0.attention.qkv.kernel", and of "head"."""
+    forms = {
+        ".".join(map(str, (*path, "kernel"))): module.form
+        for path, module in nnx.iter_modules(stage)
+        if isinstance(module, Weight)
+    }
+    return forms | {"head": stage.head_form}
 
 
 def dotted(path: tuple) -> str:
@@ -90,40 +136,61 @@ def dotted(path: tuple) -> str:
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def load_stage(source: Source, config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> StageParams:
+def load_stage(
+    source: Source,
+    config: ModelConfig,
+    layers: range,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    weights: WeightFormat = AS_MADE,
+    out_first: bool | None = None,
+) -> StageParams:
     """Reads the stage of `layers` onto `mesh` (one axis, "tp"), each shard's slice on its own.
 
     On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
-    leaf at a time. Raises `MissingTensor`, `WrongShape`, `WrongDtype`, `MeshError`.
+    leaf at a time. Matrices are rounded to `weights` and lie [out, in] or [in, out] as `out_first` says, or as the
+    mesh's platform wants them.
+    Raises `MissingTensor`, `WrongShape`, `WrongDtype`, `MeshError`.
     """
     _check_depth(source, config, layers)
-    outline, rules = _outline(config, layers, mesh, dtype)
+    outline, abstract, rules = _outline(config, layers, mesh, dtype, weights, out_first)
     _check(source, rules)
-    leaves = [_load_leaf(source, rule, leaf, mesh.size) for rule, leaf in zip(rules, outline.leaves, strict=True)]
+    named = zip(abstract.paths, rules, outline.leaves, strict=True)
+    leaves = [_load_leaf(_shards(source, abstract, path, rule, mesh.size, leaf), rule, leaf, mesh.size)
+              for path, rule, leaf in named]  # fmt: skip
     return replace(outline, leaves=leaves)
 
 
-def abstract_stage_params(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> StageParams:
+def abstract_stage_params(
+    config: ModelConfig,
+    layers: range,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    weights: WeightFormat = AS_MADE,
+    out_first: bool | None = None,
+) -> StageParams:
     """What `load_stage` gives, with shapes in place of arrays: nothing is read and nothing allocated.
 
     The devices may be those of a machine that is not there. Raises `MeshError`.
     """
-    return _outline(config, layers, mesh, dtype)[0]
+    return _outline(config, layers, mesh, dtype, weights, out_first)[0]
 
 
-def _outline(config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike) -> tuple[StageParams, list[Leaf]]:
+def _outline(
+    config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike, weights: WeightFormat, out_first: bool | None
+) -> tuple[StageParams, AbstractStage, list[Leaf]]:
     """The stage's shapes, and for each leaf how it is made from a checkpoint."""
     assert mesh.axis_names == (AXIS,), mesh.axis_names
     tp = mesh.size
-    abstract = abstract_stage(config, layers, tp, AXIS if tp > 1 else None, dtype)
-    table = stage_leaves(config, layers, tp if config.vocab_size % tp == 0 else 1)
-    rules = [table[path] for path in abstract.paths]
+    out_first = layout_of(mesh.devices.flat[0].platform) if out_first is None else out_first
+    abstract = abstract_stage(config, layers, tp, AXIS if tp > 1 else None, dtype, weights, out_first)
+    rules = abstract.rules(stage_leaves(config, layers, tp if config.vocab_size % tp == 0 else 1))
     specs = [_spec(rule, tp) for rule in rules]
     leaves = [
         _whole_leaf(rule, local, _sharding(mesh, spec), tp)
         for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
     ]
-    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs), rules
+    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs), abstract, rules
 
 
 def check_tensors(source: Source, config: ModelConfig) -> None:
@@ -172,14 +239,25 @@ def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp:
     return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
 
-def _load_leaf(source: Source, rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int) -> jax.Array:
+def _load_leaf(shard_of: Callable[[int], np.ndarray], rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int) -> jax.Array:
     def shard_at(index: Index | None) -> np.ndarray:
         start = 0 if rule.axis is None or not index else index[rule.axis].start or 0
-        shard = 0 if rule.axis is None else start * tp // leaf.shape[rule.axis]
-        return shard_of_leaf(source, rule, shard, tp, leaf.dtype)
+        return shard_of(0 if rule.axis is None else start * tp // leaf.shape[rule.axis])
 
     # Waiting here is what keeps the host at one leaf: transfers to an accelerator hold their buffer until they end.
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard_at))
+
+
+def _shards(
+    source: Source, abstract: AbstractStage, path: str, rule: Leaf, tp: int, leaf: jax.ShapeDtypeStruct
+) -> Callable[[int], np.ndarray]:
+    """What makes one shard of a leaf on the host."""
+    form, kernel = abstract.forms.get(path), abstract.scaled_by(path)
+    if kernel is not None:
+        return lambda shard: channel_scales(source, rule, shard, tp, abstract.forms[kernel].dtype)
+    if form is not None and form.is_scaled:
+        return lambda shard: scaled_shard(source, rule, shard, tp, form.dtype)
+    return lambda shard: shard_of_leaf(source, rule, shard, tp, leaf.dtype)
 
 
 def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
@@ -188,6 +266,24 @@ def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeL
     if rule.transposed:
         return _side_by_side(parts, np.dtype(dtype))
     return np.ascontiguousarray(np.concatenate(parts).astype(dtype, copy=False))
+
+
+def channel_scales(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
+    """A scale for each of a shard's output channels, of all its inputs wherever they lie: f32[out]."""
+    largest = [
+        np.abs(source.read(part.name, (part.index(shard, tp)[0], slice(0, part.shape[1])))).max(axis=1)
+        for part in rule.parts
+    ]
+    absmax = np.concatenate(largest).astype(np.float32)
+    return np.maximum(absmax / np.float32(LARGEST[dtype]), np.float32(TINY))
+
+
+def scaled_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
+    """One shard's leaf, rounded to "int8" or "fp8" by the scales of its channels."""
+    scales = channel_scales(source, rule, shard, tp, dtype)
+    rows = shard_of_leaf(source, replace(rule, transposed=False), shard, tp, np.float32) / scales[:, None]
+    rounded = (np.rint(rows) if dtype == "int8" else rows).astype(STORED[dtype])
+    return _side_by_side([rounded], rounded.dtype) if rule.transposed else rounded
 
 
 def _side_by_side(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:

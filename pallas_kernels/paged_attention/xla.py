@@ -20,7 +20,7 @@ from pallas_kernels.quantized import QuantizedPages, stored
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 TILE_TOKENS = 128
 STEP_BYTES = 1 << 20  # of K and V in f32: a step's gather stays in a core's second-level cache
-MAX_TILES_A_STEP = 8
+MAX_TILES_A_STEP = 1
 
 
 class Tiles(NamedTuple):
@@ -65,7 +65,7 @@ def paged_attention(
     def step(index: Array, parts: Partials) -> Partials:
         slot, pages, low, high = (lax.dynamic_slice_in_dim(part, index * width, width) for part in tiles[:4])
         keys, values = read_tiles(kv_pages, pages)
-        logits = jnp.einsum("nhgd,nhsd->nhgs", grouped[slot], keys)
+        logits = scores(grouped[slot], keys)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
         seen = ((position < high[:, None]) & (position >= low[:, None]))[:, None, None]
         top = jnp.max(jnp.where(seen, logits, NEVER), axis=-1)
@@ -80,6 +80,15 @@ def paged_attention(
     parts = lax.fori_loop(0, -(-tiles.total // width), step, parts)
     mixed = merged(parts, tiles, grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
     return mixed.reshape(q.shape).astype(q.dtype)
+
+
+def scores(queries: Array, keys: Array) -> Array:
+    """[N, Hkv, G, D] by [N, Hkv, S, D] -> [N, Hkv, G, S], K as the left operand.
+
+    XLA's CPU products pack the right operand at every call, and K is the larger one; the barriers keep the order.
+    """
+    turned = lax.optimization_barrier(jnp.swapaxes(queries, 2, 3))
+    return jnp.swapaxes(lax.optimization_barrier(jnp.einsum("nhsd,nhdg->nhsg", keys, turned)), 2, 3)
 
 
 def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -> Array:

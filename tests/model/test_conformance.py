@@ -23,11 +23,13 @@ def padded(tokens: list[int]) -> np.ndarray:
 
 
 @cache
-def whole_model(family: str) -> Callable[[list[int]], np.ndarray]:
+def whole_model(family: str, out_first: bool | None = None) -> Callable[[list[int]], np.ndarray]:
     """A compiled full forward: tokens -> f32[len(tokens), V]."""
     fixture = load(family)
     config = read_config(fixture.folder)
-    params = load_stage(HFSource(fixture.folder), config, range(config.num_layers), mesh_of(1), jnp.float32)
+    params = load_stage(
+        HFSource(fixture.folder), config, range(config.num_layers), mesh_of(1), jnp.float32, out_first=out_first
+    )
     program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
     return lambda tokens: np.asarray(program(params.leaves, padded(tokens)[None]))[0, : len(tokens)]
 
@@ -36,10 +38,11 @@ def test_the_fixtures_hold_every_family():
     assert families() == ["gemma2", "gemma3", "llama2", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3"]
 
 
+@pytest.mark.parametrize("out_first", [False, True])
 @pytest.mark.parametrize("family", families())
-def test_full_forward_logits_equal_those_of_transformers(family: str):
+def test_full_forward_logits_equal_those_of_transformers(family: str, out_first: bool):
     fixture = load(family)
-    model = whole_model(family)
+    model = whole_model(family, out_first)
     for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
         assert np.abs(model(prompt) - expected).max() <= 1e-4
 
@@ -55,13 +58,13 @@ def test_greedy_tokens_equal_those_of_transformers(family: str):
         assert tokens[len(prompt) :] == expected
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("tp", "pp", "out_first"), [(1, 2, False), (2, 4, False), (4, 1, False), (2, 2, True)])
 @pytest.mark.parametrize("family", families())
-def test_sharded_stages_in_a_row_give_the_same_logits(family: str, tp: int, pp: int):
+def test_sharded_stages_in_a_row_give_the_same_logits(family: str, tp: int, pp: int, out_first: bool):
     fixture = load(family)
     config, source = read_config(fixture.folder), HFSource(fixture.folder)
     x = padded(fixture.prompts[-1])
     for place, layers in enumerate(split_layers(config, pp)):
         mesh = mesh_of(tp, place * tp % 8)
-        x = run_stage(load_stage(source, config, layers, mesh, jnp.float32), mesh, stage_output, x)
+        x = run_stage(load_stage(source, config, layers, mesh, jnp.float32, out_first=out_first), mesh, stage_output, x)
     assert np.abs(x[: len(fixture.prompts[-1])] - fixture.logits[-1]).max() <= 1e-4

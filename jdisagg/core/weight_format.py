@@ -1,0 +1,27 @@
+"""What the numbers of a model's matrices are: one value that loading, programs, identities and pages' budgets share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AS_ACTIVATIONS = "dtype"  # matrices hold what --dtype says
+SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a token at a time
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """One of "dtype", "float32", "bfloat16", "int8" and "fp8" for all matrices but those of `full`."""
+
+    dtype: str = AS_ACTIVATIONS
+    full: frozenset[str] = frozenset()  # as "11.mlp.down": a layer of the model and its matrix
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.dtype in SCALED
+
+    def of(self, matrix: str) -> str:
+        """The dtype of one matrix, named as those of `full`, or "head"."""
+        return AS_ACTIVATIONS if matrix in self.full else self.dtype
+
+    def __str__(self) -> str:
+        return self.dtype + (f" but for {len(self.full)} matrices" if self.full else "")

@@ -1,0 +1,34 @@
+"""Products in every form of a matrix, against the same matrix [in, out] in f32 and against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.model.products import FEW_ROWS, MatrixForm, product
+
+INPUTS, OUTPUTS = 96, 160
+
+
+def matrix() -> np.ndarray:
+    """[in, out]."""
+    return np.random.default_rng(0).standard_normal((INPUTS, OUTPUTS), np.float32)
+
+
+def tokens(rows: int) -> np.ndarray:
+    return np.random.default_rng(rows).standard_normal((rows, INPUTS), np.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("out_first", [False, True])
+def test_a_product_is_the_same_however_its_matrix_lies(out_first: bool, rows: int):
+    kernel, x = matrix(), tokens(rows)
+    y = jax.jit(lambda x, kernel: product(x, kernel, None, MatrixForm(out_first)))(x, kernel.T if out_first else kernel)
+    np.testing.assert_allclose(y, x @ kernel, atol=1e-4)
+
+
+def test_rows_may_have_any_leading_dimensions():
+    x = tokens(24).reshape(2, 3, 4, INPUTS)
+    y = product(jnp.asarray(x), jnp.asarray(matrix().T), None, MatrixForm(True))
+    assert y.shape == (2, 3, 4, OUTPUTS)
+    np.testing.assert_allclose(y, x @ matrix(), atol=1e-4)
