@@ -340,11 +340,13 @@ def test_bytes_cross_by_tls_and_a_peer_without_it_or_with_another_root_gets_noth
         (array,) = other.pull(ticket, jax.devices()[:1], time.monotonic() + 120)
         assert np.array_equal(np.asarray(array), values) and other.ack(ticket)
     ticket = source.offer(TransferId("h", 2), [jax.device_put(values)], time.monotonic() + 120)
-    with pytest.raises((PeerDead, PeerMismatch, BadTicket)):
-        pull_by(QUICK, ticket)  # each waits for the other to begin
     with pytest.raises(PeerMismatch, match="no TLS"):
         pull_by(replace(safe, tls_client=ssl.create_default_context()), ticket)
-    for each in (source, other):
+    hasty = tcp(replace(safe, control_timeout_s=1.0))  # each end waits for the other to begin, until this one tires
+    ticket = hasty.offer(TransferId("h", 3), [jax.device_put(values)], time.monotonic() + 120)
+    with pytest.raises((PeerDead, PeerMismatch, BadTicket)):
+        pull_by(CONFIG, ticket)
+    for each in (source, other, hasty):
         each.close()
 
 
