@@ -147,16 +147,13 @@ def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | Prof
 
 
 def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> Space:
-    """Heads are shared evenly: a tensor parallel size that does not divide the KV heads is left out."""
     profiled = isinstance(builder, ProfiledCandidateBuilder)
-    heads = model_of(values.model).num_kv_heads
-    tps = tuple(tp for tp in int_list(values.tps, "tps") if profiled or heads % tp == 0)
     unknown = [each for each in values.transfers if each not in list(TransferMode)]
     if unknown:
         raise FlagError(f"--transfers names {unknown[0]!r}, must be of {', '.join(TransferMode)}")
     return Space(
         values.devices,
-        tps,
+        int_list(values.tps, "tps"),
         int_list(values.pps, "pps"),
         (builder.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
         tuple(TransferMode(each) for each in values.transfers),

@@ -49,7 +49,6 @@ def busy_port():
 
 MISTAKES = [
     (["--model=/nowhere", "--http_port=0", "--grpc_port=0"], "--model=/nowhere: there is no config.json"),
-    (["--mesh=prefill:tp3,decode:tp1", "--http_port=0", "--grpc_port=0"], "tp3 does not divide"),
     (["--prompts=pyproject.toml", "--output=pyproject.toml"], "pyproject.toml, line 1: not an object"),
     (["--mehs=colocated:tp1"], "unknown flag --mehs; did you mean --mesh?"),
     (["--prompts=/nowhere.jsonl", "--output=/tmp/never.jsonl"], "/nowhere.jsonl: there is no such file"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jdisagg.core.tensor_cut import heads_per_shard
+from jdisagg.core.tensor_cut import Channels, KVHeads, QueryHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,20 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def q_cut(self) -> QueryHeads:
+        """How numbers of queries are spread over shards."""
+        return QueryHeads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def kv_cut(self) -> KVHeads:
+        """How numbers of keys, and of values, are."""
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def mlp_cut(self) -> Channels:
+        return Channels(self.intermediate_size)
+
+    @property
     def attention_kind(self) -> str:
         """MHA, GQA (Ainslie et al. 2023) or MLA."""
         if self.latent_size:
@@ -109,13 +123,12 @@ class ModelConfig:
     def layer_params(self, tp: int = 1) -> int:
         """Weights of one layer's matrices that one of `tp` shards holds; each multiplies and adds once a token.
 
-        Norms and biases are left out: they are noise next to these. KV heads are replicated where tp is over them.
+        Norms and biases are left out: they are noise next to these. Heads and channels that are padding count.
         """
         if self.active_layer_params:
             return self.active_layer_params // tp
-        heads = 2 * self.num_heads // tp + 2 * heads_per_shard(self.num_kv_heads, tp)
-        mlp = self.mlp_matrices * self.intermediate_size // tp
-        return self.hidden_size * (heads * self.head_dim + mlp)
+        heads = 2 * self.q_cut.width(tp) + 2 * self.kv_cut.width(tp)
+        return self.hidden_size * (heads + self.mlp_matrices * self.mlp_cut.width(tp))
 
     @property
     def embedding_params(self) -> int:
@@ -126,20 +139,20 @@ class ModelConfig:
         """Weights of the head that one of `tp` shards multiplies by: all, where the vocabulary does not divide."""
         return self.embedding_params // (tp if self.vocab_size % tp == 0 else 1)
 
-    def num_params(self) -> int:
-        """Weights of all matrices, the embedding counted once when it is tied."""
+    def num_params(self, tp: int = 1) -> int:
+        """Weights of all matrices, the embedding counted once when it is tied; layers as `tp` shards hold them."""
         embeddings = self.embedding_params * (1 if self.tie_embeddings else 2)
-        return self.num_layers * self.layer_params() + embeddings
+        return self.num_layers * tp * self.layer_params(tp) + embeddings
 
     # ------------------------------------------------------------ KV
 
     def layer_kv_size(self, tp: int = 1) -> int:
         """Numbers that one token leaves in the KV cache of one layer of one of `tp` shards."""
-        return self.latent_size or 2 * heads_per_shard(self.num_kv_heads, tp) * self.head_dim
+        return self.latent_size or 2 * self.kv_cut.width(tp)
 
-    def kv_bytes(self, tokens: float, number_bytes: float = 2.0) -> float:
-        """Bytes of the KV of `tokens` tokens, all layers, `number_bytes` for each number of K and V."""
-        return self.num_layers * self.layer_kv_size() * tokens * number_bytes
+    def kv_bytes(self, tokens: float, number_bytes: float = 2.0, tp: int = 1) -> float:
+        """Bytes of the KV of `tokens` tokens on one of `tp` shards, all layers, so many for each number of K and V."""
+        return self.num_layers * self.layer_kv_size(tp) * tokens * number_bytes
 
     # ------------------------------------------------------------ FLOPs
 
@@ -148,8 +161,8 @@ class ModelConfig:
         return 2 * self.layer_params(tp) * tokens
 
     def attention_flops(self, pairs: float, tp: int = 1) -> float:
-        """FLOPs of one layer's attention over `pairs` pairs of a query and a key that it sees."""
-        return 4 * self.q_size * pairs / tp
+        """FLOPs of one of `tp` shards of a layer's attention, over `pairs` pairs of a query and a key that it sees."""
+        return 4 * self.q_cut.width(tp) * pairs
 
     def prefill_flops(self, tokens: float, cached: float = 0.0) -> float:
         """FLOPs of a prompt of `tokens` tokens whose first `cached` are there already, all pairs counted.

@@ -52,7 +52,8 @@ class Shard:
 
     @property
     def _head_is_embedding(self) -> bool:
-        return self.model.tie_embeddings and self.tp == 1 and self.layers.start == 0
+        whole = self.model.head_params(self.tp) == self.model.embedding_params
+        return self.model.tie_embeddings and whole and self.layers.start == 0
 
     @property
     def _layers_params(self) -> int:

@@ -62,7 +62,7 @@ class Settings:
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
     mesh: str = _setting("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
-                         " auto: prefill:tp2,decode:pp2, or the nearest the model's heads allow")  # fmt: skip
+                         " auto: prefill:tp2,decode:pp2 (decode:tp1 for one layer)")  # fmt: skip
     # sizes
     max_model_len: int = _setting(
         0, "sizes", "tokens of prompt and output together; 0: the model's (sim, plan: no limit)"

@@ -3,7 +3,8 @@
 A `Leaf` says which checkpoint tensors a leaf of a `Stage` is made of, in order along its output axis, and how each
 is cut for a shard. Checkpoint matrices are [out, in]; a kernel [in, out] is such a leaf `transposed`, and one of a
 machine that wants it [out, in] is `flipped` once more.
-Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on.
+Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. Where shards do not divide
+heads or channels, some have zeros behind their part (see `core/tensor_cut.py`), which add nothing to any sum.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
+from jdisagg.core.tensor_cut import Channels, Cut
 from jdisagg.model.families import FUSED
 
 Index = tuple[slice, ...]
@@ -24,24 +25,22 @@ class Part:
 
     name: str
     shape: tuple[int, ...]  # as the checkpoint stores it
-    split: int | None = None  # dimension of `shape` that is cut over the shards; None means every shard takes all
-    kv_head_dim: int = 0  # not 0: cut by KV heads of this width, so that shards beyond the heads repeat them
+    cut: Cut | None = None  # over the shards; None means every shard takes all
+    axis: int = 0  # dimension of `shape` that is cut
     rows: range | None = None  # of the tensor's first dimension, where it is fused with others; None means all
 
     def index(self, shard: int, tp: int) -> Index:
-        """What `shard` of `tp` reads."""
+        """What `shard` of `tp` reads; perhaps nothing, where all it holds is padding."""
         whole = tuple(slice(0, size) for size in self.shape)
-        if self.split is None:
+        if self.cut is None:
             return whole
-        rows = self.rows or range(self.shape[self.split])
-        size = len(rows)
-        start, width = shard * size // tp, size // tp
-        if self.kv_head_dim:
-            heads = size // self.kv_head_dim
-            start = kv_heads_of_shard(heads, tp, shard).start * self.kv_head_dim
-            width = heads_per_shard(heads, tp) * self.kv_head_dim
-        start += rows.start
-        return (*whole[: self.split], slice(start, start + width), *whole[self.split + 1 :])
+        held, first = self.cut.held(tp, shard), self.rows.start if self.rows else 0
+        return (*whole[: self.axis], slice(first + held.start, first + held.stop), *whole[self.axis + 1 :])
+
+    def padding(self, shard: int, tp: int) -> tuple[int, ...]:
+        """Zeros that `shard` has behind what it reads, in each dimension."""
+        zeros = self.cut.width(tp) - len(self.cut.held(tp, shard)) if self.cut else 0
+        return tuple(zeros if axis == self.axis else 0 for axis in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,10 @@ class Leaf:
         """A shard's leaf back into its parts: where each lies in the checkpoint's tensor, and its values."""
         rows, start = local.T if self.transposed else local, 0
         for part in self.parts:
-            index = part.index(shard, tp)
-            stop = start + index[0].stop - index[0].start
-            yield part, index, rows[start:stop]
-            start = stop
+            index, padding = part.index(shard, tp), part.padding(shard, tp)
+            sizes = [each.stop - each.start for each in index]
+            yield part, index, rows[start : start + sizes[0]][tuple(slice(0, size) for size in sizes)]
+            start += sizes[0] + padding[0]
 
 
 def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[str, Leaf]:
@@ -83,7 +82,8 @@ def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[
     if layers.stop == config.num_layers:
         name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
         leaves["norm.scale"] = Leaf((Part("model.norm.weight", (config.hidden_size,)),))
-        leaves["head"] = Leaf((Part(name, table, 0),), axis=0) if vocab_shards > 1 else Leaf((Part(name, table),))
+        cut = Channels(config.vocab_size) if vocab_shards > 1 else None
+        leaves["head"] = Leaf((Part(name, table, cut),), axis=0 if cut else None)
     return leaves
 
 
@@ -115,13 +115,13 @@ def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 
 def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
     return {
-        "attention.q_norm.scale": _head_norm(config, f"{prefix}.q_norm.weight", config.q_size, 0),
-        "attention.k_norm.scale": _head_norm(config, f"{prefix}.k_norm.weight", config.kv_size, config.head_dim),
+        "attention.q_norm.scale": _head_norm(config, f"{prefix}.q_norm.weight", config.q_size, config.q_cut),
+        "attention.k_norm.scale": _head_norm(config, f"{prefix}.k_norm.weight", config.kv_size, config.kv_cut),
         "attention.qkv.kernel": Leaf(_qkv(config, prefix, "weight", (config.hidden_size,)), 1, True),
         "attention.qkv.bias": Leaf(_qkv(config, prefix, "bias", ()), 0),
-        "attention.out.kernel": _row_split(f"{prefix}.o_proj.weight", config.hidden_size, config.q_size),
+        "attention.out.kernel": _row_split(f"{prefix}.o_proj.weight", config.hidden_size, config.q_size, config.q_cut),
         "attention.out.bias": Leaf((Part(f"{prefix}.o_proj.bias", (config.hidden_size,)),)),
-        "attention.sinks": Leaf((Part(f"{prefix}.sinks", (config.num_heads,), 0),), 0),
+        "attention.sinks": Leaf((Part(f"{prefix}.sinks", (config.num_heads,), replace(config.q_cut, head_dim=1)),), 0),
     }
 
 
@@ -129,42 +129,44 @@ def _mlp_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
     return {
         "mlp.gate_up.kernel": Leaf(_gate_up(config, prefix, "weight", (config.hidden_size,)), 1, True),
         "mlp.gate_up.bias": Leaf(_gate_up(config, prefix, "bias", ()), 0),
-        "mlp.down.kernel": _row_split(f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size),
+        "mlp.down.kernel": _row_split(
+            f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size, config.mlp_cut
+        ),
         "mlp.down.bias": Leaf((Part(f"{prefix}.down_proj.bias", (config.hidden_size,)),)),
     }
 
 
-def _head_norm(config: ModelConfig, name: str, size: int, kv_head_dim: int) -> Leaf:
+def _head_norm(config: ModelConfig, name: str, size: int, cut: Cut) -> Leaf:
     """One scale for every head, or one for all of them, cut as they are."""
     if not config.qk_norm_is_wide:
         return Leaf((Part(name, (config.head_dim,)),))
-    return Leaf((Part(name, (size,), 0, kv_head_dim),), 0)
+    return Leaf((Part(name, (size,), cut),), 0)
 
 
 def _qkv(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...]) -> tuple[Part, ...]:
-    sizes, heads = (config.q_size, config.kv_size, config.kv_size), (0, config.head_dim, config.head_dim)
+    sizes, cuts = (config.q_size, config.kv_size, config.kv_size), (config.q_cut, config.kv_cut, config.kv_cut)
     if config.family in FUSED:
-        return _fused(f"{prefix}.qkv_proj.{kind}", sizes, inputs, heads)
+        return _fused(f"{prefix}.qkv_proj.{kind}", sizes, inputs, cuts)
     names = [f"{prefix}.{which}_proj.{kind}" for which in "qkv"]
-    return tuple(Part(name, (size, *inputs), 0, dim) for name, size, dim in zip(names, sizes, heads, strict=True))
+    return tuple(Part(name, (size, *inputs), cut) for name, size, cut in zip(names, sizes, cuts, strict=True))
 
 
 def _gate_up(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...]) -> tuple[Part, ...]:
-    size = config.intermediate_size
+    size, cut = config.intermediate_size, config.mlp_cut
     if config.family in FUSED:
-        return _fused(f"{prefix}.gate_up_proj.{kind}", (size, size), inputs, (0, 0))
-    return tuple(Part(f"{prefix}.{which}_proj.{kind}", (size, *inputs), 0) for which in ("gate", "up"))
+        return _fused(f"{prefix}.gate_up_proj.{kind}", (size, size), inputs, (cut, cut))
+    return tuple(Part(f"{prefix}.{which}_proj.{kind}", (size, *inputs), cut) for which in ("gate", "up"))
 
 
-def _fused(name: str, sizes: tuple[int, ...], inputs: tuple[int, ...], heads: tuple[int, ...]) -> tuple[Part, ...]:
+def _fused(name: str, sizes: tuple[int, ...], inputs: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Part, ...]:
     """Parts of one tensor of the checkpoint, one after another in its rows."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return tuple(
-        Part(name, (sum(sizes), *inputs), 0, dim, range(start, start + size))
-        for start, size, dim in zip(starts, sizes, heads, strict=True)
+        Part(name, (sum(sizes), *inputs), cut, rows=range(start, start + size))
+        for start, size, cut in zip(starts, sizes, cuts, strict=True)
     )
 
 
-def _row_split(name: str, outputs: int, inputs: int) -> Leaf:
+def _row_split(name: str, outputs: int, inputs: int, cut: Cut) -> Leaf:
     """A checkpoint matrix [out, in] cut along its inputs: each shard's product is a partial sum."""
-    return Leaf((Part(name, (outputs, inputs), 1),), axis=0, transposed=True)
+    return Leaf((Part(name, (outputs, inputs), cut, 1),), axis=0, transposed=True)

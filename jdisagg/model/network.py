@@ -3,7 +3,8 @@
 A `Stage` is a run of consecutive layers, with the embedding if it holds the first and the head if it holds the last;
 the whole model is the stage of all layers. What attention reads is not the network's business: `attend` is passed in
 (dense and causal here below, paged in `jdisagg/engine`). Under tensor parallelism a `Stage` is what *one shard* sees:
-its matrices hold that shard's heads, channels and vocabulary, and `axis` names the mesh axis that sums them.
+its matrices hold that shard's heads, channels and vocabulary, some of them perhaps zeros that fill it up, and `axis`
+names the mesh axis that sums them.
 Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
 """
 
@@ -17,7 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
-from jdisagg.core.tensor_cut import heads_per_shard
+from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.products import MatrixForm, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
@@ -72,7 +73,7 @@ class RMSNorm(nnx.Module):
 class WideNorm(nnx.Module):
     """RMSNorm over all heads of all shards at once (OLMo 2, section 3), of which this shard holds some.
 
-    copies: how many shards hold each of the heads.
+    copies: how many shards hold each of the heads. Heads that are padding are zeros and add nothing.
     """
 
     def __init__(self, heads: int, whole: int, copies: int, config: ModelConfig, axis: str | None, dtype: DTypeLike):
@@ -94,16 +95,15 @@ class Attention(nnx.Module):
     """Grouped-query attention; q, k and v come from one fused matrix, this shard's q heads first, then k, then v."""
 
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.heads, self.kv_heads = config.num_heads // tp, heads_per_shard(config.num_kv_heads, tp)
+        q_width, kv_width = config.q_cut.width(tp), config.kv_cut.width(tp)
+        self.heads, self.kv_heads = q_width // config.head_dim, kv_width // config.head_dim
         self.head_dim, self.axis = config.head_dim, axis
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        width = q_width + 2 * kv_width
         scale = config.hidden_size**-0.5
         self.qkv = Weight(config.hidden_size, width, bias=config.qkv_bias, scale=scale, dtype=dtype, rngs=rngs)
         out_scale = (2 * config.num_layers * config.q_size) ** -0.5
-        self.out = Weight(
-            config.q_size // tp, config.hidden_size, bias=config.o_bias, scale=out_scale, dtype=dtype, rngs=rngs
-        )
-        copies = tp * self.kv_heads // config.num_kv_heads
+        self.out = Weight(q_width, config.hidden_size, bias=config.o_bias, scale=out_scale, dtype=dtype, rngs=rngs)
+        copies = replicas_of(config.num_kv_heads, tp)
         self.q_norm = head_norm(config, self.heads, config.num_heads, 1, axis, dtype)
         self.k_norm = head_norm(config, self.kv_heads, config.num_kv_heads, copies, axis, dtype)
         self.sinks = nnx.Param(jnp.zeros((self.heads,), dtype)) if config.sinks else None
@@ -136,7 +136,7 @@ class MLP(nnx.Module):
     """A gated MLP (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
 
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
-        width, bias, self.axis = config.intermediate_size // tp, config.mlp_bias, axis
+        width, bias, self.axis = config.mlp_cut.width(tp), config.mlp_bias, axis
         self.activation = config.activation
         scale = config.hidden_size**-0.5
         self.gate_up = Weight(config.hidden_size, 2 * width, bias=bias, scale=scale, dtype=dtype, rngs=rngs)

@@ -6,6 +6,7 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jdisagg.core.errors import MeshError, MissingTensor, WrongDtype, WrongShape
+from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
+from jdisagg.model.names import Index, Leaf, Part, first_tensor, stage_leaves
 from jdisagg.model.network import Stage, Weight
 from jdisagg.model.products import LARGEST, STORED, TINY, MatrixForm, layout_of
 from jdisagg.model.sources import FLOATS, Source
@@ -78,24 +79,6 @@ class StageParams:
         return sum(leaf.nbytes for leaf in self.leaves)
 
 
-def check_divides(config: ModelConfig, tp: int) -> None:
-    """Raises `MeshError` where `tp` shards cannot hold even shares of heads and channels."""
-    for name, size in (("num_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
-        if size % tp:
-            raise MeshError(f"tp{tp} does not divide {name} = {size}")
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        raise MeshError(f"tp{tp} neither divides num_kv_heads = {config.num_kv_heads} nor is a multiple of it")
-
-
-def divides(config: ModelConfig, tp: int) -> bool:
-    """Whether `tp` shards can hold even shares of heads and channels."""
-    try:
-        check_divides(config, tp)
-    except MeshError:
-        return False
-    return True
-
-
 def abstract_stage(
     config: ModelConfig,
     layers: range,
@@ -106,7 +89,6 @@ def abstract_stage(
     out_first: bool = False,
 ) -> AbstractStage:
     """The stage of `layers` as one of `tp` shards sees it, its matrices in the form asked for; nothing is allocated."""
-    check_divides(config, tp)
     assert layers.step == 1 and 0 <= layers.start < layers.stop <= config.num_layers, layers
 
     def formed() -> Stage:
@@ -150,7 +132,7 @@ def load_stage(
     On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
     leaf at a time. Matrices are rounded to `weights` and lie [out, in] or [in, out] as `out_first` says, or as the
     mesh's platform wants them.
-    Raises `MissingTensor`, `WrongShape`, `WrongDtype`, `MeshError`.
+    Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
     """
     _check_depth(source, config, layers)
     outline, abstract, rules = _outline(config, layers, mesh, dtype, weights, out_first)
@@ -171,7 +153,7 @@ def abstract_stage_params(
 ) -> StageParams:
     """What `load_stage` gives, with shapes in place of arrays: nothing is read and nothing allocated.
 
-    The devices may be those of a machine that is not there. Raises `MeshError`.
+    The devices may be those of a machine that is not there.
     """
     return _outline(config, layers, mesh, dtype, weights, out_first)[0]
 
@@ -262,7 +244,7 @@ def _shards(
 
 def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
     """One shard's leaf on the host, contiguous, in `dtype`."""
-    parts = [source.read(part.name, part.index(shard, tp)) for part in rule.parts]
+    parts = [_part_of_shard(source, part, shard, tp, dtype) for part in rule.parts]
     if rule.transposed:
         return _side_by_side(parts, np.dtype(dtype))
     return np.ascontiguousarray(np.concatenate(parts).astype(dtype, copy=False))
@@ -270,12 +252,13 @@ def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeL
 
 def channel_scales(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
     """A scale for each of a shard's output channels, of all its inputs wherever they lie: f32[out]."""
-    largest = [
-        np.abs(source.read(part.name, (part.index(shard, tp)[0], slice(0, part.shape[1])))).max(axis=1)
-        for part in rule.parts
-    ]
-    absmax = np.concatenate(largest).astype(np.float32)
+    absmax = np.concatenate([_largest_of_rows(source, part, shard, tp) for part in rule.parts]).astype(np.float32)
     return np.maximum(absmax / np.float32(LARGEST[dtype]), np.float32(TINY))
+
+
+def _largest_of_rows(source: Source, part: Part, shard: int, tp: int) -> np.ndarray:
+    rows = _read(source, part.name, (part.index(shard, tp)[0], slice(0, part.shape[1])), np.float32)
+    return np.pad(np.abs(rows).max(axis=1), (0, part.padding(shard, tp)[0]))
 
 
 def scaled_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
@@ -284,6 +267,18 @@ def scaled_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) ->
     rows = shard_of_leaf(source, replace(rule, transposed=False), shard, tp, np.float32) / scales[:, None]
     rounded = (np.rint(rows) if dtype == "int8" else rows).astype(STORED[dtype])
     return _side_by_side([rounded], rounded.dtype) if rule.transposed else rounded
+
+
+def _part_of_shard(source: Source, part: Part, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
+    """What a shard reads of one tensor, and the zeros behind it."""
+    found, padding = _read(source, part.name, part.index(shard, tp), dtype), part.padding(shard, tp)
+    return np.pad(found, [(0, zeros) for zeros in padding]) if any(padding) else found
+
+
+def _read(source: Source, name: str, index: Index, dtype: DTypeLike) -> np.ndarray:
+    """As the source, which is not asked where there is nothing to read."""
+    shape = [each.stop - each.start for each in index]
+    return source.read(name, index) if prod(shape) else np.zeros(shape, dtype)
 
 
 def _side_by_side(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:

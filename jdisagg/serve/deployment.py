@@ -21,7 +21,6 @@ from jdisagg.core.targets import GIB
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
-from jdisagg.model.params import check_divides, divides
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO = "auto"
@@ -68,8 +67,6 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     folder = place_of(settings)
     model = read_model(folder)
     mesh = mesh_of(settings)
-    for pool in mesh.pools:
-        check_divides(model, pool.tp)
     for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
         log.warning(line)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
@@ -114,12 +111,11 @@ def place_of(settings: Settings) -> Path:
 
 
 def mesh_of(settings: Settings) -> MeshSpec:
-    """--mesh; where it is "auto", a pair whose shards the model's heads and channels divide evenly into."""
+    """--mesh; where it is "auto", two shards of prefill and two stages of decode."""
     if settings.mesh != AUTO:
         return MeshSpec.parse(settings.mesh)
     model = read_model(place_of(settings))
-    tp = next(tp for tp in (2, 3, 1) if divides(model, tp))
-    return MeshSpec.parse(f"prefill:tp{tp},decode:pp{min(2, model.num_layers)}")
+    return MeshSpec.parse(f"prefill:tp2,decode:pp{min(2, model.num_layers)}")
 
 
 def name_of(place: Path) -> str:

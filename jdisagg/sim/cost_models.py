@@ -78,9 +78,9 @@ class Model:
     config: ModelConfig
     dtype: str = "bfloat16"
 
-    def kv_bytes(self, tokens: float) -> float:
-        """Of all layers."""
-        return self.config.kv_bytes(tokens, number_bytes(self.dtype))
+    def kv_bytes(self, tokens: float, tp: int = 1) -> float:
+        """Of all layers, on one of `tp` shards."""
+        return self.config.kv_bytes(tokens, number_bytes(self.dtype), tp)
 
     def part_bytes(self, transfer: KVTransfer) -> float:
         """Bytes of a part's tokens, of its own layers alone."""
@@ -217,29 +217,30 @@ class Roofline:
     def _pairs_s(self, plan: PrefillChunks) -> float:
         config = self.model.config
         ends = [(chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
-        flops = config.num_layers * config.attention_flops(sum(end**2 - start**2 for start, end in ends) / 2)
-        return flops / (self.chip.flops * self.tp * self.chip.prefill_attention)
+        flops = config.num_layers * config.attention_flops(sum(end**2 - start**2 for start, end in ends) / 2, self.tp)
+        return flops / (self.chip.flops * self.chip.prefill_attention)
 
     def _read_s(self, context_tokens: int) -> float:
-        kv_bytes = self.model.kv_bytes(context_tokens)
-        return kv_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.decode_attention)
+        kv_bytes = self.model.kv_bytes(context_tokens, self.tp)
+        return kv_bytes / (self.chip.hbm_bytes_per_s * self.chip.decode_attention)
 
     def _linear_s(self, rows: int) -> float:
         config = self.model.config
-        return self._matrices_s(config.num_layers * config.layer_params(), rows) + self._collectives_s(rows)
+        return self._matrices_s(config.num_layers * config.layer_params(self.tp), rows) + self._collectives_s(rows)
 
     def _head_s(self, rows: int) -> float:
-        return self._matrices_s(self.model.config.head_params(), rows) if rows else 0.0
+        return self._matrices_s(self.model.config.head_params(self.tp), rows) if rows else 0.0
 
     def _matrices_s(self, params: float, rows: int) -> float:
-        compute_s = 2 * params * rows / (self.chip.flops_of(self.weight_dtype) * self.tp * self.chip.gemm)
+        """params: of one shard."""
+        compute_s = 2 * params * rows / (self.chip.flops_of(self.weight_dtype) * self.chip.gemm)
         read_bytes = params * number_bytes(self.weight_dtype)
-        return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.tp * self.chip.skinny))
+        return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.chip.skinny))
 
     @property
     def weight_bytes(self) -> float:
         """Of all shards together."""
-        return self.model.config.num_params() * number_bytes(self.weight_dtype)
+        return self.model.config.num_params(self.tp) * number_bytes(self.weight_dtype)
 
     def _collectives_s(self, rows: int) -> float:
         bytes_per_s = self.chip.link_bytes_per_s * self.chip.link
@@ -252,4 +253,4 @@ class Roofline:
         if room <= 0:
             devices = f"{self.tp * pp} x {self.chip.name}"
             raise ConfigError(f"{self.model.config.family}: {self.weight_bytes:.3g} bytes of weights, over {devices}")
-        return int(room // self.model.kv_bytes(1))
+        return int(room // (self.tp * self.model.kv_bytes(1, self.tp)))

@@ -30,6 +30,15 @@ def test_more_shards_than_kv_heads_replicate_them_and_a_vocabulary_that_does_not
     assert odd.head_params(8) == odd.head_params()
 
 
+def test_padding_counts_as_weights_pages_and_work_of_each_shard():
+    """Nine query and three KV heads on two shards: six and two each; 101 channels are 51 each."""
+    nine = replace(LLAMA_3_70B, num_heads=9, num_kv_heads=3, intermediate_size=101)
+    assert nine.layer_params(2) == 8192 * (2 * 6 * 128 + 2 * 2 * 128 + 3 * 51)
+    assert nine.layer_kv_size(2) == 2 * 2 * 128 and nine.kv_bytes(7, 2, tp=2) == 80 * 7 * 2 * 2 * 2 * 128
+    assert nine.attention_flops(10, 2) == 4 * 6 * 128 * 10
+    assert nine.num_params(2) - nine.num_params() == 80 * (2 * nine.layer_params(2) - nine.layer_params())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_token_leaves_as_many_bytes_as_its_pages_give_it(dtype: str):
     layout = KVLayout(80, 8, 128, 16, dtype)

@@ -58,7 +58,15 @@ def test_greedy_tokens_equal_those_of_transformers(family: str):
         assert tokens[len(prompt) :] == expected
 
 
-@pytest.mark.parametrize(("tp", "pp", "out_first"), [(1, 2, False), (2, 4, False), (4, 1, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "out_first"),
+    [
+        *[(tp, pp, False) for tp, pp in ((1, 2), (2, 4), (4, 1), (3, 1), (8, 1))],
+        (2, 2, True),
+        (5, 1, True),
+        (3, 2, True),
+    ],
+)
 @pytest.mark.parametrize("family", families())
 def test_sharded_stages_in_a_row_give_the_same_logits(family: str, tp: int, pp: int, out_first: bool):
     fixture = load(family)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jdisagg.core.errors import CheckpointError, MeshError, MissingTensor, WrongShape
+from jdisagg.core.errors import CheckpointError, MissingTensor, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.roofline import Shard
-from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import Index, stage_leaves
@@ -77,7 +76,11 @@ def stored(family: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "out_first"), [(tp, pp, True) for tp in (1, 2, 4) for pp in (1, 2, 4)] + [(2, 2, False), (4, 1, False)]
+    ("tp", "pp", "out_first"),
+    [
+        *[(tp, pp, True) for tp, pp in ((1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (3, 1), (5, 1), (8, 1))],
+        *[(2, 2, False), (4, 1, False), (3, 2, False)],
+    ],
 )
 @pytest.mark.parametrize("family", families())
 def test_every_cut_reassembles_to_the_stored_matrices(family: str, tp: int, pp: int, out_first: bool):
@@ -87,17 +90,18 @@ def test_every_cut_reassembles_to_the_stored_matrices(family: str, tp: int, pp: 
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 5])
 def test_a_shard_of_the_fused_matrix_holds_its_q_then_k_then_v_heads(tp: int):
     config, weights = read_config(ROOT / "qwen2"), stored("qwen2")
     paths, params = load(HFSource(ROOT / "qwen2"), config, range(4), tp)
-    leaf, d = params.leaves[paths.index("layers.1.attention.qkv.kernel")], config.head_dim
-    prefix, width = "model.layers.1.self_attn", config.q_size // tp
+    leaf = params.leaves[paths.index("layers.1.attention.qkv.kernel")]
+    prefix = "model.layers.1.self_attn"
     for shard, local in enumerate(leaf.addressable_shards):
-        kv = kv_heads_of_shard(config.num_kv_heads, tp, shard).start * d
-        rows = slice(kv, kv + heads_per_shard(config.num_kv_heads, tp) * d)
-        parts = [weights[f"{prefix}.q_proj.weight"][shard * width : (shard + 1) * width]]
-        parts += [weights[f"{prefix}.{each}_proj.weight"][rows] for each in "kv"]
+        parts = []
+        for each, cut in (("q", config.q_cut), ("k", config.kv_cut), ("v", config.kv_cut)):
+            held = cut.held(tp, shard)
+            rows = weights[f"{prefix}.{each}_proj.weight"][held.start : held.stop]
+            parts += [rows, np.zeros((cut.width(tp) - len(held), rows.shape[1]), np.float32)]
         np.testing.assert_array_equal(local.data, np.concatenate(parts).T)
 
 
@@ -110,11 +114,15 @@ def test_an_indivisible_vocabulary_is_replicated():
     assert params.leaves[place].addressable_shards[3].data.shape == (1023, 256)
 
 
-CUTS = {"llama": BIG, "tied": replace(BIG, tie_embeddings=True), "odd": replace(BIG, vocab_size=1023),
-        "biased": replace(BIG, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True)}  # fmt: skip
+CUTS = {
+    "llama": BIG,
+    "tied": replace(BIG, tie_embeddings=True),
+    "odd": replace(BIG, vocab_size=1023, num_heads=9, num_kv_heads=3),
+    "biased": replace(BIG, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True),
+}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("tp", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("config", CUTS.values(), ids=CUTS)
 def test_the_arithmetic_of_a_model_counts_the_matrices_that_a_shard_loads(config: ModelConfig, tp: int):
     """Of every stage; norms and biases are not counted. At TP 8 each of the four KV heads is on two shards."""
@@ -147,7 +155,7 @@ def test_each_shard_reads_only_its_own_slices(tp: int):
 
 
 def test_random_weights_are_the_same_in_every_cut():
-    config = replace(BIG, num_heads=4, num_layers=2)
+    config = replace(BIG, num_heads=9, num_kv_heads=3, num_layers=2)
     whole = reassembled(RandomSource(config, seed=7), config, 1, 1, True)
     cut = reassembled(RandomSource(config, seed=7), config, 4, 2, True)
     assert whole.keys() == cut.keys()
@@ -163,17 +171,18 @@ def test_random_weights_need_only_a_config(tmp_path: Path):
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in params.leaves)
 
 
-@pytest.mark.parametrize(
-    ("config", "tp", "named"),
-    [
-        (BIG, 3, "tp3 does not divide num_heads = 8"),
-        (replace(BIG, intermediate_size=1022), 4, "tp4 does not divide intermediate_size = 1022"),
-        (replace(BIG, num_heads=12, num_kv_heads=6), 4, "tp4 neither divides num_kv_heads = 6"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_the_heads_is_refused(config: ModelConfig, tp: int, named: str):
-    with pytest.raises(MeshError, match=named):
-        load_stage(RandomSource(config), config, range(4), mesh_of(tp), jnp.float32)
+def test_a_shard_that_is_padding_alone_reads_no_heads_and_is_zeros():
+    """Three KV heads on four shards: the last one has none, and no query head either."""
+    config = replace(BIG, num_heads=9, num_kv_heads=3, num_layers=1, qkv_bias=True, sinks=True)
+    source = Counted(RandomSource(config))
+    paths, params = load(source, config, range(1), 4)
+    for path, width in (("attention.qkv.kernel", 5 * 32), ("attention.qkv.bias", 5 * 32), ("attention.sinks", 3)):
+        *held, last = [
+            np.asarray(each.data) for each in params.leaves[paths.index(f"layers.0.{path}")].addressable_shards
+        ]
+        assert last.shape[-1] == width and not last.any() and all(each.any() for each in held)
+    out = params.leaves[paths.index("layers.0.attention.out.kernel")].addressable_shards[3]
+    assert out.data.shape == (3 * 32, 256) and not np.asarray(out.data).any()
 
 
 def copy_with(tmp_path: Path, **changed: np.ndarray | None) -> HFSource:

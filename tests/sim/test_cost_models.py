@@ -90,6 +90,17 @@ def test_a_part_weighs_its_own_tokens_and_layers():
     assert cost.transfer_bytes(part(10, (0, 10))) == cost.transfer_bytes(part(10)) / 4
 
 
+def test_shards_that_do_not_divide_the_heads_pay_for_their_padding():
+    """Eight KV heads on three shards are three each, on two four: a third more than an even share."""
+    shape, tokens = Model(model("llama3-8b")), 1_000_000
+    even, padded = (Roofline(shape, H100, tp) for tp in (2, 3))
+    assert shape.kv_bytes(tokens, 3) * 8 == 3 * shape.kv_bytes(tokens)
+    read_s = [each.decode_s(step(8), tokens) - each.decode_s(step(8), 0) for each in (even, padded)]
+    assert read_s[1] / read_s[0] == pytest.approx(3 / 4)
+    room = 3 * H100.hbm_bytes * 0.9 - padded.weight_bytes
+    assert padded.kv_tokens() == pytest.approx(room / (9 * shape.kv_bytes(1) / 8), rel=1e-6)
+
+
 def test_kv_room_is_what_weights_leave():
     assert distserve_kv_tokens("opt-66b", 2, 2) == 78_512
     roomy = Roofline(Model(model("llama3-8b")), H100)

@@ -1,0 +1,45 @@
+"""Any number of shards computes what one does, whether it divides heads and channels or not."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.params import load_stage
+from jdisagg.model.sources import RandomSource
+from tests.model.sharded import mesh_of, run_stage, stage_output
+
+NINE = ModelConfig("llama", 50, 48, 50, 2, 9, 3, 8, 64)
+CONFIGS = {
+    "nine heads of three": NINE,
+    "biased": replace(NINE, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True),
+    "a norm over all heads": replace(NINE, family="olmo2", norms="after", qk_norm=True, qk_norm_is_wide=True),
+    "fused in the file": replace(NINE, family="phi3", rotary_dim=4),
+    "sinks": replace(NINE, sinks=True, layer_windows=(4, None)),
+    "gemma": replace(
+        NINE, family="gemma2", norms="both", norm_offset=1.0, activation="gelu_tanh", attention_soft_cap=3.0
+    ),
+    "one KV head": replace(NINE, num_heads=5, num_kv_heads=1),
+    "every head its own": replace(NINE, num_heads=5, num_kv_heads=5),
+}
+TOKENS = np.array([3, 41, 7, 0, 19, 22, 49, 8, 11, 30], np.int32)
+
+
+def logits(config: ModelConfig, tp: int) -> np.ndarray:
+    mesh = mesh_of(tp)
+    params = load_stage(RandomSource(config, seed=3), config, range(config.num_layers), mesh, jnp.float32)
+    return run_stage(params, mesh, stage_output, TOKENS)
+
+
+@cache
+def whole(name: str) -> np.ndarray:
+    return logits(CONFIGS[name], 1)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 5, 7, 8])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shards_that_do_not_divide_heads_or_channels_compute_the_same_logits(name: str, tp: int):
+    assert np.abs(logits(CONFIGS[name], tp) - whole(name)).max() <= 1e-4
