@@ -186,6 +186,19 @@ def test_warm_up_runs_the_table_once_and_what_else_is_compiled_counts_as_a_recom
     assert pair[0].recompiles() == 1, "a shape that is not in the table"
 
 
+def test_a_table_counts_the_padding_that_its_pages_and_weights_hold():
+    """Three KV heads on two shards are two places each."""
+    model = replace(MODEL, num_heads=9, num_kv_heads=3, intermediate_size=65)
+    config = WorkerConfig(WorkerId("prefill-0"), Role.PREFILL, 400, PAGE_SIZE, LONGEST, 4, 1, (16,), (16,))
+    layout = KVLayout(model.num_layers, 3, model.head_dim, PAGE_SIZE)
+    table = abstract_table(config, model, layout, HALVES, jax.devices()[:2], jnp.float32)
+    assert sum(table.pool_bytes(stage) for stage in (0, 1)) == 401 * layout.held_page_bytes(2) // 2
+    assert 2 * table.pool_bytes(0) == 401 * layout.bytes_per_page * 2 // 3
+    matrices = 4 * 2 * model.layer_params(2)
+    norms = 4 * 4 * model.hidden_size
+    assert table.weight_bytes(0) == 4 * model.embedding_params + matrices + norms
+
+
 @pytest.mark.parametrize(
     ("role", "sizes"),
     [(Role.PREFILL, {}), (Role.DECODE, {}), (Role.DECODE, ENDS), (Role.COLOCATED, {"mixed_steps": True})],
