@@ -78,7 +78,7 @@ def heads_of(stage: StagePages, pages: list[int]) -> np.ndarray:
     return np.stack(layers)
 
 
-@pytest.mark.parametrize(("tp", "pp", "decode_tp"), [(2, 2, 1), (4, 2, 2), (8, 1, 3), (5, 2, 4), (1, 1, 8)])
+@pytest.mark.parametrize(("tp", "pp", "decode_tp"), [(2, 2, 1), (4, 2, 2), (8, 1, 3)])
 def test_tokens_and_pages_are_those_of_one_device_and_nothing_is_compiled_while_serving(
     tp: int, pp: int, decode_tp: int
 ):
@@ -99,11 +99,8 @@ def test_tokens_and_pages_are_those_of_one_device_and_nothing_is_compiled_while_
     prove(plan_transfer(shapes_of(source.pages), shapes_of(destination.pages), 3, (9, 9)))
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 4)])
-def test_a_colocated_worker_of_uneven_shards_gives_the_same_tokens(pp: int, tp: int):
-    colocated = open_machine(
-        Role.COLOCATED, HALVES if pp == 2 else (range(4),), jax.devices()[: pp * tp], NINE, SOURCE, pp
-    )
+def test_a_colocated_worker_of_uneven_shards_gives_the_same_tokens():
+    colocated = open_machine(Role.COLOCATED, HALVES, jax.devices()[:8], NINE, SOURCE, 2)
     colocated.warm(peers=[colocated])
     assert tokens_of(generate(colocated, colocated, PROMPTS, TURNS)) == expected()
     assert colocated.recompiles() == 0
