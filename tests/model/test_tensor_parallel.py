@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model.params import load_stage
 from jdisagg.model.sources import RandomSource
 from tests.model.sharded import mesh_of, run_stage, stage_output
@@ -28,9 +29,9 @@ CONFIGS = {
 TOKENS = np.array([3, 41, 7, 0, 19, 22, 49, 8, 11, 30], np.int32)
 
 
-def logits(config: ModelConfig, tp: int) -> np.ndarray:
-    mesh = mesh_of(tp)
-    params = load_stage(RandomSource(config, seed=3), config, range(config.num_layers), mesh, jnp.float32)
+def logits(config: ModelConfig, tp: int, weights: str = AS_ACTIVATIONS) -> np.ndarray:
+    mesh, source, layers = mesh_of(tp), RandomSource(config, seed=3), range(config.num_layers)
+    params = load_stage(source, config, layers, mesh, jnp.float32, WeightFormat(weights))
     return run_stage(params, mesh, stage_output, TOKENS)
 
 
@@ -43,3 +44,8 @@ def whole(name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_that_do_not_divide_heads_or_channels_compute_the_same_logits(name: str, tp: int):
     assert np.abs(logits(CONFIGS[name], tp) - whole(name)).max() <= 1e-4
+
+
+@pytest.mark.parametrize("tp", [2, 5])
+def test_padding_beside_weights_in_int8_changes_nothing_either(tp: int):
+    assert np.abs(logits(NINE, tp, "int8") - logits(NINE, 1, "int8")).max() <= 1e-4
