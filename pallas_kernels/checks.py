@@ -15,12 +15,12 @@ def require(holds: bool, message: str) -> None:
 
 
 def check_pool(kv_pages: Array | QuantizedPages) -> None:
-    """`kv_pages` is a float pool [P, Hkv, 2, page_size, D], or a quantised one with its scales."""
+    """`kv_pages` is a float pool [P, Hkv, C, page_size, D], C 2 or 1, or a quantised one with its scales."""
     shape, dtype = stored(kv_pages).shape, stored(kv_pages).dtype.name
-    require(len(shape) == 5 and shape[2] == 2, f"kv_pages must be [P, Hkv, 2, page_size, D], got {shape}")
+    require(len(shape) == 5 and shape[2] in (1, 2), f"kv_pages must be [P, Hkv, 2 or 1, page_size, D], got {shape}")
     if isinstance(kv_pages, QuantizedPages):
         require(dtype in LARGEST, f"quantised kv_pages must be one of {tuple(LARGEST)}, got {dtype}")
-        scales, wanted = kv_pages.scales, (*shape[:2], 2 * shape[3])
+        scales, wanted = kv_pages.scales, (*shape[:2], shape[2] * shape[3])
         require(scales.shape == wanted, f"scales of kv_pages {shape} must be {wanted}, got {scales.shape}")
         require(scales.dtype == jnp.float32, f"scales of kv_pages must be float32, got {scales.dtype.name}")
     else:
@@ -37,6 +37,16 @@ def check_queries(q: Array, kv_pages: Array | QuantizedPages, sinks: Array | Non
     require(q.shape[2] == size, f"q has head size {q.shape[2]}, kv_pages {size}")
     if sinks is not None:
         require(sinks.shape == (heads,), f"sinks must be [{heads}], one a query head, got {sinks.shape}")
+
+
+def check_value_size(kv_pages: Array | QuantizedPages, value_size: int | None) -> None:
+    """Pages of one part say how much of a row is V, at least a number and at most all; pages of two parts do not."""
+    *_, parts, _, size = stored(kv_pages).shape
+    if parts == 2:
+        require(value_size is None, f"value_size is for kv_pages of one part, got {value_size} and 2 parts")
+    else:
+        fits = value_size is not None and 0 < value_size <= size
+        require(fits, f"value_size of kv_pages of one part must be in [1, {size}], got {value_size}")
 
 
 def check_ints(name: str, array: Array, shape: tuple[int, ...]) -> None:

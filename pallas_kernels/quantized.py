@@ -18,14 +18,14 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class QuantizedPages(NamedTuple):
-    """A pool of quantised pages: what the float pool [P, Hkv, 2, page_size, D] is to f32 and bf16."""
+    """A pool of quantised pages: what the float pool [P, Hkv, C, page_size, D] is to f32 and bf16."""
 
-    values: Array  # int8 or float8_e4m3fn [P, Hkv, 2, page_size, D]
-    scales: Array  # f32 [P, Hkv, 2 * page_size], K's and then V's: a number is values * scales
+    values: Array  # int8 or float8_e4m3fn [P, Hkv, C, page_size, D]
+    scales: Array  # f32 [P, Hkv, C * page_size], K's and then V's: a number is values * scales
 
 
 def stored(kv_pages: Array | QuantizedPages) -> Array:
-    """The numbers of a pool, [P, Hkv, 2, page_size, D], whatever they are scaled by."""
+    """The numbers of a pool, [P, Hkv, C, page_size, D], whatever they are scaled by."""
     return kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
 
 
@@ -51,5 +51,5 @@ def quantize_pages(kv_pages: Array, dtype: jnp.dtype) -> QuantizedPages:
 
 
 def dequantize(pages: QuantizedPages) -> Array:
-    """f32 [P, Hkv, 2, page_size, D]."""
+    """f32 [P, Hkv, C, page_size, D]."""
     return pages.values.astype(jnp.float32) * pages.scales.reshape(*pages.values.shape[:-1], 1)

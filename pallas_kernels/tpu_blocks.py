@@ -70,8 +70,8 @@ def page_bytes(kv_pages: Array | QuantizedPages) -> int:
 
 def buffers(kv_pages: Array | QuantizedPages, pages: int) -> tuple[Any, ...]:
     """Scratch for two blocks of `pages` pages: their room, a semaphore for each, and the turn."""
-    _, kv_heads, _, page_size, size = stored(kv_pages).shape
-    room: Any = pltpu.VMEM((2, kv_heads, 2, pages, page_size, size), stored(kv_pages).dtype)
+    _, kv_heads, parts, page_size, size = stored(kv_pages).shape
+    room: Any = pltpu.VMEM((2, kv_heads, parts, pages, page_size, size), stored(kv_pages).dtype)
     if isinstance(kv_pages, QuantizedPages):
         scales: Any = pltpu.VMEM((2, pages, *kv_pages.scales.shape[1:]), kv_pages.scales.dtype)
         room = QuantizedPages(room, scales)
@@ -148,8 +148,15 @@ class Blocks:
                 scales = self.room.scales.at[buffer, at]
                 act(pltpu.make_async_copy(self.pool.scales.at[held], scales, semaphore))
 
+    def read_both(self, buffer: Any, heads: Any, dtype: Any, value_size: int) -> tuple[Array, Array]:
+        """K and V of a block; of pages of one part V is the first `value_size` numbers of K's rows."""
+        keys = self.read(buffer, heads, 0, dtype)
+        if stored(self.room).shape[2] == 1:
+            return keys, keys[..., :value_size]
+        return keys, self.read(buffer, heads, 1, dtype)
+
     def read(self, buffer: Any, heads: Any, part: int, dtype: Any) -> Array:
-        """K (part 0) or V (1) of a block: `dtype` [heads, tokens, D], unscaled."""
+        """One part of a block: `dtype` [heads, tokens, D], unscaled."""
         numbers = stored(self.room)[buffer, heads, part].astype(dtype)
         return numbers.reshape(*numbers.shape[:-3], -1, numbers.shape[-1])
 

@@ -22,6 +22,7 @@ class Key(NamedTuple):
     head_dim: int
     kv_heads: int  # of a shard
     groups: int  # query heads of a KV head
+    parts: int  # of a page
     page_size: int
     q_dtype: str
     pool_dtype: str
@@ -30,12 +31,11 @@ class Key(NamedTuple):
 
 def key_of(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> Key:
     """q [rows, Hq, D] over kv_pages, on the device that programs go to by default."""
-    _, kv_heads, _, page_size, size = stored(kv_pages).shape
+    _, kv_heads, parts, page_size, size = stored(kv_pages).shape
     dtypes = jnp.dtype(q.dtype).name, jnp.dtype(stored(kv_pages).dtype).name
     rows = 1 << max(q.shape[0] - 1, 0).bit_length()
-    return Key(
-        operation, jax.devices()[0].device_kind, size, kv_heads, q.shape[1] // kv_heads, page_size, *dtypes, rows
-    )
+    groups, device = q.shape[1] // kv_heads, jax.devices()[0].device_kind
+    return Key(operation, device, size, kv_heads, groups, parts, page_size, *dtypes, rows)
 
 
 def tuned(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> dict[str, int]:

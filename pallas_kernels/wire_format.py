@@ -35,8 +35,8 @@ Pool = Array | QuantizedPages
 class PackedPages(NamedTuple):
     """N pages of L layers, contiguous; the same bytes whatever pages and devices they came from or go to."""
 
-    values: Array  # [L, N, Hkv, 2, page_size, D'], D' = D, or D / 2 for int4; the pool's dtype, int8 or uint8
-    scales: Array | None  # f32 [L, N, Hkv, 2 * page_size], K's and then V's; None where raw pages of floats travel
+    values: Array  # [L, N, Hkv, C, page_size, D'], D' = D, or D / 2 for int4; the pool's dtype, int8 or uint8
+    scales: Array | None  # f32 [L, N, Hkv, C * page_size], K's and then V's; None where raw pages of floats travel
     digests: Array | None  # u32 [L, N, Hkv], see `pack_kv_pages.reference.digest_pages`; None where not asked for
 
 
@@ -71,7 +71,7 @@ def check_packed(pools: Sequence[Pool], packed: PackedPages, page_ids: Array) ->
         return wire
     accepted = CODES.get(stored if wire == "raw" else wire, ())
     require(given in accepted, f"packed values for {stored} pools must be one of {accepted} here, got {given}")
-    rows, got = (*want[:3], 2 * want[4]), None if scales is None else scales.shape
+    rows, got = (*want[:3], want[3] * want[4]), None if scales is None else scales.shape
     require(got == rows, f"packed scales must be {rows}, got {got}")
     return wire
 
@@ -103,9 +103,9 @@ def odd_weights(count: int, seed: int) -> np.ndarray:
     return (x ^ (x >> np.uint32(16))) | np.uint32(1)
 
 
-def row_weights(page_size: int) -> np.ndarray:
-    """u32[2 * page_size], of the K rows of a page and then the V rows."""
-    return odd_weights(2 * page_size, 0x2545F491)
+def row_weights(rows: int) -> np.ndarray:
+    """u32[rows], of a page of one head: those of K and then those of V."""
+    return odd_weights(rows, 0x2545F491)
 
 
 def column_weights(size: int) -> np.ndarray:
@@ -113,14 +113,14 @@ def column_weights(size: int) -> np.ndarray:
     return odd_weights(size + 1, 0x9E3779B9)
 
 
-def page_weights(page_size: int, size: int) -> np.ndarray:
-    """u32[2 * page_size, size], of the words of a page of one head, its scales apart."""
-    return row_weights(page_size)[:, None] * column_weights(size)[:-1]
+def page_weights(rows: int, size: int) -> np.ndarray:
+    """u32[rows, size], of the words of a page of one head, its scales apart."""
+    return row_weights(rows)[:, None] * column_weights(size)[:-1]
 
 
-def scale_weights(page_size: int, size: int) -> np.ndarray:
-    """u32[2 * page_size], of the scales of a page of one head whose rows have `size` words."""
-    return row_weights(page_size) * column_weights(size)[-1]
+def scale_weights(rows: int, size: int) -> np.ndarray:
+    """u32[rows], of the scales of a page of one head whose rows have `size` words."""
+    return row_weights(rows) * column_weights(size)[-1]
 
 
 def over(weights: np.ndarray, words: Array) -> np.ndarray:
@@ -139,8 +139,8 @@ def words_of(array: Array) -> Array:
 
 
 def fold_scales(scales: Array, size: int) -> Array:
-    """What scales f32 [..., 2 * page_size] of rows of `size` words add to a digest, u32 [...]."""
-    weights = scale_weights(scales.shape[-1] // 2, size)
+    """What scales f32 [..., C * page_size] of rows of `size` words add to a digest, u32 [...]."""
+    weights = scale_weights(scales.shape[-1], size)
     return jnp.sum(words_of(scales) * over(weights, scales), axis=-1, dtype=jnp.uint32)
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.wire_format import PackedPages, Pool, check_pools, fold_scal
 def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", digests: bool = True) -> PackedPages:
     """Page `page_ids[n]` of every pool, contiguous, quantised on the way where the wire says so.
 
-    pools: one for each of L layers, [P, Hkv, 2, page_size, D] of f32 or bf16, or `QuantizedPages`, which travel raw.
+    pools: one for each of L layers, [P, Hkv, C, page_size, D] of f32 or bf16, or `QuantizedPages`, which travel raw.
     page_ids: i32[N], N at least 1; page 0 where the buffer is padded.
     wire: "raw" (the pool's own bits), or "int8", "fp8" (e4m3), "int4" with a scale for each row: a token's K or V of a
     head. With `top` the row's largest magnitude a number is off by at most top / 254 in int8, top / 14 in int4, and

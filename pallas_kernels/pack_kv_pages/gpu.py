@@ -48,19 +48,19 @@ def pack_kv_pages(
     interpret: bool = False,
 ) -> PackedPages:
     """As `pallas_kernels.pack_kv_pages`; for wire "raw" any pools of 8 bits too. Those over 2 GiB go to XLA."""
-    _, kv_heads, _, page_size, size = pools[0].shape
+    _, kv_heads, parts, page_size, size = pools[0].shape
     dtype, width = pools[0].dtype if wire == "raw" else STORED[wire], packed_size(size, wire)
-    numbers = len(pools) * page_ids.shape[0] * kv_heads * 2 * page_size * width
+    numbers = len(pools) * page_ids.shape[0] * kv_heads * parts * page_size * width
     if not (within_reach(pools[0].size, pools[0].dtype) and within_reach(numbers, dtype)):
         return xla.pack_kv_pages(pools, page_ids, wire=wire, digests=digests)
-    count, rows = page_ids.shape[0], 2 * page_size
+    count, rows = page_ids.shape[0], parts * page_size
     pools = [as_bytes(pool) for pool in pools]
     outs: list[Any] = [((rows, width), pools[0].dtype if wire == "raw" else dtype)]
     outs += [((rows,), jnp.float32)] if wire != "raw" else []
     outs += [((), jnp.int32)] if digests else []
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(pools[0]).manual_axis_type)
     shapes = [shape((len(pools), count, kv_heads, *each), kind) for each, kind in outs]
-    weights = weights_of(page_size, width)
+    weights = weights_of(rows, width)
     found: Sequence[Array] = []
     for start in range(0, len(pools), layers_of_call):
         group = [pool.reshape(-1, kv_heads, rows, size) for pool in pools[start : start + layers_of_call]]
@@ -74,7 +74,7 @@ def pack_kv_pages(
             interpret=interpret,
             name="pack_kv_pages",
         )(*given, *found)
-    values = found[0].reshape(len(pools), count, kv_heads, 2, page_size, width)
+    values = found[0].reshape(len(pools), count, kv_heads, parts, page_size, width)
     values = lax.bitcast_convert_type(values, dtype) if wire == "raw" else values
     folded = lax.bitcast_convert_type(found[-1], jnp.uint32) if digests else None
     return PackedPages(values, None if wire == "raw" else found[1], folded)
@@ -90,9 +90,9 @@ def within_reach(numbers: int, dtype: jnp.dtype) -> bool:
     return jnp.dtype(dtype).itemsize > 1 or numbers <= MAX_OFFSET
 
 
-def weights_of(page_size: int, size: int) -> tuple[Array, Array]:
-    """i32 [2 * page_size] of rows and [size + 1] of columns, the scale's last."""
-    weights = row_weights(page_size), column_weights(size)
+def weights_of(rows: int, size: int) -> tuple[Array, Array]:
+    """i32 [rows] of rows and [size + 1] of columns, the scale's last."""
+    weights = row_weights(rows), column_weights(size)
     return jnp.asarray(weights[0].view(np.int32)), jnp.asarray(weights[1].view(np.int32))
 
 

@@ -9,14 +9,14 @@ from pallas_kernels.wire_format import LARGEST, TINY, PackedPages, column_weight
 
 
 def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str) -> PackedPages:
-    """L pools [P, Hkv, 2, page_size, D] and i32[N] -> their pages as they travel."""
+    """L pools [P, Hkv, C, page_size, D] and i32[N] -> their pages as they travel."""
     pages = jnp.stack([pool[page_ids] for pool in pools])
     values, scales = (pages, None) if wire == "raw" else quantise(pages, wire)
     return PackedPages(values, scales, digest_pages(values, scales))
 
 
 def quantise(pages: Array, wire: str) -> tuple[Array, Array]:
-    """Floats [..., 2, page_size, D] -> codes [..., 2, page_size, D'] and scales f32 [..., 2 * page_size].
+    """Floats [..., C, page_size, D] -> codes [..., C, page_size, D'] and scales f32 [..., C * page_size].
 
     int4 holds number d of a row in the low nibble of byte d, number d + D / 2 in its high one.
     """
@@ -34,7 +34,7 @@ def quantise(pages: Array, wire: str) -> tuple[Array, Array]:
 
 
 def digest_pages(values: Array, scales: Array | None) -> Array:
-    """Values [..., 2, page_size, D'] and scales f32 [..., 2 * page_size] -> u32 [...], one a head's page.
+    """Values [..., C, page_size, D'] and scales f32 [..., C * page_size] -> u32 [...], one a head's page.
 
     Multilinear hashing mod 2**32 (Lemire and Kaser 2014) with fixed odd weights of row times column: whatever changes
     in one word changes the sum, and exchanged tokens, or K and V, do but for chance. Neither page, layer nor head
@@ -44,4 +44,4 @@ def digest_pages(values: Array, scales: Array | None) -> Array:
     rows = jnp.sum(words_of(values) * over(columns[:-1], values), axis=-1, dtype=jnp.uint32)
     rows = rows.reshape(*rows.shape[:-2], -1)
     rows = rows if scales is None else rows + words_of(scales) * columns[-1]
-    return jnp.sum(rows * over(row_weights(values.shape[-2]), rows), axis=-1, dtype=jnp.uint32)
+    return jnp.sum(rows * over(row_weights(rows.shape[-1]), rows), axis=-1, dtype=jnp.uint32)

@@ -74,14 +74,14 @@ def pack_kv_pages(
 ) -> PackedPages:
     """As `pallas_kernels.pack_kv_pages`; for wire "raw" any pools of 8 bits too."""
     pool = pools[0]
-    _, kv_heads, _, page_size, size = pool.shape
+    _, kv_heads, parts, page_size, size = pool.shape
     cut = cut_pages(pool, len(pools), page_ids.shape[0], block_pages, cores)
     width = packed_size(size, wire)
-    outs: list[Any] = [((kv_heads, 2, page_size, width), pool.dtype if wire == "raw" else STORED[wire])]
-    outs += [((kv_heads, 2 * page_size), jnp.float32)] if wire != "raw" else []
+    outs: list[Any] = [((kv_heads, parts, page_size, width), pool.dtype if wire == "raw" else STORED[wire])]
+    outs += [((kv_heads, parts * page_size), jnp.float32)] if wire != "raw" else []
     outs += [((1, kv_heads), jnp.int32)] if digests else []
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(pool).manual_axis_type)
-    weights = weights_of(page_size, width)
+    weights = weights_of(parts * page_size, width)
     room: Any = pltpu.VMEM((2, cut.block, *pool.shape[1:]), pool.dtype)
     found = pl.pallas_call(
         partial(pack_item, cut=cut, wire=wire, digests=digests),
@@ -108,9 +108,9 @@ def cut_pages(pool: Array, layers: int, count: int, block: int | None, cores: in
     return Cut(layers, count, block, blocks, cores, pl.cdiv(layers * blocks, cores))
 
 
-def weights_of(page_size: int, size: int) -> tuple[Array, Array]:
-    """i32 [2 * page_size, size] of a head's words and [1, 2 * page_size] of its scales: Mosaic sums signed numbers."""
-    words, scales = page_weights(page_size, size), scale_weights(page_size, size)[None]
+def weights_of(rows: int, size: int) -> tuple[Array, Array]:
+    """i32 [rows, size] of the words of a head's page and [1, rows] of its scales: Mosaic sums signed numbers."""
+    words, scales = page_weights(rows, size), scale_weights(rows, size)[None]
     return jnp.asarray(words.view(np.int32)), jnp.asarray(scales.view(np.int32))
 
 
@@ -155,21 +155,21 @@ def pack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wir
         @pl.loop(0, cut.pages(item))
         def _(page):
             numbers, scales = room_ref[item % 2, page], None
-            kv_heads, _, page_size, size = numbers.shape
+            kv_heads, parts, page_size, size = numbers.shape
             if wire == "raw":
                 outs[0][0, page] = numbers
-                words = words_of(numbers.reshape(kv_heads, 2 * page_size, size)) if digests else None
+                words = words_of(numbers.reshape(kv_heads, parts * page_size, size)) if digests else None
             else:
-                rows = numbers.reshape(kv_heads, 2 * page_size, size).astype(jnp.float32)
+                rows = numbers.reshape(kv_heads, parts * page_size, size).astype(jnp.float32)
                 words, scales = quantise(rows, wire)
-                outs[0][0, page] = words.reshape(kv_heads, 2, page_size, -1).astype(outs[0].dtype)
+                outs[0][0, page] = words.reshape(kv_heads, parts, page_size, -1).astype(outs[0].dtype)
                 outs[1][0, page] = scales
             if digests:
                 outs[-1][0, page] = digest(words, scales, page_weights_ref[...], scale_weights_ref[...])
 
 
 def digest(words: Any, scales: Any, page_weights: Any, scale_weights: Any) -> Any:
-    """Words [Hkv, 2 * page_size, D'], of 32 bits or codes of 8, and scales [Hkv, 2 * page_size] -> i32 [1, Hkv]."""
+    """Words [Hkv, C * page_size, D'], of 32 bits or codes of 8, and scales [Hkv, C * page_size] -> i32 [1, Hkv]."""
     words = words & 0xFF if words.dtype == jnp.int32 else lax.bitcast_convert_type(words, jnp.int32)
     total = jnp.sum(jnp.sum(words * page_weights[None], axis=1), axis=-1)
     if scales is not None:

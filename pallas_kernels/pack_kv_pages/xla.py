@@ -7,6 +7,7 @@ copies, and the memory that the system hands out for those costs more than the a
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -59,7 +60,7 @@ def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str, digests
 
 
 def gather(pool: Array, page_ids: Array) -> Array:
-    """[P, Hkv, 2, page_size, D] and i32[N] -> [N, Hkv, 2, page_size, D], by flat rows of a head's page each.
+    """[P, Hkv, C, page_size, D] and i32[N] -> [N, Hkv, C, page_size, D], by flat rows of a head's page each.
 
     XLA's CPU loop over a long last dimension is the fastest, and the indices are computed once, not once an element.
     """
@@ -71,8 +72,7 @@ def gather(pool: Array, page_ids: Array) -> Array:
 
 def pages_of_step(shape: tuple[int, ...], count: int) -> int:
     """Pages of a pool of `shape` that a step takes: no more than the `count` there are."""
-    _, kv_heads, _, page_size, size = shape
-    return max(1, min(STEP_BYTES // (kv_heads * 2 * page_size * size * 4), count))
+    return max(1, min(STEP_BYTES // (prod(shape[1:]) * 4), count))
 
 
 def rooms(pools: Sequence[Array], count: int, wire: str, digests: bool) -> list[Array]:
@@ -80,11 +80,11 @@ def rooms(pools: Sequence[Array], count: int, wire: str, digests: bool) -> list[
 
     Made from a pool, so that inside `shard_map` they are known to differ from shard to shard as the pool does.
     """
-    _, kv_heads, _, page_size, size = pools[0].shape
+    _, kv_heads, parts, page_size, size = pools[0].shape
     found = []
     if wire != "raw":
-        rows = kv_heads, 2 * page_size
-        found += [((kv_heads, 2, page_size, packed_size(size, wire)), STORED[wire]), (rows, jnp.float32)]
+        rows = kv_heads, parts * page_size
+        found += [((kv_heads, parts, page_size, packed_size(size, wire)), STORED[wire]), (rows, jnp.float32)]
     if digests:
         found.append(((kv_heads,), jnp.uint32))
     zero = jnp.zeros_like(pools[0][0, 0, 0, 0, 0])
@@ -96,16 +96,16 @@ def put(whole: Array, part: Array, layer: int, page: Array) -> Array:
 
 
 def quantise_pages(pages: Array, wire: str) -> tuple[Array, Array]:
-    """f32 [..., 2, page_size, D] -> codes [..., 2, page_size, D'] and scales f32 [..., 2 * page_size]."""
-    *heads, _, page_size, size = pages.shape
-    codes, scales = quantise(pages.reshape(*heads, 2 * page_size, size), wire)
-    return codes.reshape(*heads, 2, page_size, codes.shape[-1]).astype(STORED[wire]), scales
+    """f32 [..., C, page_size, D] -> codes [..., C, page_size, D'] and scales f32 [..., C * page_size]."""
+    *heads, parts, page_size, size = pages.shape
+    codes, scales = quantise(pages.reshape(*heads, parts * page_size, size), wire)
+    return codes.reshape(*heads, parts, page_size, codes.shape[-1]).astype(STORED[wire]), scales
 
 
 def fold(values: Array, scales: Array | None) -> Array:
     """As `reference.digest_pages`, in one sum over a page's words with the products of the weights."""
-    *_, page_size, size = values.shape
-    weights = page_weights(page_size, size).reshape(-1)
+    *_, parts, page_size, size = values.shape
+    weights = page_weights(parts * page_size, size).reshape(-1)
     words = words_of(values).reshape(*values.shape[:-3], -1)
     total = jnp.sum(words * over(weights, words), axis=-1, dtype=jnp.uint32)
     return total if scales is None else total + fold_scales(scales, size)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
+from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
 from pallas_kernels.contents import check_contents, check_decode
 from pallas_kernels.paged_attention import gpu, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
@@ -21,17 +21,19 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    value_size: int | None = None,
     debug: bool = False,
 ) -> Array:
     """Attention of one token per slot to the tokens its slot holds.
 
     q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv).
-    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count.
+    kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count.
     page_table: i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P).
     lengths: i32[B], tokens held with the current one, at most W * page_size; a slot of length 0 gives zeros.
     scale: factor of the logits, D**-0.5 unless given. window: only the last `window` tokens are seen, the current one
     counted. soft_cap: logits become soft_cap * tanh(logits / soft_cap). sinks: [Hq], a logit that takes its share of
-    the softmax and adds nothing. Returns [B, Hq, D] in q's dtype; sums are in f32.
+    the softmax and adds nothing. value_size: for pages of one part, and only for those, how many of a row's first
+    numbers are V. Returns [B, Hq, D] in q's dtype, of pages of one part [B, Hq, value_size]; sums are in f32.
     debug: refuse lengths that the table cannot hold and pages that the pool has not, by a call to the host under jit.
     Raises KernelError with both values where arguments do not fit each other.
     """
@@ -39,14 +41,15 @@ def paged_attention(
     check_table(page_table, q.shape[0])
     check_ints("lengths", lengths, q.shape[:1])
     check_options(window, soft_cap)
+    check_value_size(kv_pages, value_size)
     if debug:
         rule = partial(check_decode, pages=stored(kv_pages).shape[0], page_size=stored(kv_pages).shape[3])
         page_table, lengths = check_contents(rule, page_table, lengths)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap)
+    return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap, value_size)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"), inline=True)
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
 def _on_its_platform(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -56,9 +59,10 @@ def _on_its_platform(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None,
 ) -> Array:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
     return jax.lax.platform_dependent(
         q,
         kv_pages,

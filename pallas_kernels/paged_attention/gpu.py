@@ -33,7 +33,11 @@ TILE_BYTES = 1 << 15  # of K and V in shared memory, for each stage of the pipel
 JOINED = 16  # parts joined in one step
 MAX_PARTS, PROGRAMS = 256, 8192  # of a slot and KV head; of a call, 60 for each core of an H100
 PART_NUMBERS = 1 << 23  # f32 numbers that wait to be joined: 32 MiB, whatever the lengths
+WIDE = 1 << 14  # sums of a program that four warps hold in registers
 MAX_OFFSET = 1 << 31  # Triton's offsets are signed 32 bits up to 4 GiB, which bytes pass at 2 GiB
+
+
+Runs = tuple[tuple[int, int], ...]  # of numbers of a row, taken apart: (the first, how many)
 
 
 class Blocks(NamedTuple):
@@ -52,10 +56,11 @@ class Rule(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    runs: Runs  # of a row of K: the first are V as well where pages have one part
     precision: lax.DotAlgorithmPreset | lax.Precision | None  # of the products
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
 def paged_attention(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -66,25 +71,26 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None = None,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `pallas_kernels.paged_attention`; pools of bytes over 2 GiB go to XLA."""
     if not within_reach(kv_pages):
-        return xla.paged_attention(
-            q, kv_pages, page_table, lengths, sinks, scale=scale, window=window, soft_cap=soft_cap
-        )
+        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
+        return xla.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
     slots, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     rows, row_blocks = rows_of_heads(heads // kv_heads)
-    blocks = blocks or choose_blocks(q, kv_pages)
-    rule = Rule(scale, window, soft_cap, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    runs = runs_of(size, value_size)
+    blocks = blocks or choose_blocks(q, kv_pages, runs)
+    rule = Rule(scale, window, soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     per_head = shape((slots, parts, heads), jnp.float32)
     partials = pl.pallas_call(
         partial(attend_part, blocks=blocks, rows=rows, row_blocks=row_blocks, rule=rule),
-        out_shape=(per_head, per_head, shape((slots, parts, heads, size), jnp.float32)),
+        out_shape=(per_head, per_head, shape((slots, parts, heads, runs[0][1]), jnp.float32)),
         grid=(slots, kv_heads * row_blocks, parts),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
@@ -92,12 +98,24 @@ def paged_attention(
     )(q, kv_pages, page_table, lengths)
     return pl.pallas_call(
         partial(join_parts, blocks=blocks, window=window),
-        out_shape=shape(q.shape, q.dtype),
+        out_shape=shape((slots, heads, runs[0][1]), q.dtype),
         grid=(slots, heads),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="join_parts",
     )(*partials, lengths, sinks)
+
+
+def runs_of(size: int, value_size: int | None) -> Runs:
+    """A row of K whole, or V's numbers and the rest apart: padded to powers of two together they would be many more."""
+    if value_size is None or value_size == size:
+        return ((0, size),)
+    return (0, value_size), (value_size, size - value_size)
+
+
+def padded_numbers(runs: Runs) -> int:
+    """Numbers that a row takes in registers."""
+    return sum(pl.next_power_of_2(width) for _, width in runs)
 
 
 def within_reach(kv_pages: Array | QuantizedPages) -> bool:
@@ -112,20 +130,22 @@ def rows_of_heads(groups: int) -> tuple[int, int]:
     return rows, pl.cdiv(groups, rows)
 
 
-def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
+def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blocks:
     """The tuned choice, or one that has enough programs in flight for memory to be the bound."""
     values = stored(kv_pages)
     across = max(1, q.shape[0] * values.shape[1])
     if found := tuned("paged_attention", q, kv_pages):
         return Blocks(**found)
     parts = max(1, min(MAX_PARTS, PROGRAMS // across, PART_NUMBERS // max(1, q.size)))
-    return Blocks(parts, 2 if across <= 8 else 4, tile_tokens(q, kv_pages), warps=4, stages=3)
+    rows, _ = rows_of_heads(q.shape[1] // values.shape[1])
+    warps = 8 if rows * padded_numbers(runs[:1]) > WIDE else 4
+    return Blocks(parts, 2 if across <= 8 else 4, tile_tokens(q, kv_pages, runs), warps, stages=3)
 
 
-def tile_tokens(q: Array, kv_pages: Array | QuantizedPages) -> int:
-    """Tokens whose K and V, in the dtype of the products, fill TILE_BYTES."""
-    token_bytes = 2 * pl.next_power_of_2(q.shape[2]) * product_dtype(q.dtype, kv_pages).itemsize
-    return max(16, min(128, TILE_BYTES // token_bytes))
+def tile_tokens(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> int:
+    """Tokens whose K and V, in the dtype of the products, fill TILE_BYTES: a power of two."""
+    token_bytes = stored(kv_pages).shape[2] * padded_numbers(runs) * product_dtype(q.dtype, kv_pages).itemsize
+    return max(16, min(128, pl.next_power_of_2(TILE_BYTES // token_bytes)))
 
 
 def product_dtype(queries: jnp.dtype, kv_pages) -> jnp.dtype:
@@ -168,7 +188,7 @@ def attend_part(
 ):
     """One part of one slot, for up to `rows` query heads of one KV head."""
     slot, head_block, part = (pl.program_id(axis) for axis in range(3))
-    groups, size = q_ref.shape[1] // stored(pool).shape[1], q_ref.shape[2]
+    groups, size = q_ref.shape[1] // stored(pool).shape[1], mixed_ref.shape[3]
     length = lengths_ref[slot]
     start, first, tiles, parts = cut(length, rule.window, blocks)
     first = first + part * tiles
@@ -181,9 +201,8 @@ def attend_part(
         heads = head * groups + group
         dims = jnp.arange(pl.next_power_of_2(size))
         own = (group < groups)[:, None] & (dims < size)[None, :]
-        queries = pltriton.load(q_ref.at[slot, heads[:, None], dims[None, :]], mask=own, other=0.0)
         top, total, mixed = attend_tokens(
-            queries.astype(product_dtype(q_ref.dtype, pool)),
+            read_queries(q_ref, (slot, heads[:, None]), group < groups, rule.runs, product_dtype(q_ref.dtype, pool)),
             jnp.full(rows, length - 1),
             pool,
             table_ref,
@@ -196,6 +215,16 @@ def attend_part(
         pltriton.store(top_ref.at[slot, part, heads], top, mask=group < groups)
         pltriton.store(total_ref.at[slot, part, heads], total, mask=group < groups)
         pltriton.store(mixed_ref.at[slot, part, heads[:, None], dims[None, :]], mixed, mask=own)
+
+
+def read_queries(q_ref, at, real, runs: Runs, dtype) -> list:
+    """Each run of the query rows at `at`, `dtype` [rows, D], those that are not `real` zeros."""
+    found = []
+    for first, width in runs:
+        dims = jnp.arange(pl.next_power_of_2(width))
+        own = real[:, None] & (dims < width)[None, :]
+        found.append(pltriton.load(q_ref.at[*at, first + dims[None, :]], mask=own, other=0.0).astype(dtype))
+    return found
 
 
 def empty_softmax(rows: int, size: int) -> tuple[Array, Array, Array]:
@@ -215,7 +244,9 @@ def attend_tokens(
     tile: int,
     rule: Rule,
 ):
-    """The inner loop of both attentions: the running softmax of `queries` [rows, D] over some tokens of one sequence.
+    """The inner loop of both attentions: the running softmax of `queries` over some tokens of one sequence.
+
+    queries: [rows, D] of each of the rule's runs.
 
     positions: i32[rows], each row's own place; it sees itself and what lies before it, as far as the window goes.
     place: row of the table, KV head. span: (low, shared, high), the tokens that some row sees, and up to where those
@@ -224,7 +255,7 @@ def attend_tokens(
     """
     (row, head), (low, shared, high) = place, span
     page_size = stored(pool).shape[3]
-    _, window, soft_cap, precision = rule
+    _, window, soft_cap, runs, precision = rule
     product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def step(index, carry, *, masked: bool):
@@ -234,10 +265,13 @@ def attend_tokens(
         # Division and remainder of C: `//` and `%` would spend three operations more on negative numbers.
         column, offset = lax.div(token, page_size), lax.rem(token, page_size)
         page = pltriton.load(table_ref.at[row, column], mask=held, other=0 if masked else None)
-        read = partial(read_tile, pool, page, head, offset, held, like=queries)
+        read = partial(read_tile, pool, page, head, offset, held)
+        dtype = queries[0].dtype
+        keys = [read(run, dtype, which=0) for run in runs]
+        logits = sum(product(rows, part, (((1,), (1,)), ((), ()))) for rows, part in zip(queries, keys, strict=True))
         # A quantised token's factor is cheaper on its logits and weights than on its numbers.
-        keys, factor = read(which=0)
-        logits = product(queries, keys, (((1,), (1,)), ((), ()))) * factor  # [rows, tile]
+        factor = read_factor(pool, page, head, offset, held, which=0)
+        logits = logits * factor  # [rows, tile]
         if soft_cap is None:
             logits = logits * (rule.scale * LOG2_E)
         else:
@@ -249,10 +283,11 @@ def attend_tokens(
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
         weights, keep = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)
         total = total * keep + jnp.sum(weights, axis=1)
-        values, factor = read(which=1)
-        mixed = mixed * keep[:, None] + product(
-            (weights * factor).astype(queries.dtype), values, (((1,), (0,)), ((), ()))
-        )
+        values = keys[0]
+        if stored(pool).shape[2] == 2:
+            values, factor = read(runs[0], dtype, which=1), read_factor(pool, page, head, offset, held, which=1)
+        weights = (weights * factor).astype(dtype)
+        mixed = mixed * keep[:, None] + product(weights, values, (((1,), (0,)), ((), ())))
         return higher, total, mixed
 
     first, stop = low // tile, pl.cdiv(high, tile)
@@ -261,25 +296,29 @@ def attend_tokens(
     return lax.fori_loop(whole, stop, partial(step, masked=True), carry)
 
 
-def read_tile(pool: Any, page, head, offset, held, *, like, which: int):
-    """K (0) or V (1) of a tile's tokens in the dtype and width of `like`, [tile, D], and each one's factor [1, tile].
+def read_tile(pool: Any, page, head, offset, held, run: tuple[int, int], dtype, *, which: int):
+    """A run of K (0) or V (1) of a tile's tokens, `dtype` [tile, its numbers].
 
-    Tokens that are not `held` (None: all are) and what pads the head size are zeros, and are not read.
+    Tokens that are not `held` (None: all are) and what pads the run are zeros, and are not read.
     """
     values_ref: Any = stored(pool)
-    scales_ref: Any = pool.scales if isinstance(pool, QuantizedPages) else None
-    page_size, size = values_ref.shape[3:]
-    dims = jnp.arange(like.shape[1])
-    real = None if size == dims.shape[0] else (dims < size)[None, :]
+    (first, width), dims = run, jnp.arange(pl.next_power_of_2(run[1]))
+    real = None if width == dims.shape[0] else (dims < width)[None, :]
     tokens = None if held is None else held[:, None]
     mask = tokens if real is None else real if tokens is None else real & tokens
-    at = values_ref.at[page[:, None], head, which, offset[:, None], dims[None, :]]
+    at = values_ref.at[page[:, None], head, which, offset[:, None], first + dims[None, :]]
     numbers = pltriton.load(at, mask=mask, other=None if mask is None else jnp.zeros((), values_ref.dtype))
-    if scales_ref is None:
-        return numbers.astype(like.dtype), 1.0
-    at = scales_ref.at[page, head, which * page_size + offset]
+    return numbers.astype(dtype)
+
+
+def read_factor(pool: Any, page, head, offset, held, *, which: int):
+    """What the numbers of a tile's tokens are multiplied by, f32 [1, tile], or 1."""
+    if not isinstance(pool, QuantizedPages):
+        return 1.0
+    scales_ref: Any = pool.scales
+    at = scales_ref.at[page, head, which * stored(pool).shape[3] + offset]
     factor = pltriton.load(at, mask=held, other=None if held is None else 0.0)
-    return numbers.astype(like.dtype), factor[None, :]
+    return factor[None, :]
 
 
 def join_parts(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *, blocks: Blocks, window: int | None):

@@ -34,7 +34,7 @@ BLOCK_TOKENS = 1024
 TABLE_BYTES = 1 << 18  # of a page table in SMEM, a quarter of it
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "cores", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "block_pages", "cores", "interpret"))
 def paged_attention(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -45,6 +45,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None = None,
     block_pages: int | None = None,
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -54,7 +55,7 @@ def paged_attention(
     pages = block_pages or tuned("paged_attention", q, kv_pages).get("block_pages", 0)
     pages = min(pages or pages_of_block(kv_pages), page_table.shape[1])
     options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
-    options |= {"cores": cores or num_cores()}
+    options |= {"cores": cores or num_cores(), "value_size": value_size or q.shape[2]}
     parts = [
         attend_slots(
             q[at : at + slots], kv_pages, page_table[at : at + slots], lengths[at : at + slots], sinks, **options
@@ -74,6 +75,7 @@ def attend_slots(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int,
     pages: int,
     cores: int,
     interpret: bool | pltpu.InterpretParams,
@@ -91,23 +93,27 @@ def attend_slots(
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
     sinks = sinks.astype(jnp.float32).reshape(*grouped.shape[1:3], 1)
     share = grouped.shape[0] // cores
-    of_slot = pl.BlockSpec((1, *grouped.shape[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
+    shape = (*grouped.shape[:3], value_size)
+
+    def of_slot(array: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *array[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
+
     prefetch = order, page_table.reshape(-1), lengths, next_with_work(work[order], cores)
     out = pl.pallas_call(
         partial(attend_slot, width=page_table.shape[1], scale=scale, window=window, soft_cap=soft_cap),
-        out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
+        out_shape=jax.ShapeDtypeStruct(shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
             grid=(cores, share),
-            in_specs=[of_slot, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)), pool_specs(kv_pages)],
-            out_specs=of_slot,
+            in_specs=[of_slot(grouped.shape), pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)), pool_specs(kv_pages)],
+            out_specs=of_slot(shape),
             scratch_shapes=buffers(kv_pages, pages),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="paged_attention",
     )(*prefetch, grouped, sinks, kv_pages)
-    return out[:slots].reshape(q.shape)
+    return out[:slots].reshape(slots, heads, value_size)
 
 
 def pages_of_block(kv_pages: Array | QuantizedPages) -> int:
@@ -135,7 +141,7 @@ def attend_slot(
     soft_cap: float | None,
 ):
     """One slot."""
-    _, _, _, pages, page_size, _ = stored(room).shape
+    _, _, parts, pages, page_size, _ = stored(room).shape
     tokens = pages * page_size
     core = pl.program_id(0) * pl.num_programs(1)
 
@@ -161,7 +167,7 @@ def attend_slot(
 
     def step(block, buffer, carry):
         top, total, mixed = carry
-        keys, values = (blocks.read(buffer, every, part, exact) for part in (0, 1))
+        keys, values = blocks.read_both(buffer, every, exact, out_ref.shape[-1])
         logits = product(queries, keys, (((2,), (2,)), ((0,), (0,)))) * scale  # [Hkv, groups, tokens]
         logits = blocks.scaled(logits, buffer, every, 0)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
@@ -170,11 +176,11 @@ def attend_slot(
         higher = jnp.maximum(top, jnp.max(logits, axis=2, keepdims=True))
         weights, keep = jnp.exp(logits - higher), jnp.exp(top - higher)
         total = total * keep + jnp.sum(weights, axis=2, keepdims=True)
-        weights = blocks.scaled(weights, buffer, every, 1)
+        weights = blocks.scaled(weights, buffer, every, parts - 1)
         mixed = mixed * keep + product(weights.astype(exact), values, (((2,), (1,)), ((0,), (0,))))
         return higher, total, mixed
 
     top = sinks_ref[...]
-    carry = top, jnp.where(top > NEVER, 1.0, 0.0), jnp.zeros(queries.shape, jnp.float32)
+    carry = top, jnp.where(top > NEVER, 1.0, 0.0), jnp.zeros(out_ref.shape[1:], jnp.float32)
     _, total, mixed = blocks.walk(step, carry)
     out_ref[0] = (mixed / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)

@@ -53,16 +53,17 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None = None,
 ) -> Array:
     """As `pallas_kernels.paged_attention`."""
     slots, heads, size = q.shape
-    kv_heads, page_size = stored(kv_pages).shape[1:4:2]
-    tile_pages, width = tile_shape(kv_heads, page_size, size, page_table.shape)
+    _, kv_heads, parts, page_size, _ = stored(kv_pages).shape
+    tile_pages, width = tile_shape(kv_heads * parts, page_size, size, page_table.shape)
     tiles = list_tiles(page_table, lengths, page_size=page_size, tile_pages=tile_pages, width=width, window=window)
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, heads // kv_heads, size)
     position = jnp.arange(tile_pages * page_size)[None, :]
 
-    def step(index: Array, parts: Partials) -> Partials:
+    def step(index: Array, old: Partials) -> Partials:
         slot, pages, low, high = (lax.dynamic_slice_in_dim(part, index * width, width) for part in tiles[:4])
         keys, values = read_tiles(kv_pages, pages)
         logits = scores(grouped[slot], keys)
@@ -73,13 +74,13 @@ def paged_attention(
         mixed = jnp.einsum("nhgs,nhsd->nhgd", weights, values)
         new = Partials(top, jnp.sum(weights, axis=-1), mixed)
         write = lax.dynamic_update_slice_in_dim
-        return Partials(*(write(old, part, index * width, axis=0) for old, part in zip(parts, new, strict=True)))
+        return Partials(*(write(whole, part, index * width, axis=0) for whole, part in zip(old, new, strict=True)))
 
     empty = jnp.broadcast_to(grouped[:1], (tiles.slot.shape[0], *grouped.shape[1:]))
-    parts = Partials(jnp.full_like(empty[..., 0], NEVER), jnp.zeros_like(empty[..., 0]), jnp.zeros_like(empty))
-    parts = lax.fori_loop(0, -(-tiles.total // width), step, parts)
-    mixed = merged(parts, tiles, grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
-    return mixed.reshape(q.shape).astype(q.dtype)
+    partials = Partials(jnp.full_like(empty[..., 0], NEVER), jnp.zeros_like(empty[..., 0]), jnp.zeros_like(empty))
+    partials = lax.fori_loop(0, -(-tiles.total // width), step, partials)
+    mixed = merged(partials, tiles, grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
+    return mixed.reshape(q.shape)[..., :value_size].astype(q.dtype)
 
 
 def scores(queries: Array, keys: Array) -> Array:
@@ -111,10 +112,10 @@ def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -
     return mixed / jnp.where(total > 0, total, 1.0)[..., None]
 
 
-def tile_shape(kv_heads: int, page_size: int, size: int, table: tuple[int, ...]) -> tuple[int, int]:
-    """Pages of a tile, tiles of a step: no more of either than the table [rows, W] can use."""
+def tile_shape(rows: int, page_size: int, size: int, table: tuple[int, ...]) -> tuple[int, int]:
+    """Pages of a tile, tiles of a step: no more of either than the table [rows, W] can use. rows: of a token's K, V."""
     tile_pages = min(max(1, TILE_TOKENS // page_size), table[1])
-    tile_bytes = tile_pages * page_size * kv_heads * size * 2 * 4
+    tile_bytes = tile_pages * page_size * rows * size * 4
     most = table[0] * -(-table[1] // tile_pages)
     return tile_pages, max(1, min(STEP_BYTES // tile_bytes, MAX_TILES_A_STEP, most))
 
@@ -139,30 +140,35 @@ def list_tiles(
 
 
 def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, Array]:
-    """i32[N, pages] -> K and V, f32[N, Hkv, pages * page_size, D] each.
+    """i32[N, pages] -> K and V, f32[N, Hkv, pages * page_size, D] each; of pages of one part K twice.
+
+    (V is then the first numbers of each row: to take the whole mixture's first numbers in the end costs an eighth more
+    of a product, to cut rows costs a copy of each.)
 
     Rows of a head's page are gathered flat, K and V apart, and given their shape only when they are there. A loop whose
     last dimension is as short as D is unrolled by LLVM into copies of single numbers, and XLA would make such a loop of
     the gather, fused with the reshape, or of slices that part K from V. It fuses across everything but the end of a
     branch: hence the condition, which always holds.
     """
-    pool, kv_heads, _, page_size, size = stored(kv_pages).shape
+    pool, kv_heads, parts, page_size, size = stored(kv_pages).shape
     heads = jnp.arange(kv_heads)[None, :, None]
-    rows = (pages[:, None] * kv_heads + heads) * 2  # [N, Hkv, pages], of K; V's are the next
+    rows = (pages[:, None] * kv_heads + heads) * parts  # [N, Hkv, pages], of K; V's are the next
     shape = (*rows.shape, page_size * size)
 
-    def gather() -> tuple[Array, Array]:
-        flat = stored(kv_pages).reshape(pool * kv_heads * 2, page_size * size)
-        keys, values = (flat.at[at].get(mode="promise_in_bounds").astype(jnp.float32) for at in (rows, rows + 1))
+    def gather() -> tuple[Array, ...]:
+        flat = stored(kv_pages).reshape(pool * kv_heads * parts, page_size * size)
+        each = [rows + part for part in range(parts)]
+        found = [flat.at[at].get(mode="promise_in_bounds").astype(jnp.float32) for at in each]
         if not isinstance(kv_pages, QuantizedPages):
-            return keys, values
-        scales = kv_pages.scales.reshape(pool * kv_heads * 2, page_size, 1)
-        return scaled(keys, scales[rows]), scaled(values, scales[rows + 1])
+            return tuple(found)
+        scales = kv_pages.scales.reshape(pool * kv_heads * parts, page_size, 1)
+        return tuple(scaled(numbers, scales[at]) for numbers, at in zip(found, each, strict=True))
 
     # Made of both arguments, so that inside `shard_map` it is known to differ from shard to shard as what is read does.
     nothing = jnp.zeros_like(stored(kv_pages), jnp.float32, shape) + jnp.zeros_like(pages, jnp.float32, ())
-    keys, values = lax.cond(pages[0, 0] >= 0, gather, lambda: (nothing, nothing))
-    return keys.reshape(*rows.shape[:2], -1, size), values.reshape(*rows.shape[:2], -1, size)
+    found = lax.cond(pages[0, 0] >= 0, gather, lambda: (nothing,) * parts)
+    keys, *values = (part.reshape(*rows.shape[:2], -1, size) for part in found)
+    return keys, values[0] if values else keys
 
 
 def scaled(rows: Array, scales: Array) -> Array:

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table
+from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
 from pallas_kernels.contents import check_contents, check_packed
 from pallas_kernels.prefill_attention import gpu, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
@@ -22,6 +22,7 @@ def prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    value_size: int | None = None,
     debug: bool = False,
 ) -> Array:
     """Causal attention of the last tokens of S sequences, packed one after another, to all tokens of their sequence.
@@ -29,10 +30,10 @@ def prefill_attention(
     q: [T, Hq, D], f32 or bf16. Sequence s owns rows cu_q_lens[s]:cu_q_lens[s + 1]; they are the last of its kv_lens[s]
     tokens, whose K and V are in its pages already, this chunk's and any cached prefix's. Rows from cu_q_lens[S] on are
     padding and give zeros; a sequence may own no row.
-    kv_pages: [P, Hkv, 2, page_size, D], f32 or bf16, or QuantizedPages. page_table: i32[S, W]. kv_lens: i32[S], at most
+    kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or QuantizedPages. page_table: i32[S, W]. kv_lens: i32[S], at most
     W * page_size and at least the sequence's rows. cu_q_lens: i32[S + 1], 0 first, never falling.
-    scale, window, soft_cap, sinks: as in `paged_attention`, the window counted from each query's own position.
-    Returns [T, Hq, D] in q's dtype; sums are in f32.
+    scale, window, soft_cap, sinks, value_size: as in `paged_attention`, the window counted from each query's own
+    position. Returns [T, Hq, D] in q's dtype, of pages of one part [T, Hq, value_size]; sums are in f32.
     debug: refuse what breaks these rules, and pages that the pool has not, by a call to the host under jit.
     Raises KernelError with both values where arguments do not fit each other.
     """
@@ -42,15 +43,16 @@ def prefill_attention(
     check_ints("kv_lens", kv_lens, (sequences,))
     check_ints("cu_q_lens", cu_q_lens, (sequences + 1,))
     check_options(window, soft_cap)
+    check_value_size(kv_pages, value_size)
     if debug:
         pages, page_size = stored(kv_pages).shape[:4:3]
         rule = partial(check_packed, pages=pages, page_size=page_size, tokens=q.shape[0])
         page_table, kv_lens, cu_q_lens = check_contents(rule, page_table, kv_lens, cu_q_lens)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    return _on_its_platform(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale, window, soft_cap)
+    return _on_its_platform(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale, window, soft_cap, value_size)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"), inline=True)
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
 def _on_its_platform(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -61,9 +63,10 @@ def _on_its_platform(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None,
 ) -> Array:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
     return jax.lax.platform_dependent(
         q,
         kv_pages,

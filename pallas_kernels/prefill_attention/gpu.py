@@ -21,10 +21,14 @@ from pallas_kernels.paged_attention.gpu import (
     MIN_ROWS,
     NEVER,
     Rule,
+    Runs,
     attend_tokens,
     empty_softmax,
+    padded_numbers,
     precision_of,
     product_dtype,
+    read_queries,
+    runs_of,
     within_reach,
 )
 from pallas_kernels.prefill_attention import xla
@@ -45,7 +49,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
 def prefill_attention(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -57,23 +61,26 @@ def prefill_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None = None,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`; pools of bytes over 2 GiB go to XLA."""
     if not within_reach(kv_pages):
-        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
         return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
-    tokens, heads, _ = q.shape
-    kv_heads = stored(kv_pages).shape[1]
-    blocks = blocks or choose_blocks(q, kv_pages)
-    rule = Rule(scale, window, soft_cap, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    tokens, heads, size = q.shape
+    kv_heads, runs = stored(kv_pages).shape[1], runs_of(size, value_size)
+    blocks = blocks or choose_blocks(q, kv_pages, runs)
+    rule = Rule(scale, window, soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
     lanes = min(pl.next_power_of_2(heads // kv_heads), blocks.rows)
     query_rows, lane_blocks = blocks.rows // lanes, pl.cdiv(heads // kv_heads, lanes)
     work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=window, query_rows=query_rows)
     out = pl.pallas_call(
         partial(attend_block, query_rows=query_rows, lanes=lanes, lane_blocks=lane_blocks, tile=blocks.tile, rule=rule),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
+        out_shape=jax.ShapeDtypeStruct(
+            (tokens, heads, runs[0][1]), q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type
+        ),
         grid=(work.sequence.shape[0], kv_heads * lane_blocks),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
@@ -83,15 +90,15 @@ def prefill_attention(
     return jnp.where(real, out, 0)  # no program writes the padding
 
 
-def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
+def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blocks:
     """The tuned choice, or one whose sums stay in registers and whose tiles leave room for two programs a core."""
     values, products = stored(kv_pages), product_dtype(q.dtype, kv_pages)
     if found := tuned("prefill_attention", q, kv_pages):
         return Blocks(**found)
-    row_bytes = pl.next_power_of_2(q.shape[2]) * products.itemsize
+    row_bytes = padded_numbers(runs) * products.itemsize
     useful = pl.next_power_of_2(q.shape[0] * pl.next_power_of_2(q.shape[1] // values.shape[1]))
-    rows = max(MIN_ROWS, min(MAX_ROWS, ROW_BYTES // row_bytes, useful))
-    tile = max(16, min(128, TILE_BYTES // (2 * row_bytes)))
+    rows = max(MIN_ROWS, min(MAX_ROWS, pl.next_power_of_2(ROW_BYTES // row_bytes), useful))
+    tile = max(16, min(128, pl.next_power_of_2(TILE_BYTES // (values.shape[2] * row_bytes))))
     return Blocks(rows, tile, warps=8 if rows > 64 else 4, stages=3)
 
 
@@ -115,7 +122,7 @@ def attend_block(
 ):
     """One block. Its rows are `query_rows` tokens, of each the query heads of a KV head: `lanes` of them."""
     block, head_block = pl.program_id(0), pl.program_id(1)
-    groups, size = q_ref.shape[1] // stored(pool).shape[1], q_ref.shape[2]
+    groups, size = q_ref.shape[1] // stored(pool).shape[1], out_ref.shape[2]
 
     @pl.when(stop_ref[block] > 0)
     def _():
@@ -128,14 +135,13 @@ def attend_block(
         low = 0 if rule.window is None else jnp.maximum(position - rule.window + 1, 0)
         dims = jnp.arange(pl.next_power_of_2(size))
         own = real[:, None] & (dims < size)[None, :]
-        at = tokens[:, None], heads[:, None], dims[None, :]
-        queries = pltriton.load(q_ref.at[at], mask=own, other=0.0)
+        rows = tokens[:, None], heads[:, None]
         top, total, mixed = empty_softmax(row.shape[0], dims.shape[0])
         if sinks_ref is not None:
             top = pltriton.load(sinks_ref.at[heads], mask=real, other=NEVER).astype(jnp.float32) * LOG2_E
             total = jnp.ones_like(total)
         _, total, mixed = attend_tokens(
-            queries.astype(product_dtype(q_ref.dtype, pool)),
+            read_queries(q_ref, rows, real, rule.runs, product_dtype(q_ref.dtype, pool)),
             position + row // lanes,
             pool,
             table_ref,
@@ -146,4 +152,4 @@ def attend_block(
             rule=rule,
         )
         mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
-        pltriton.store(out_ref.at[at], mixed.astype(out_ref.dtype), mask=own)
+        pltriton.store(out_ref.at[*rows, dims[None, :]], mixed.astype(out_ref.dtype), mask=own)

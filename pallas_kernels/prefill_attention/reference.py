@@ -18,6 +18,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    value_size: int | None = None,
 ) -> Array:
     """q [T, Hq, D], page_table i32[S, W], kv_lens i32[S], cu_q_lens i32[S + 1] -> [T, Hq, D].
 
@@ -27,6 +28,5 @@ def prefill_attention(
     owner = jnp.searchsorted(cu_q_lens, rows, side="right") - 1
     owner = jnp.minimum(owner, kv_lens.shape[0] - 1)
     visible = jnp.where(rows < cu_q_lens[-1], kv_lens[owner] - cu_q_lens[owner + 1] + rows + 1, 0)
-    return reference.paged_attention(
-        q, kv_pages, page_table[owner], visible, sinks, scale=scale, window=window, soft_cap=soft_cap
-    )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
+    return reference.paged_attention(q, kv_pages, page_table[owner], visible, sinks, **options)

@@ -35,10 +35,11 @@ GROUP_ROWS = 512  # of one KV head's queries in a block; times TILE_TOKENS, the 
 TILE_TOKENS = 256  # both larger, the unrolled products take minutes to compile
 BLOCK_NUMBERS = 1 << 19  # of queries in a block: with its sums in f32 and what is in flight, about 12 MB of VMEM
 TABLE_BYTES = 1 << 19  # of a page table in SMEM, half of it; larger ones go to XLA
+OPTIONS = "scale", "window", "soft_cap", "value_size"
 VMEM_BYTES = 48 << 20  # every chip has 64 MB or more; the default limit of 16 MB is too low for these blocks
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "block_pages", "block_rows", "cores", "interpret"))
+@partial(jax.jit, static_argnames=(*OPTIONS, "block_pages", "block_rows", "cores", "interpret"))
 def prefill_attention(
     q: Array,
     kv_pages: Array | QuantizedPages,
@@ -50,6 +51,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None = None,
     block_pages: int | None = None,
     block_rows: int | None = None,
     cores: int | None = None,
@@ -59,7 +61,7 @@ def prefill_attention(
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     if page_table.size * 4 > TABLE_BYTES:
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
         return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
     cores = cores or num_cores()
     found = tuned("prefill_attention", q, kv_pages)
@@ -71,27 +73,32 @@ def prefill_attention(
     sequence, start, position, first, stop = (jnp.pad(part, (0, spare)) for part in blocks[:5])
     split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[start[:, None] + jnp.arange(rows)[None, :]]
     split = split.reshape(-1, rows, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
-    split = split.reshape(-1, kv_heads, heads // kv_heads * rows, size)
+    folds = folds_of(heads // kv_heads, rows)
+    split = split.reshape(-1, kv_heads * folds, heads // kv_heads // folds * rows, size)
+    shape = (*split.shape[:3], value_size or size)
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
-    sinks = jnp.repeat(sinks.astype(jnp.float32), rows).reshape(kv_heads, -1, 1)
+    sinks = jnp.repeat(sinks.astype(jnp.float32), rows).reshape(*shape[1:3], 1)
     share = split.shape[0] // cores
-    of_block = pl.BlockSpec((1, *split.shape[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
+
+    def of_block(array: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *array[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
+
     order = deal(stop - first, cores)
     following = next_with_work((stop - first)[order], cores)
     prefetch = order, page_table.reshape(-1), sequence, kv_lens, position, first, stop, following
     out = pl.pallas_call(
         partial(attend_block, width=page_table.shape[1], rows=rows, scale=scale, window=window, soft_cap=soft_cap),
-        out_shape=jax.ShapeDtypeStruct(split.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
+        out_shape=jax.ShapeDtypeStruct(shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
             grid=(cores, share),
-            in_specs=[of_block, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)), pool_specs(kv_pages)],
-            out_specs=of_block,
+            in_specs=[of_block(split.shape), pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)), pool_specs(kv_pages)],
+            out_specs=of_block(shape),
             scratch_shapes=[
                 *buffers(kv_pages, pages),
                 pltpu.VMEM(sinks.shape, jnp.float32),
                 pltpu.VMEM(sinks.shape, jnp.float32),
-                pltpu.VMEM(split.shape[1:], jnp.float32),
+                pltpu.VMEM(shape[1:], jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -100,9 +107,17 @@ def prefill_attention(
         interpret=interpret,
         name="prefill_attention",
     )(*prefetch, split, sinks, kv_pages)
-    out = out.reshape(-1, kv_heads, heads // kv_heads, rows, size).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(-1, heads, rows, shape[3]).transpose(0, 2, 1, 3).reshape(-1, heads, shape[3])
     real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
-    return jnp.where(real, out.reshape(-1, heads, size)[blocks.place], 0)
+    return jnp.where(real, out[blocks.place], 0)
+
+
+def folds_of(groups: int, rows: int) -> int:
+    """How often a KV head's query heads are folded, so that few enough of their rows are multiplied at once."""
+    folds = 1
+    while groups % (2 * folds) == 0 and groups // folds * rows > GROUP_ROWS:
+        folds *= 2
+    return folds
 
 
 def rows_of_block(tokens: int, heads: int, groups: int, size: int) -> int:
@@ -142,7 +157,8 @@ def attend_block(
     soft_cap: float | None,
 ):
     """One block of query rows, over tiles of its sequence's pages."""
-    _, kv_heads, _, pages, page_size, _ = stored(room).shape
+    _, kv_heads, parts, pages, page_size, _ = stored(room).shape
+    heads = q_ref.shape[1]  # a KV head's query heads may be folded into several
     tokens = pages * page_size
     core = pl.program_id(0) * pl.num_programs(1)
 
@@ -166,11 +182,12 @@ def attend_block(
     mixed_ref[...] = jnp.zeros_like(mixed_ref)
 
     def step(tile, buffer, _):
-        @pl.loop(0, kv_heads)
+        @pl.loop(0, heads)
         def _(head):
-            keys, values = (blocks.read(buffer, head, part, exact) for part in (0, 1))
+            held = head // (heads // kv_heads)
+            keys, values = blocks.read_both(buffer, held, exact, out_ref.shape[-1])
             logits = product(q_ref[0, head].astype(exact), keys, (((1,), (1,)), ((), ()))) * scale
-            logits = blocks.scaled(logits, buffer, head, 0)
+            logits = blocks.scaled(logits, buffer, held, 0)
             logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)  # [groups * rows, tokens]
             row, token = (lax.broadcasted_iota(jnp.int32, logits.shape, axis) for axis in (0, 1))
             behind = position + row % rows - tile * tokens - token
@@ -181,7 +198,7 @@ def attend_block(
             weights, keep = jnp.exp(logits - higher), jnp.exp(top - higher)
             top_ref[head] = higher
             total_ref[head] = total_ref[head] * keep + jnp.sum(weights, axis=1, keepdims=True)
-            weights = blocks.scaled(weights, buffer, head, 1)
+            weights = blocks.scaled(weights, buffer, held, parts - 1)
             mixed_ref[head] = mixed_ref[head] * keep + product(weights.astype(exact), values, (((1,), (0,)), ((), ())))
 
         return 0

@@ -42,6 +42,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    value_size: int | None = None,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`."""
     tokens, heads, size = q.shape
@@ -86,7 +87,7 @@ def prefill_attention(
     out = jnp.zeros_like(wide, shape=(blocks.start.shape[0] * QUERY_ROWS, heads, size))
     out = lax.fori_loop(0, -(-blocks.total // width), group, out)
     real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
-    return jnp.where(real, out[blocks.place], 0.0).astype(q.dtype)
+    return jnp.where(real, out[blocks.place][..., :value_size], 0.0).astype(q.dtype)
 
 
 def list_blocks(

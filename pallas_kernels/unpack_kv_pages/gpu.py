@@ -41,12 +41,12 @@ def unpack_kv_pages(
     if not all(within_reach(array.size, array.dtype) for array in (pools[0], packed.values)):
         return xla.unpack_kv_pages(pools, packed, page_ids, wire=wire, digests=digests)
     dtype, pools = pools[0].dtype, [as_bytes(pool) for pool in pools]
-    layers, count, kv_heads, _, page_size, packed_size = packed.values.shape
-    rows, size = 2 * page_size, pools[0].shape[4]
+    layers, count, kv_heads, halves, page_size, packed_size = packed.values.shape
+    rows, size = halves * page_size, pools[0].shape[4]
     values = packed.values if wire != "raw" else as_bytes(packed.values)
     values = values.reshape(layers, count, kv_heads, rows, packed_size)
     arrived = [values] if packed.scales is None else [values, packed.scales]
-    given = [page_ids, *weights_of(page_size, packed_size), *arrived]
+    given = [page_ids, *weights_of(rows, packed_size), *arrived]
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(pools[0]).manual_axis_type)
     written, sums = [], []
     for start in range(0, layers, layers_of_call):

@@ -42,7 +42,7 @@ def unpack_kv_pages(
     pool, layers = pools[0], len(pools)
     cut = cut_pages(pool, layers, page_ids.shape[0], block_pages, cores)
     arrived = [part for part in packed[:2] if part is not None]
-    weights = weights_of(pool.shape[3], packed.values.shape[-1])
+    weights = weights_of(pool.shape[2] * pool.shape[3], packed.values.shape[-1])
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(pool).manual_axis_type)
     in_hbm = [pl.BlockSpec(memory_space=pltpu.HBM)] * layers
     sums = (1, pool.shape[1])
@@ -97,13 +97,13 @@ def unpack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, w
         @pl.loop(0, cut.pages(item))
         def _(page):
             values, scales = arrived[0][0, page], None
-            kv_heads, _, page_size, size = values.shape
-            rows = values.reshape(kv_heads, 2 * page_size, size)
+            kv_heads, halves, page_size, size = values.shape
+            rows = values.reshape(kv_heads, halves * page_size, size)
             if wire == "raw":
                 words = words_of(rows) if digests else None
             else:
                 words, scales = rows.astype(jnp.int32), arrived[1][0, page]
-                values = dequantise(words, scales, wire).reshape(kv_heads, 2, page_size, -1)
+                values = dequantise(words, scales, wire).reshape(kv_heads, halves, page_size, -1)
             room_ref[item % 2, page] = values.astype(room_ref.dtype)
             if digests:
                 digests_ref[0, page] = digest(words, scales, page_weights_ref[...], scale_weights_ref[...])

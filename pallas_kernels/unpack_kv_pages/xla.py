@@ -43,9 +43,9 @@ def unpack_kv_pages(
 
 
 def dequantise_pages(values: Array, scales: Array | None, wire: str) -> Array:
-    """Codes [..., 2, page_size, D'] and scales f32 [..., 2 * page_size] -> f32 [..., 2, page_size, D]; raw as it is."""
+    """Codes [..., C, page_size, D'] and scales f32 [..., C * page_size] -> f32 [..., C, page_size, D]; raw as it is."""
     if scales is None:
         return values
-    *heads, _, page_size, size = values.shape
-    numbers = dequantise(values.reshape(*heads, 2 * page_size, size).astype(jnp.int32), scales, wire)
-    return numbers.reshape(*heads, 2, page_size, numbers.shape[-1])
+    *heads, parts, page_size, size = values.shape
+    numbers = dequantise(values.reshape(*heads, parts * page_size, size).astype(jnp.int32), scales, wire)
+    return numbers.reshape(*heads, parts, page_size, numbers.shape[-1])

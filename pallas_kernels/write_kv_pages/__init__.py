@@ -14,20 +14,24 @@ from pallas_kernels.write_kv_pages import gpu, tpu, xla
 Pool = TypeVar("Pool", Array, QuantizedPages)
 
 
-def write_kv_pages(kv_pages: Pool, k: Array, v: Array, page_ids: Array, offsets: Array, *, debug: bool = False) -> Pool:
+def write_kv_pages(
+    kv_pages: Pool, k: Array, v: Array | None, page_ids: Array, offsets: Array, *, debug: bool = False
+) -> Pool:
     """The pool with row t of k and v at token `offsets[t]` of page `page_ids[t]`.
 
-    kv_pages: [P, Hkv, 2, page_size, D] or QuantizedPages; updated in place where the caller's jit donates it and nobody
+    kv_pages: [P, Hkv, C, page_size, D] or QuantizedPages; updated in place where the caller's jit donates it and nobody
     else reads it. k, v: [T, Hkv, D], any float, stored in the pool's dtype; quantised by `quantize_rows`, each row
-    alone. page_ids, offsets: i32[T]; rows that must not be kept carry page 0. A place named twice (page 0 apart) holds
-    either row. debug: refuse places that the pool has not, by a call to the host under jit.
+    alone; v is None for pages of one part (C = 1), and only for those. page_ids, offsets: i32[T]; rows that must not be
+    kept carry page 0. A place named twice (page 0 apart) holds either row. debug: refuse places that the pool has not,
+    by a call to the host under jit.
     Raises KernelError with both values where arguments do not fit each other.
     """
     check_pool(kv_pages)
-    pages, kv_heads, _, page_size, size = stored(kv_pages).shape
+    pages, kv_heads, parts, page_size, size = stored(kv_pages).shape
     rows = (k.shape[0], kv_heads, size)
     require(k.shape == rows, f"k must be [T, {rows[1]}, {rows[2]}] for this pool, got {k.shape}")
-    require(v.shape == rows, f"v must have k's shape {rows}, got {v.shape}")
+    require((v is None) == (parts == 1), f"v must be {'None' if parts == 1 else 'given'} for kv_pages of {parts} parts")
+    require(v is None or v.shape == rows, f"v must have k's shape {rows}, got {None if v is None else v.shape}")
     check_ints("page_ids", page_ids, rows[:1])
     check_ints("offsets", offsets, rows[:1])
     if debug:
@@ -37,7 +41,7 @@ def write_kv_pages(kv_pages: Pool, k: Array, v: Array, page_ids: Array, offsets:
 
 
 @partial(jax.jit, inline=True)
-def _on_its_platform(kv_pages: Pool, k: Array, v: Array, page_ids: Array, offsets: Array) -> Pool:
+def _on_its_platform(kv_pages: Pool, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> Pool:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
     written: Any = jax.lax.platform_dependent(
         kv_pages,

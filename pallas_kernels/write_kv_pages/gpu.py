@@ -21,7 +21,7 @@ from pallas_kernels.write_kv_pages import xla
 def write_kv_pages(
     kv_pages: Array | QuantizedPages,
     k: Array,
-    v: Array,
+    v: Array | None,
     page_ids: Array,
     offsets: Array,
     *,
@@ -32,9 +32,9 @@ def write_kv_pages(
         return xla.write_kv_pages(kv_pages, k, v, page_ids, offsets)
     rows: Array | QuantizedPages
     if isinstance(kv_pages, QuantizedPages):
-        rows = QuantizedPages(*quantize_rows(jnp.stack([k, v], axis=2), kv_pages.values.dtype))
+        rows = QuantizedPages(*quantize_rows(xla.joined(k, v), kv_pages.values.dtype))
     else:
-        rows = jnp.stack([k, v], axis=2).astype(kv_pages.dtype)  # [T, Hkv, 2, D]
+        rows = xla.joined(k, v).astype(kv_pages.dtype)
     pools, places = jax.tree.leaves(kv_pages), jax.tree.leaves((rows, page_ids, offsets))
     return pl.pallas_call(
         write_token,
@@ -56,10 +56,10 @@ def write_token(rows: Any, page_ids_ref, offsets_ref, _, pool_ref, *scales_ref):
     """One token. `pool_ref` is the pool, read and written; quantised pages have scales as well."""
     token = pl.program_id(0)
     page, offset = page_ids_ref[token], offsets_ref[token]
-    _, kv_heads, _, page_size, size = pool_ref.shape
-    line, dims = jnp.arange(pl.next_power_of_2(2 * kv_heads)), jnp.arange(pl.next_power_of_2(size))
-    head, which = line // 2, line % 2  # K and V of a head are neighbours in `rows`
-    real = line < 2 * kv_heads
+    _, kv_heads, parts, page_size, size = pool_ref.shape
+    line, dims = jnp.arange(pl.next_power_of_2(parts * kv_heads)), jnp.arange(pl.next_power_of_2(size))
+    head, which = line // parts, line % parts  # K and V of a head are neighbours in `rows`
+    real = line < parts * kv_heads
     rows_ref: Any = stored(rows)
     own = real[:, None] & (dims < size)[None, :]
 

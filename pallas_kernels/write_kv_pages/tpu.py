@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.quantized import QuantizedPages, quantize_rows, stored
 from pallas_kernels.tpu_blocks import LANES, pool_specs
+from pallas_kernels.write_kv_pages.xla import joined
 
 TILE_BYTES = 32  # of one column of a tile: 8 rows of f32, 16 of bf16, 32 of int8
 BLOCK_ROWS = 128  # rows amended before the next block's reads start
@@ -29,7 +30,7 @@ NOWHERE = jnp.iinfo(jnp.int32).max
 def write_kv_pages(
     kv_pages: Array | QuantizedPages,
     k: Array,
-    v: Array,
+    v: Array | None,
     page_ids: Array,
     offsets: Array,
     *,
@@ -38,9 +39,9 @@ def write_kv_pages(
 ) -> Array | QuantizedPages:
     """As `pallas_kernels.write_kv_pages`; page 0 stays as it is."""
     pool = stored(kv_pages)
-    _, kv_heads, _, page_size, size = pool.shape
+    _, kv_heads, parts, page_size, size = pool.shape
     group = group_tokens(page_size, pool.dtype)
-    group_bytes = kv_heads * 2 * group * -(-size // LANES) * LANES * pool.dtype.itemsize
+    group_bytes = kv_heads * parts * group * -(-size // LANES) * LANES * pool.dtype.itemsize
     block = block_rows or rows_of_block(k.shape[0], group_bytes)
     place = jnp.where(page_ids == 0, NOWHERE, page_ids * page_size + offsets)
     order = jnp.argsort(place)
@@ -67,9 +68,9 @@ def write_kv_pages(
     return out
 
 
-def stored_rows(kv_pages: Array | QuantizedPages, k: Array, v: Array) -> Array | QuantizedPages:
-    """K and V as the pool stores them: [T, Hkv * 2, D], of scales f32[T, Hkv, 2]."""
-    rows = jnp.stack([k, v], axis=2)
+def stored_rows(kv_pages: Array | QuantizedPages, k: Array, v: Array | None) -> Array | QuantizedPages:
+    """K and V as the pool stores them: [T, Hkv * C, D], of scales f32[T, Hkv, C]."""
+    rows = joined(k, v)
     flat = (rows.shape[0], -1, rows.shape[3])
     if not isinstance(kv_pages, QuantizedPages):
         return rows.astype(kv_pages.dtype).reshape(flat)
@@ -91,8 +92,8 @@ def block_of_rows(block: int, rows: Array) -> pl.BlockSpec:
 
 def groups_scratch(kv_pages: Array | QuantizedPages, block: int, group: int) -> Any:
     """Room for a group a row, and for a page's scales a row."""
-    _, kv_heads, _, _, size = stored(kv_pages).shape
-    values: Any = pltpu.VMEM((block, kv_heads, 2, group, size), stored(kv_pages).dtype)
+    _, kv_heads, parts, _, size = stored(kv_pages).shape
+    values: Any = pltpu.VMEM((block, kv_heads, parts, group, size), stored(kv_pages).dtype)
     if not isinstance(kv_pages, QuantizedPages):
         return values
     scales: Any = pltpu.VMEM((block, *kv_pages.scales.shape[1:]), kv_pages.scales.dtype)
@@ -166,16 +167,18 @@ def amend_block(place_ref, group_leader_ref, page_leader_ref, total_ref, rows, _
 
 
 def amend_group(groups, leader, row, token):
-    """`row` [Hkv * 2, D] becomes token `token` of group `leader`."""
-    _, kv_heads, _, group, size = groups.shape
-    mine = lax.broadcasted_iota(jnp.int32, (kv_heads * 2, group, size), 1) == token
-    old = groups[leader].astype(jnp.float32).reshape(kv_heads * 2, group, size)
+    """`row` [Hkv * C, D] becomes token `token` of group `leader`."""
+    _, kv_heads, parts, group, size = groups.shape
+    mine = lax.broadcasted_iota(jnp.int32, (kv_heads * parts, group, size), 1) == token
+    old = groups[leader].astype(jnp.float32).reshape(kv_heads * parts, group, size)
     new = jnp.where(mine, row.astype(jnp.float32)[:, None, :], old)
-    groups[leader] = new.reshape(kv_heads, 2, group, size).astype(groups.dtype)
+    groups[leader] = new.reshape(kv_heads, parts, group, size).astype(groups.dtype)
 
 
 def amend_scales(scales, leader, row, token, page_size: int):
-    """`row` f32[Hkv, 2] becomes the scales of token `token` of page `leader`."""
+    """`row` f32[Hkv, C] becomes the scales of token `token` of page `leader`."""
     lane = lax.broadcasted_iota(jnp.int32, scales.shape[1:], 1)
-    amended = jnp.where(lane == token, row[:, :1], scales[leader])
-    scales[leader] = jnp.where(lane == token + page_size, row[:, 1:], amended)
+    amended = scales[leader]
+    for part in range(row.shape[1]):
+        amended = jnp.where(lane == token + part * page_size, row[:, part : part + 1], amended)
+    scales[leader] = amended

@@ -10,15 +10,21 @@ from pallas_kernels.quantized import QuantizedPages, quantize_rows
 
 
 def write_kv_pages(
-    kv_pages: Array | QuantizedPages, k: Array, v: Array, page_ids: Array, offsets: Array
+    kv_pages: Array | QuantizedPages, k: Array, v: Array | None, page_ids: Array, offsets: Array
 ) -> Array | QuantizedPages:
-    rows = jnp.stack([k, v], axis=2)  # [T, Hkv, 2, D]
+    rows = joined(k, v)
     if isinstance(kv_pages, QuantizedPages):
         values, scales = quantize_rows(rows, kv_pages.values.dtype)
-        places = jnp.stack([offsets, offsets + kv_pages.values.shape[3]], axis=1)[:, None]  # [T, 1, 2]
+        parts, page_size = kv_pages.values.shape[2:4]
+        places = (offsets[:, None] + jnp.arange(parts, dtype=offsets.dtype)[None, :] * page_size)[:, None]  # [T, 1, C]
         heads = jnp.arange(k.shape[1])[:, None]
         return QuantizedPages(
             kv_pages.values.at[page_ids, :, :, offsets].set(values),
             kv_pages.scales.at[page_ids[:, None, None], heads, places].set(scales),
         )
     return kv_pages.at[page_ids, :, :, offsets].set(rows.astype(kv_pages.dtype))
+
+
+def joined(k: Array, v: Array | None) -> Array:
+    """K and V of a token's head next to each other, [T, Hkv, C, D]: V is None for pages of one part."""
+    return jnp.stack([k] if v is None else [k, v], axis=2)
