@@ -15,6 +15,7 @@ from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.roofline import Shard, Work
 from jdisagg.core.targets import GIB, Target
+from jdisagg.core.weight_format import number_bytes
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
@@ -36,7 +37,8 @@ class Report:
     memory: list[StageMemory]
 
     def shard(self, place: WorkerMesh, stage: int) -> Shard:
-        sizes = DTYPE_BYTES[self.deployment.dtype], DTYPE_BYTES[self.deployment.kv.dtype]
+        weights = number_bytes(self.deployment.weight_dtype, DTYPE_BYTES[self.deployment.dtype])
+        sizes = weights, DTYPE_BYTES[self.deployment.kv.dtype]
         return Shard(self.deployment.model, self.deployment.layers[stage], place.tp, *sizes)
 
     def work(self, each: Checked) -> Work | None:

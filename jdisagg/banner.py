@@ -41,6 +41,11 @@ def show(console: Console, deployment: Deployment, platform: str, load_format: s
         console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, deployment)}")
 
 
+def show_weights(console: Console, line: str) -> None:
+    """What loading decided about the matrices."""
+    console.print(f"[bold]weights[/]  {line}", highlight=False)
+
+
 def picture(deployment: Deployment) -> list[str]:
     """Each worker's devices, stage by stage; shards of one stage stand in one bracket."""
     lines, places = [], deployment.mesh.workers()

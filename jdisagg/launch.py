@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -83,7 +84,7 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     banner.show(console, deployment, found[0].platform, settings.load_format)
     bar, on_progress = banner.compile_bar(console)
     with bar:
-        service = build(deployment, settings, found, on_progress)
+        service = build(deployment, settings, found, on_progress, told=partial(banner.show_weights, console))
     service.start()
     try:
         if batch is not None or settings.prompt or settings.chat:

@@ -8,6 +8,14 @@ AS_ACTIVATIONS = "dtype"  # matrices hold what --dtype says
 SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a token at a time
 
 
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+
+
+def number_bytes(dtype: str, activation_bytes: int) -> int:
+    """Of one number of a matrix of `dtype`; "auto" counts as full."""
+    return NUMBER_BYTES.get(dtype, activation_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One of "dtype", "float32", "bfloat16", "int8" and "fp8" for all matrices but those of `full`."""

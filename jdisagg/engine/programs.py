@@ -107,7 +107,7 @@ class ProgramTable:
     def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
         group = self.layer_groups[stage]
         windows = tuple({self.model.window(layer) for layer in group.layers})
-        sums = 2 * len(group.layers) if group.submesh.tp > 1 else 0
+        sums = group.params.num_reductions if group.submesh.tp > 1 else 0
         gathers = _gathers(group) if kind in ("decode", "mixed") and group.is_last else {}
         return DeclaredProgram(
             kind,

@@ -21,7 +21,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.names import Index, Leaf, Part, first_tensor, stage_leaves
 from jdisagg.model.network import Stage, Weight
-from jdisagg.model.products import LARGEST, STORED, TINY, MatrixForm, layout_of
+from jdisagg.model.products import STEP, STORED, TINY, MatrixForm, layout_of
 from jdisagg.model.sources import FLOATS, Source
 
 AS_MADE = WeightFormat()
@@ -68,6 +68,7 @@ class StageParams:
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
     leaves: list[Any]  # jax.Array, or jax.ShapeDtypeStruct
     specs: list[PartitionSpec]
+    num_reductions: int = 0  # all-reduces of one pass over the layers, where there are several shards
 
     def merge(self, leaves: list[jax.Array]) -> Stage:
         """The module over `leaves`: one shard's local arrays under `shard_map`, the whole ones on one device."""
@@ -172,7 +173,9 @@ def _outline(
         _whole_leaf(rule, local, _sharding(mesh, spec), tp)
         for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
     ]
-    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs), abstract, rules
+    summed = [abstract.forms[path] for path in abstract.paths if path.endswith(("out.kernel", "down.kernel"))]
+    reductions = sum(2 if form.is_scaled else 1 for form in summed)  # a token's scale, then the sums
+    return StageParams(abstract.graphdef, abstract.treedef, leaves, specs, reductions), abstract, rules
 
 
 def check_tensors(source: Source, config: ModelConfig) -> None:
@@ -253,7 +256,7 @@ def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeL
 def channel_scales(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
     """A scale for each of a shard's output channels, of all its inputs wherever they lie: f32[out]."""
     absmax = np.concatenate([_largest_of_rows(source, part, shard, tp) for part in rule.parts]).astype(np.float32)
-    return np.maximum(absmax / np.float32(LARGEST[dtype]), np.float32(TINY))
+    return np.maximum(absmax * np.float32(STEP[dtype]), np.float32(TINY))
 
 
 def _largest_of_rows(source: Source, part: Part, shard: int, tp: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from jdisagg.core.weight_format import AS_ACTIVATIONS
 FEW_ROWS, FEW_INT8_ROWS = 128, 32  # the most that go as a product of the matrix
 STORED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the scaled number that the largest of a channel or token becomes
+STEP = {dtype: 1 / largest for dtype, largest in LARGEST.items()}  # XLA would divide by its inverse as well
 TINY = 1e-12  # of a scale: a channel of zeros stays one
 
 
@@ -71,7 +72,7 @@ def _absmax(rows: Array) -> Array:
 
 
 def _rounded(rows: Array, absmax: Array, dtype: str) -> tuple[Array, Array]:
-    scale = jnp.maximum(absmax / LARGEST[dtype], TINY)
+    scale = jnp.maximum(absmax * STEP[dtype], TINY)
     parts = rows.astype(jnp.float32) / scale
     return (jnp.round(parts) if dtype == "int8" else parts).astype(STORED[dtype]), scale
 

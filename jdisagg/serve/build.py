@@ -27,6 +27,7 @@ from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.transfer_stats import transfer_stats_of
+from jdisagg.serve.weight_choice import choose_weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -37,8 +38,12 @@ def build(
     devices: Sequence[Any],
     progress: Progress = lambda name, done, total: None,
     observers: Sequence[Observer] = (),
+    told: Callable[[str], None] = lambda line: None,
 ) -> LocalService:
-    """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError or ConfigError."""
+    """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError or ConfigError.
+
+    `told` is called with what loading decided, in one line.
+    """
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines: dict[WorkerId, MeshExecutor] = {}
 
@@ -52,7 +57,7 @@ def build(
     records = Records(settings.debug_keep)
     workers = {config.worker: Worker(config) for config in deployment.workers}
     machines.update(
-        load_executors(deployment, settings, devices)
+        load_executors(deployment, settings, devices, told=told)
     )  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
     service = LocalService(
@@ -84,11 +89,12 @@ def load_executors(
     settings: Settings,
     devices: Sequence[Any],
     own: Mapping[WorkerId, WorkerConfig] | None = None,
+    told: Callable[[str], None] = lambda line: None,
 ) -> dict[WorkerId, MeshExecutor]:
     """Every worker's machine on its own devices, with its own copy of the weights it runs.
 
     `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
-    stand on, in the mesh's order.
+    stand on, in the mesh's order. `told` is called with what was decided about the weights.
     """
     own = {config.worker: config for config in deployment.workers} if own is None else own
     if not own:
@@ -96,6 +102,7 @@ def load_executors(
     ids = sorted({device for name in own for device in deployment.place(name).device_ids})
     here = dict(zip(ids, devices, strict=False))
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
+    weights = choose_weights(deployment, settings, source, told)
     return {
         config.worker: MeshExecutor(
             config,
@@ -105,6 +112,7 @@ def load_executors(
             deployment.layers,
             [here[device] for device in deployment.place(name).device_ids],
             jnp.dtype(deployment.dtype),
+            weights,
         )
         for name, config in own.items()
     }

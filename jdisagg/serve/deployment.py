@@ -18,6 +18,7 @@ from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
+from jdisagg.core.weight_format import AS_ACTIVATIONS
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
@@ -40,6 +41,7 @@ class Deployment:
     mesh: MeshSpec
     layers: tuple[range, ...]
     dtype: str
+    weight_dtype: str  # "auto" only on the CPU, where loading decides
     kv: KVLayout  # of decode and colocated workers
     prefill_kv: KVLayout  # of prefill workers
     max_model_len: int
@@ -70,6 +72,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
         log.warning(line)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
+    weight_dtype = weight_dtype_of(settings.weight_dtype, platform)
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
     kv = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, settings.page_size, kv_dtype)
     prefill_kv = replace(
@@ -98,7 +101,14 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     )
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
-    return Deployment(folder, name, model, mesh, layers, dtype, kv, prefill_kv, longest, workers)
+    return Deployment(folder, name, model, mesh, layers, dtype, weight_dtype, kv, prefill_kv, longest, workers)
+
+
+def weight_dtype_of(asked: str, platform: str) -> str:
+    """--weight_dtype on devices of `platform`. Raises ConfigError for fp8 where its products do not exist."""
+    if asked == "fp8" and platform != "gpu":
+        raise ConfigError(f"--weight_dtype=fp8 needs a GPU's products, and this is a {platform}; int8 is as small")
+    return AS_ACTIVATIONS if asked == AUTO and platform != "cpu" else asked
 
 
 def place_of(settings: Settings) -> Path:

@@ -26,6 +26,7 @@ class Identity:
     layout: str  # of the pages: heads, dimension, page size, as both sides must understand them
     dtype: str  # of the KV on the connection
     version: str = jdisagg.__version__
+    weights: str = "dtype"  # as --weight_dtype asks for them: KV of rounded weights is not the full model's
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,152 @@
+"""What coarser matrices cost: a model read layer by layer, a text run through it in f32 and beside it rounded.
+
+One pass holds one layer, whatever the model's size. It says which matrices are to stay full (alone rounded, each may
+change what its layer adds by `WORST_ERROR` of it at the most), and what the rest loses: the KL divergence of the next
+token's distribution from that of the full model, and how often both think the same token likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
+from jdisagg.model.network import Layer, RMSNorm, Weight, dense_attend, scored, soft_capped
+from jdisagg.model.params import dotted, shard_of_leaf
+from jdisagg.model.products import STORED, MatrixForm, product, quantized
+from jdisagg.model.rope import inverse_frequencies, rotations
+from jdisagg.model.sources import Source
+
+WORST_ERROR = 0.1  # of what a layer adds, by one matrix alone
+TEXT = (
+    "The capital of France is Paris, a city on the river Seine. It has been a centre of finance, commerce, fashion and"
+    " science since the seventeenth century. Question: how do plants make their food? Answer: by photosynthesis. Light"
+    " is absorbed by chlorophyll in the leaves, water is taken up by the roots, and carbon dioxide enters through small"
+    " openings. def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
+)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one weight format against the full model, on one text."""
+
+    weights: WeightFormat
+    kl: float  # nats a token
+    agreement: float  # share of tokens after which both would go on with the same one
+    errors: dict[str, float]  # by matrix: the part of its layer's own addition that it changes when rounded alone
+
+
+def measure_loss(
+    source: Source, config: ModelConfig, dtype: str, tokens: Sequence[int], worst_error: float = WORST_ERROR
+) -> Loss:
+    """Of "bfloat16", "int8" or "fp8", on the default device. Raises what loading raises."""
+    full = rounded = embedded(source, config, tokens)
+    outline, programs = _outline(config), dict[Any, LayerPrograms]()
+    errors: dict[str, float] = {}
+    for layer in range(config.num_layers):
+        leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in outline.rules(config, layer)]
+        window = config.window(layer)
+        if window not in programs:
+            programs[window] = LayerPrograms(config, layer, outline, dtype)
+        here = programs[window]
+        found = here.errors(leaves, full) if WeightFormat(dtype).is_scaled else {}
+        kept = frozenset(path for path, error in found.items() if not float(error) <= worst_error)
+        full, rounded = here.run(leaves, full, outline.matrices), here.run(leaves, rounded, kept)
+        errors |= {f"{layer}.{path}": float(error) for path, error in found.items()}
+    weights = WeightFormat(dtype, frozenset(path for path, error in errors.items() if not error <= worst_error))
+    return Loss(weights, *_compared(*_logits(source, config, dtype, full, rounded)), errors)
+
+
+def embedded(source: Source, config: ModelConfig, tokens: Sequence[int]) -> Array:
+    """f32[T, hidden]."""
+    table = _leaf(source, config, range(1), "embed")
+    return jnp.asarray(table[np.asarray(tokens)]) * np.float32(config.embedding_scale)
+
+
+@dataclass(frozen=True)
+class LayerOutline:
+    """One layer's tree, whole on one device."""
+
+    graphdef: Any
+    treedef: Any
+    paths: list[str]
+    matrices: frozenset[str]
+
+    def rules(self, config: ModelConfig, layer: int) -> list[Leaf]:
+        table = layer_leaves(config, f"model.layers.{layer}")
+        return [table[path] for path in self.paths]
+
+    def merge(self, leaves: list[Array]) -> Layer:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def _outline(config: ModelConfig) -> LayerOutline:
+    layer = nnx.eval_shape(lambda: Layer(config, tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(layer)
+    found, treedef = jax.tree_util.tree_flatten_with_path(state)
+    return LayerOutline(graphdef, treedef, [dotted(path) for path, _ in found], frozenset(_matrices(layer)))
+
+
+def _matrices(layer: Layer) -> dict[str, Weight]:
+    return {".".join(map(str, path)): each for path, each in nnx.iter_modules(layer) if isinstance(each, Weight)}
+
+
+class LayerPrograms:
+    """What is compiled once for all layers that attend alike."""
+
+    def __init__(self, config: ModelConfig, layer: int, outline: LayerOutline, dtype: str) -> None:
+        self._config, self._layer, self._outline, self._dtype = config, layer, outline, dtype
+        self.run = jax.jit(self._run, static_argnums=2)
+        self.errors = jax.jit(self._errors)
+
+    def _run(self, leaves: list[Array], x: Array, kept: frozenset[str]) -> Array:
+        """The layer over x [T, hidden], all matrices rounded but `kept`."""
+        config, layer = self._config, self._outline.merge(leaves)
+        for path, weight in _matrices(layer).items():
+            weight.become(MatrixForm() if path in kept else MatrixForm(False, self._dtype))
+        factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+        local = config.window(self._layer) is not None and config.local_rope_theta is not None
+        rotation = rotations(jnp.arange(x.shape[0]), inverse_frequencies(config, local=local), factor)
+        return layer(x, rotation, 0, dense_attend(lambda _: config.attention(self._layer)))
+
+    def _errors(self, leaves: list[Array], x: Array) -> dict[str, Array]:
+        """For each matrix, the relative change of what the layer adds to x when it alone is rounded."""
+        every = self._outline.matrices
+        exact = self._run(leaves, x, every)
+        added = jnp.linalg.norm(exact - x)
+        return {path: jnp.linalg.norm(self._run(leaves, x, every - {path}) - exact) / added for path in sorted(every)}
+
+
+def _logits(source: Source, config: ModelConfig, dtype: str, full: Array, rounded: Array) -> tuple[Array, Array]:
+    """f32[T, V] of both streams; the head is rounded as served."""
+    last = range(config.num_layers - 1, config.num_layers)
+    norm, head = RMSNorm(config.hidden_size, config, jnp.float32), jnp.asarray(_leaf(source, config, last, "head"))
+    norm.scale.set_value(jnp.asarray(_leaf(source, config, last, "norm.scale")))
+    full, rounded = norm(full), norm(rounded)
+    if WeightFormat(dtype).is_scaled:
+        kernel, scale = quantized(head, dtype)
+        other = product(rounded, kernel, scale[:, 0], MatrixForm(True, dtype))
+    else:
+        other = scored(rounded, head.astype(STORED[dtype]))
+    cap = config.final_soft_cap
+    return soft_capped(scored(full, head), cap), soft_capped(other, cap)
+
+
+def _leaf(source: Source, config: ModelConfig, layers: range, path: str) -> np.ndarray:
+    return shard_of_leaf(source, stage_leaves(config, layers, 1)[path], 0, 1, np.float32)
+
+
+def _compared(full: Array, other: Array) -> tuple[float, float]:
+    """KL divergence in nats a token, and greedy agreement."""
+    ours, theirs = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
+    kl = jnp.mean(jnp.sum(jnp.exp(ours) * (ours - theirs), axis=-1))
+    return float(kl), float(jnp.mean(jnp.argmax(full, axis=-1) == jnp.argmax(other, axis=-1)))
