@@ -1,4 +1,4 @@
-"""Attention over paged KV for JAX: one definition per operation, one implementation per platform.
+"""Attention over paged KV and grouped products for JAX: one definition per operation, one implementation per platform.
 
 Needs jax and numpy alone. The KV of one layer on one shard is `kv_pages [P, Hkv, 2, page_size, D]`, K at `[:, :, 0]`
 and V at `[:, :, 1]`, all of it finite. Pages of *one part*, `[P, Hkv, 1, page_size, D]`, hold K alone, and V is the
@@ -13,6 +13,7 @@ program is lowered for, `reference` is the definition in plain `jnp`, and `xla` 
 
 from pallas_kernels.contents import check_call
 from pallas_kernels.errors import KernelError
+from pallas_kernels.grouped_product import grouped_product
 from pallas_kernels.pack_kv_pages import pack_kv_pages
 from pallas_kernels.pack_kv_pages.wire_error import wire_error
 from pallas_kernels.paged_attention import paged_attention
@@ -28,6 +29,7 @@ __all__ = [
     "QuantizedPages",
     "check_call",
     "dequantize",
+    "grouped_product",
     "pack_kv_pages",
     "paged_attention",
     "prefill_attention",

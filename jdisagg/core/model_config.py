@@ -6,9 +6,11 @@ fast a chip is, and how a model is cut into stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jdisagg.core.experts import Experts
 from jdisagg.core.tensor_cut import Channels, KVHeads, QueryHeads
 
 
@@ -42,7 +44,7 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
+    """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts.
 
     The last three fields are for models that others published and that only arithmetic knows.
     """
@@ -76,9 +78,10 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     final_soft_cap: float | None = None  # of the logits of tokens
     sinks: bool = False  # each head has a logit that takes its share of attention and adds nothing (gpt-oss)
+    experts: Experts | None = None  # in place of the MLP, in all layers but those it names
     mlp_matrices: int = 3  # 2 where the MLP has no gate
     latent_size: int = 0  # MLA (DeepSeek-V2, 2024, section 2.1): numbers a token and layer keeps
-    active_layer_params: int = 0  # where experts make it another number than the sizes above
+    active_layer_params: int = 0  # where it is another number than the sizes above make
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in tokens (a query sees the last `window` tokens, itself included)."""
@@ -120,15 +123,72 @@ class ModelConfig:
 
     # ------------------------------------------------------------ weights
 
-    def layer_params(self, tp: int = 1) -> int:
-        """Weights of one layer's matrices that one of `tp` shards holds; each multiplies and adds once a token.
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def layer_params(self, tp: int = 1, layer: int | None = None) -> int:
+        """Weights of one layer's matrices that one of `tp` shards holds; of the mean layer unless one is named.
 
         Norms and biases are left out: they are noise next to these. Heads and channels that are padding count.
         """
+        if layer is None:
+            return sum(self.layer_params(tp, each) * count for each, count in self.layer_kinds()) // self.num_layers
+        experts = self.experts.held(tp) if self.experts else 0
+        return round(self._layer_params(tp, layer, experts))
+
+    def active_params(self, tp: int = 1, layer: int | None = None) -> float:
+        """As `layer_params`, but what multiplies and adds for one token: of experts, those it is sent to."""
+        if layer is None:
+            return self._mean(self.active_params(tp, each) * count for each, count in self.layer_kinds())
+        return self._layer_params(tp, layer, self.experts.per_token / tp if self.experts else 0)
+
+    def read_params(self, tokens: float, tp: int = 1, layer: int | None = None) -> float:
+        """As `layer_params`, but what a step of `tokens` tokens reads: of experts, those that any of them is sent to.
+
+        Each expert is taken to be as likely as any other.
+        """
+        if layer is None:
+            return self._mean(self.read_params(tokens, tp, each) * count for each, count in self.layer_kinds())
+        return self._layer_params(tp, layer, self.experts.expected_distinct(tokens) / tp if self.experts else 0)
+
+    def layer_kinds(self, layers: range | None = None) -> tuple[tuple[int, int], ...]:
+        """(a layer of the kind, how many there are) of the dense and of the sparse layers among `layers`, or of all."""
+        layers = range(self.num_layers) if layers is None else layers
+        if self.experts is None:
+            return ((layers.start, len(layers)),)
+        dense = [layer for layer in self.experts.dense_layers if layer in layers]
+        kinds = [(dense[0], len(dense))] if dense else []
+        if len(dense) < len(layers):
+            kinds.append((next(layer for layer in layers if self.is_sparse(layer)), len(layers) - len(dense)))
+        return tuple(kinds)
+
+    def _mean(self, sums: Iterable[float]) -> float:
+        return sum(sums) / self.num_layers
+
+    def _layer_params(self, tp: int, layer: int, experts: float) -> float:
+        """Of one of `tp` shards, that counts so many of a sparse layer's experts."""
         if self.active_layer_params:
             return self.active_layer_params // tp
-        heads = 2 * self.q_cut.width(tp) + 2 * self.kv_cut.width(tp)
-        return self.hidden_size * (heads + self.mlp_matrices * self.mlp_cut.width(tp))
+        return self._attention_params(tp) + self._mlp_params(tp, layer, experts)
+
+    def _attention_params(self, tp: int) -> int:
+        return self.hidden_size * (2 * self.q_cut.width(tp) + 2 * self.kv_cut.width(tp))
+
+    def _mlp_params(self, tp: int, layer: int, experts: float) -> float:
+        channel = self.mlp_matrices * self.hidden_size
+        if self.experts is None or not self.is_sparse(layer):
+            return channel * self.mlp_cut.width(tp)
+        shared = Channels(self.experts.shared_width).width(tp)
+        return channel * (experts * self.experts.width + shared) + self.hidden_size * self.experts.number
+
+    def widest_row(self, tp: int = 1) -> int:
+        """Numbers that a layer makes of one row at most, on one of `tp` shards: each of its experts makes its own."""
+        dense = any(not self.is_sparse(layer) for layer, _ in self.layer_kinds())
+        widths = [2 * self.mlp_cut.width(tp)] if dense else []
+        if self.experts is not None:
+            widths.append(self.experts.per_token * max(2 * self.experts.width, self.hidden_size))
+        return max(widths)
 
     @property
     def embedding_params(self) -> int:
@@ -142,7 +202,12 @@ class ModelConfig:
     def num_params(self, tp: int = 1) -> int:
         """Weights of all matrices, the embedding counted once when it is tied; layers as `tp` shards hold them."""
         embeddings = self.embedding_params * (1 if self.tie_embeddings else 2)
-        return self.num_layers * tp * self.layer_params(tp) + embeddings
+        return tp * sum(self.layer_params(tp, layer) * count for layer, count in self.layer_kinds()) + embeddings
+
+    def num_active_params(self) -> int:
+        """Those that a token meets, counted as `num_params` counts."""
+        embeddings = self.embedding_params * (1 if self.tie_embeddings else 2)
+        return round(self.num_layers * self.active_params()) + embeddings
 
     # ------------------------------------------------------------ KV
 
@@ -156,9 +221,9 @@ class ModelConfig:
 
     # ------------------------------------------------------------ FLOPs
 
-    def linear_flops(self, tokens: float, tp: int = 1) -> float:
-        """FLOPs of one layer's matrices over `tokens` tokens, on one of `tp` shards."""
-        return 2 * self.layer_params(tp) * tokens
+    def linear_flops(self, tokens: float, tp: int = 1, layer: int | None = None) -> float:
+        """FLOPs of one layer's matrices over `tokens` tokens, on one of `tp` shards; of the mean layer unless named."""
+        return 2 * self.active_params(tp, layer) * tokens
 
     def attention_flops(self, pairs: float, tp: int = 1) -> float:
         """FLOPs of one of `tp` shards of a layer's attention, over `pairs` pairs of a query and a key that it sees."""

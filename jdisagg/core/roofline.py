@@ -1,7 +1,8 @@
 """The least time a step can take on a chip: bytes over the memory's speed, or FLOPs over the peak, whichever is more.
 
-Counted for one device of a stage. Every weight is read once a step, every held token's K and V once; activations and
-collectives count nothing, so no program can be faster than its floor.
+Counted for one device of a stage. Every weight is read once a step, of experts those that its tokens are expected to be
+sent to; every held token's K and V once; activations and collectives count nothing, so no program can be faster than
+its floor.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class Shard:
 
     @property
     def _layers_params(self) -> int:
-        return len(self.layers) * self.model.layer_params(self.tp)
+        return sum(self.model.layer_params(self.tp, layer) * count for layer, count in self._kinds)
+
+    @property
+    def _kinds(self) -> tuple[tuple[int, int], ...]:
+        return self.model.layer_kinds(self.layers)
 
     @property
     def _has_head(self) -> bool:
@@ -92,5 +97,8 @@ class Shard:
 
     def _layers_work(self, tokens: int, pairs: int, read: int) -> Work:
         """pairs: of a query and a key; read: tokens whose K and V are read; both summed over the layers."""
-        flops = len(self.layers) * self.model.linear_flops(tokens, self.tp) + self.model.attention_flops(pairs, self.tp)
-        return Work(self._layers_params * self.weight_bytes, read * self.kv_bytes_per_token, flops)
+        model, tp = self.model, self.tp
+        linear = sum(model.linear_flops(tokens, tp, layer) * count for layer, count in self._kinds)
+        weights = sum(model.read_params(tokens, tp, layer) * count for layer, count in self._kinds)
+        flops = linear + model.attention_flops(pairs, tp)
+        return Work(weights * self.weight_bytes, read * self.kv_bytes_per_token, flops)

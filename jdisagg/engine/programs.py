@@ -169,7 +169,7 @@ class ProgramTable:
 
     def _activation_bytes(self, rows: int, tp: int) -> int:
         """Four copies of the residual stream in f32, and two of the widest product of a layer."""
-        widest = 2 * self.model.mlp_cut.width(tp)
+        widest = self.model.widest_row(tp)
         return rows * (4 * 4 * self.model.hidden_size + 2 * widest * jnp.dtype(self.dtype).itemsize)
 
     def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:

@@ -10,6 +10,7 @@ from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.targets import GIB
 from jdisagg.model import gguf_config, hf_config
+from jdisagg.model.fused_experts import with_split_experts
 from jdisagg.model.gguf_file import is_gguf, read_gguf
 from jdisagg.model.gguf_source import GGUFSource
 from jdisagg.model.hf_config import GenerationDefaults
@@ -39,9 +40,9 @@ def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: 
     if load_format == "random":
         return RandomSource(config, seed)
     if load_format == "hf":
-        return GGUFSource(place) if is_gguf(place) else _hf_source(Path(place))
+        return GGUFSource(place) if is_gguf(place) else with_split_experts(_hf_source(Path(place)), config)
     if load_format == "orbax":
-        return OrbaxSource(place)
+        return with_split_experts(OrbaxSource(place), config)
     raise FlagError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
 
 

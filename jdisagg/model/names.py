@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jdisagg.core.experts import Experts, experts_held
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.tensor_cut import Channels, Cut
-from jdisagg.model.families import FUSED
+from jdisagg.model.families import EXPERT_NAMES, FUSED
 
 Index = tuple[slice, ...]
 
@@ -28,10 +29,13 @@ class Part:
     cut: Cut | None = None  # over the shards; None means every shard takes all
     axis: int = 0  # dimension of `shape` that is cut
     rows: range | None = None  # of the tensor's first dimension, where it is fused with others; None means all
+    expert: int | None = None  # of a tensor of all experts, [experts, ...]: the one this part is
 
     def index(self, shard: int, tp: int) -> Index:
         """What `shard` of `tp` reads; perhaps nothing, where all it holds is padding."""
         whole = tuple(slice(0, size) for size in self.shape)
+        if self.expert is not None:
+            return (slice(self.expert, self.expert + 1), *whole[1:])
         if self.cut is None:
             return whole
         held, first = self.cut.held(tp, shard), self.rows.start if self.rows else 0
@@ -45,11 +49,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """How one leaf is made: its parts, cut, joined along the first dimension, then transposed."""
+    """How one leaf is made: its parts, cut, joined along the first dimension, then transposed.
+
+    A leaf of `experts` experts is [experts of the shard, ...]: its parts are as many of each expert, which are made
+    each on its own and not cut; shards beyond the experts hold zeros.
+    """
 
     parts: tuple[Part, ...]
     axis: int | None = None  # dimension of the leaf that is sharded; None where every shard holds the same
     transposed: bool = False
+    experts: int = 0  # 0: none
+    paired: bool = False  # of an expert: rows are of gate and up in turns; the leaf has all of gate first
 
     def flipped(self) -> "Leaf":
         """The leaf of the transposed matrix."""
@@ -62,12 +72,38 @@ class Leaf:
 
     def cut(self, local: np.ndarray, shard: int, tp: int) -> Iterator[tuple[Part, Index, np.ndarray]]:
         """A shard's leaf back into its parts: where each lies in the checkpoint's tensor, and its values."""
+        if not self.experts:
+            yield from self._cut(self.parts, local, shard, tp)
+            return
+        for matrix, parts in zip(local, self.experts_of(shard, tp), strict=False):
+            for part, index, piece in self._cut(parts, in_turns(matrix) if self.paired else matrix, 0, 1):
+                yield part, index, piece if part.expert is None else piece[None]
+
+    def _cut(
+        self, parts: tuple[Part, ...], local: np.ndarray, shard: int, tp: int
+    ) -> Iterator[tuple[Part, Index, np.ndarray]]:
         rows, start = local.T if self.transposed else local, 0
-        for part in self.parts:
+        for part in parts:
             index, padding = part.index(shard, tp), part.padding(shard, tp)
-            sizes = [each.stop - each.start for each in index]
+            sizes = [each.stop - each.start for each in index] if part.expert is None else list(rows.shape)
             yield part, index, rows[start : start + sizes[0]][tuple(slice(0, size) for size in sizes)]
             start += sizes[0] + padding[0]
+
+    def experts_of(self, shard: int, tp: int) -> Iterator[tuple[Part, ...]]:
+        """The parts of each expert that the shard holds."""
+        each, held = len(self.parts) // self.experts, experts_held(self.experts, tp)
+        for expert in range(shard * held, min((shard + 1) * held, self.experts)):
+            yield self.parts[expert * each : (expert + 1) * each]
+
+
+def in_turns(rows: np.ndarray) -> np.ndarray:
+    """Rows of two halves, one of each in turns."""
+    return rows.reshape(2, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+
+def in_halves(rows: np.ndarray) -> np.ndarray:
+    """The inverse of `in_turns`."""
+    return rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
 def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[str, Leaf]:
@@ -110,7 +146,8 @@ def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
         f"{leaf}.scale": Leaf((Part(f"{prefix}.{name}.weight", (config.hidden_size,)),))
         for leaf, name in NORMS[config.norms].items()
     }
-    return norms | _attention_leaves(config, f"{prefix}.self_attn") | _mlp_leaves(config, f"{prefix}.mlp")
+    mlp = _mlp_leaves(config, f"{prefix}.mlp") | _expert_leaves(config, prefix)
+    return norms | _attention_leaves(config, f"{prefix}.self_attn") | mlp
 
 
 def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
@@ -133,6 +170,57 @@ def _mlp_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
             f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size, config.mlp_cut
         ),
         "mlp.down.bias": Leaf((Part(f"{prefix}.down_proj.bias", (config.hidden_size,)),)),
+    }
+
+
+def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
+    """Of the layer `prefix`, where it has experts."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    names, number = EXPERT_NAMES[config.family], experts.number
+    block = f"{prefix}.{names.block}"
+    router = f"{block}.{names.router}"
+    stacked = _experts_of_one_tensor if names.fused else _experts_of_many
+    shared = replace(config, intermediate_size=experts.shared_width)
+    alike = _mlp_leaves(shared, f"{block}.shared_experts") if experts.shared_width else {}
+    return {
+        "mlp.router": Leaf((Part(f"{router}.weight", (number, config.hidden_size)),)),
+        "mlp.router_bias": Leaf((Part(f"{router}.bias", (number,)),)),
+        "mlp.correction": Leaf((Part(f"{router}.e_score_correction_bias", (number,)),)),
+        **{path.replace("mlp.", "mlp.shared."): leaf for path, leaf in alike.items()},
+        **stacked(config, experts, f"{block}.experts"),
+    }
+
+
+def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
+    """One tensor of the checkpoint for each matrix of each expert, [out, in] as the leaves are."""
+    gate, up, down = EXPERT_NAMES[config.family].matrices
+
+    def leaf(shape: tuple[int, int], *names: str) -> Leaf:
+        every = range(experts.number)
+        parts = (Part(f"{prefix}.{expert}.{name}.weight", shape) for expert in every for name in names)
+        return Leaf(tuple(parts), 0, experts=experts.number)
+
+    return {
+        "mlp.gate_up": leaf((experts.width, config.hidden_size), gate, up),
+        "mlp.down": leaf((config.hidden_size, experts.width), down),
+    }
+
+
+def _experts_of_one_tensor(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
+    """gpt-oss: one tensor of all experts for each matrix, [experts, in, out], gate and up channels in turns."""
+    number, hidden, width = experts.number, config.hidden_size, experts.width
+
+    def leaf(name: str, *shape: int, paired: bool) -> Leaf:
+        parts = (Part(f"{prefix}.{name}", (number, *shape), expert=expert) for expert in range(number))
+        return Leaf(tuple(parts), 0, len(shape) > 1, number, paired)
+
+    return {
+        "mlp.gate_up": leaf("gate_up_proj", hidden, 2 * width, paired=True),
+        "mlp.gate_up_bias": leaf("gate_up_proj_bias", 2 * width, paired=True),
+        "mlp.down": leaf("down_proj", width, hidden, paired=False),
+        "mlp.down_bias": leaf("down_proj_bias", hidden, paired=False),
     }
 
 

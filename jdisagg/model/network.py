@@ -9,6 +9,7 @@ Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batc
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
 from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.products import MatrixForm, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 
@@ -160,17 +162,30 @@ def over(vector: Array, x: Array) -> Array:
     return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 
-class Layer(nnx.Module):
-    """Attention and MLP, each added to what it was given, with norms before, after or around them."""
+def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> ExpertMLP:
+    """What a sparse layer has in place of an MLP: experts, and the MLP that all tokens share where there is one."""
+    assert config.experts is not None, config.family
+    activation, shared = ACTIVATIONS[config.activation], None
+    if config.experts.shared_width:
+        alike = replace(config, intermediate_size=config.experts.shared_width, mlp_bias=False)
+        shared = MLP(alike, tp=tp, axis=None, dtype=dtype, rngs=rngs)
+    return ExpertMLP(config, lambda gate, up: activation(gate) * up, shared, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
 
-    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
+
+class Layer(nnx.Module):
+    """Attention and an MLP or experts, each added to what it was given, with norms before, after or around them."""
+
+    def __init__(
+        self, config: ModelConfig, number: int, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         def norm(place: str) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config, dtype) if config.norms in (place, "both") else None
 
         self.attention_norm, self.attention_out_norm = norm("before"), norm("after")
         self.attention = Attention(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
         self.mlp_norm, self.mlp_out_norm = norm("before"), norm("after")
-        self.mlp = MLP(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+        mlp = expert_mlp if config.is_sparse(number) else MLP
+        self.mlp = mlp(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
         mixed = self.attention(normed(self.attention_norm, x), rotation, layer, attend)
@@ -204,7 +219,7 @@ class Stage(nnx.Module):
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
         self.embed = table((config.vocab_size, config.hidden_size)) if layers.start == 0 else None
-        self.layers = nnx.List([Layer(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for _ in layers])
+        self.layers = nnx.List([Layer(config, each, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for each in layers])
         self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
         self.head = table((config.vocab_size // self.vocab_shards, config.hidden_size)) if has_head else None
         self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], of int8 and fp8

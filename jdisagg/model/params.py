@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.names import Index, Leaf, Part, first_tensor, stage_leaves
+from jdisagg.model.names import Index, Leaf, Part, first_tensor, in_halves, stage_leaves
 from jdisagg.model.network import Stage, Weight
 from jdisagg.model.products import STEP, STORED, TINY, MatrixForm, layout_of
 from jdisagg.model.sources import FLOATS, Source
@@ -237,6 +237,8 @@ def _shards(
     source: Source, abstract: AbstractStage, path: str, rule: Leaf, tp: int, leaf: jax.ShapeDtypeStruct
 ) -> Callable[[int], np.ndarray]:
     """What makes one shard of a leaf on the host."""
+    if rule.experts:
+        return lambda shard: _experts_of_shard(source, rule, leaf, shard, tp)
     form, kernel = abstract.forms.get(path), abstract.scaled_by(path)
     if kernel is not None:
         return lambda shard: channel_scales(source, rule, shard, tp, abstract.forms[kernel].dtype)
@@ -282,6 +284,21 @@ def _read(source: Source, name: str, index: Index, dtype: DTypeLike) -> np.ndarr
     """As the source, which is not asked where there is nothing to read."""
     shape = [each.stop - each.start for each in index]
     return source.read(name, index) if prod(shape) else np.zeros(shape, dtype)
+
+
+def _experts_of_shard(source: Source, rule: Leaf, leaf: jax.ShapeDtypeStruct, shard: int, tp: int) -> np.ndarray:
+    """One shard's experts of the whole `leaf`, one after another; zeros where there are none."""
+    stacked = np.zeros((leaf.shape[0] // tp, *leaf.shape[1:]), leaf.dtype)
+    for place, parts in enumerate(rule.experts_of(shard, tp)):
+        rows = np.concatenate([_whole_part(source, part) for part in parts])
+        rows = rows.T if rule.transposed else rows
+        stacked[place] = in_halves(rows) if rule.paired else rows
+    return stacked
+
+
+def _whole_part(source: Source, part: Part) -> np.ndarray:
+    found = source.read(part.name, part.index(0, 1))
+    return found if part.expert is None else found[0]
 
 
 def _side_by_side(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:

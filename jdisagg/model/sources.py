@@ -158,8 +158,8 @@ def _indexed(folder: Path) -> dict[str, Path]:
 class RandomSource:
     """Weights from a seed, the same for every way of cutting them: norms 1, biases small, matrices 1/sqrt(inputs).
 
-    Each block of 256 rows of a tensor has its own generator, keyed by seed, name and block, so a slice costs only
-    its own rows.
+    Each block of 256 rows of a tensor (of a tensor of all experts: each expert) has its own generator, keyed by seed,
+    name and block, so a slice costs only its own rows.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -185,15 +185,20 @@ class RandomSource:
         shape, rows = self._shapes[name], index[0]
         if "norm" in name:
             return np.ones(rows.stop - rows.start, np.float32)
-        first, last = rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)
+        high = _block_rows(shape)
+        first, last = rows.start // high, -(-rows.stop // high)
         blocks = np.concatenate([self._block(name, shape, block) for block in range(first, last)])
-        offset = first * BLOCK_ROWS
+        offset = first * high
         return blocks[(slice(rows.start - offset, rows.stop - offset), *index[1:])]
 
     def _block(self, name: str, shape: tuple[int, ...], block: int) -> np.ndarray:
         digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
         generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
         scale = np.float32(0.02 if len(shape) == 1 or "embed" in name else shape[1] ** -0.5)
-        return (
-            generator.standard_normal((min(BLOCK_ROWS, shape[0] - block * BLOCK_ROWS), *shape[1:]), np.float32) * scale
-        )
+        high = _block_rows(shape)
+        return generator.standard_normal((min(high, shape[0] - block * high), *shape[1:]), np.float32) * scale
+
+
+def _block_rows(shape: tuple[int, ...]) -> int:
+    """A row of a tensor of all experts is a matrix."""
+    return BLOCK_ROWS if len(shape) < 3 else 1

@@ -179,6 +179,8 @@ def distserve_kv_tokens(name: str, tp: int, pp: int) -> int:
 class Roofline:
     """`tp` devices, each with 1/tp of the weights and heads; efficiencies are the hardware's, by name.
 
+    Of experts a step multiplies by those that each token is sent to, and reads those that any is expected to be.
+
     Linear work takes its FLOPs or its weights' bytes, whichever is longer, the layers' matrices and the head's apart;
     where the chip multiplies the weights' dtype faster, activations are taken to be of it, too.
     Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode. Two all-reduces
@@ -226,15 +228,17 @@ class Roofline:
 
     def _linear_s(self, rows: int) -> float:
         config = self.model.config
-        return self._matrices_s(config.num_layers * config.layer_params(self.tp), rows) + self._collectives_s(rows)
+        active, read = config.active_params(self.tp), config.read_params(rows, self.tp)
+        return self._matrices_s(config.num_layers * active, config.num_layers * read, rows) + self._collectives_s(rows)
 
     def _head_s(self, rows: int) -> float:
-        return self._matrices_s(self.model.config.head_params(self.tp), rows) if rows else 0.0
+        params = self.model.config.head_params(self.tp)
+        return self._matrices_s(params, params, rows) if rows else 0.0
 
-    def _matrices_s(self, params: float, rows: int) -> float:
-        """params: of one shard."""
-        compute_s = 2 * params * rows / (self.chip.flops_of(self.weight_dtype) * self.chip.gemm)
-        read_bytes = params * number_bytes(self.weight_dtype)
+    def _matrices_s(self, active: float, read: float, rows: int) -> float:
+        """Weights of one shard. active: that each row multiplies by; read: that all rows together do."""
+        compute_s = 2 * active * rows / (self.chip.flops_of(self.weight_dtype) * self.chip.gemm)
+        read_bytes = read * number_bytes(self.weight_dtype)
         return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.chip.skinny))
 
     @property

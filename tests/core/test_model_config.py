@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.experts import Experts
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 
@@ -62,3 +63,48 @@ def test_experts_count_by_what_is_active():
     active = replace(LLAMA_3_70B, active_layer_params=10_000)
     assert (active.layer_params(), active.layer_params(4)) == (10_000, 2_500)
     assert active.linear_flops(3) == 60_000
+
+
+MIXTRAL = ModelConfig("mixtral", 32000, 4096, 14336, 32, 32, 8, 128, 32768, experts=Experts(8, 2, 14336))
+QWEN3_30B = ModelConfig("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, experts=Experts(128, 8, 768))
+GPT_OSS_20B = ModelConfig("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 64, 131072, experts=Experts(32, 4, 2880))
+
+
+@pytest.mark.parametrize(
+    ("config", "all_of_them", "active"),
+    [(MIXTRAL, 46.70e9, 12.88e9), (QWEN3_30B, 30.53e9, 3.35e9), (GPT_OSS_20B, 20.91e9, 4.19e9)],
+)
+def test_models_with_experts_have_as_many_weights_and_active_ones_as_are_published(config, all_of_them, active):
+    """gpt-oss' 3.61 B active ones leave its embedding out, 0.58 B."""
+    assert config.num_params() == pytest.approx(all_of_them, rel=2e-3)
+    assert config.num_active_params() == pytest.approx(active, rel=5e-3)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_be_sent_to():
+    expert = 3 * 4096 * 14336
+    rest = MIXTRAL.active_params() - 2 * expert
+    assert MIXTRAL.read_params(1) == pytest.approx(rest + 2 * expert), "one token is sent to two"
+    assert MIXTRAL.read_params(2) == pytest.approx(rest + 8 * (1 - 0.75**2) * expert)
+    assert MIXTRAL.read_params(10_000) == pytest.approx(MIXTRAL.layer_params())
+    assert MIXTRAL.linear_flops(5) == 2 * 5 * MIXTRAL.active_params()
+    tokens = range(1, 50)
+    reads = [MIXTRAL.read_params(count) for count in tokens]
+    assert reads == sorted(reads) and reads[-1] < MIXTRAL.layer_params()
+
+
+def test_layers_without_experts_count_as_dense_ones():
+    dense = replace(MIXTRAL, experts=None)
+    mixed = replace(MIXTRAL, experts=Experts(8, 2, 14336, dense_layers=(0, 5)))
+    sparse_layers, dense_layers = 30, 2
+    assert mixed.layer_params(1, 5) == dense.layer_params() and mixed.layer_params(1, 1) == MIXTRAL.layer_params()
+    layers = mixed.num_params() - 2 * mixed.embedding_params
+    assert layers == dense_layers * dense.layer_params() + sparse_layers * MIXTRAL.layer_params()
+    assert mixed.layer_kinds() == ((0, 2), (1, 30))
+    assert mixed.layer_kinds(range(3, 6)) == ((5, 1), (3, 2)) and mixed.layer_kinds(range(1, 5)) == ((1, 4),)
+
+
+def test_shards_hold_whole_experts_and_the_last_may_hold_none():
+    experts = Experts(5, 2, 14336)
+    odd, expert = replace(MIXTRAL, experts=experts), 3 * 4096 * 14336
+    assert [experts.held(tp) for tp in (1, 2, 4, 8)] == [5, 3, 2, 1]
+    assert 2 * odd.layer_params(2) - odd.layer_params() == expert + 4096 * 5, "one of zeros, and the router twice"

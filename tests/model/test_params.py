@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jdisagg.core.errors import CheckpointError, MissingTensor, WrongShape
+from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.roofline import Shard
 from jdisagg.model.checkpoint import open_source
@@ -114,7 +115,10 @@ def test_an_indivisible_vocabulary_is_replicated():
     assert params.leaves[place].addressable_shards[3].data.shape == (1023, 256)
 
 
+EXPERTS = Experts(5, 2, 72, shared_width=128, dense_layers=(1,))
+SPARSE = replace(BIG, family="qwen3_moe", experts=EXPERTS)
 CUTS = {
+    "experts": SPARSE,
     "llama": BIG,
     "tied": replace(BIG, tie_embeddings=True),
     "odd": replace(BIG, vocab_size=1023, num_heads=9, num_kv_heads=3),
@@ -154,8 +158,30 @@ def test_each_shard_reads_only_its_own_slices(tp: int):
     assert max(source.sizes) == BIG.hidden_size * BIG.intermediate_size * 4 // tp
 
 
-def test_random_weights_are_the_same_in_every_cut():
-    config = replace(BIG, num_heads=9, num_kv_heads=3, num_layers=2)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_shard_reads_only_its_own_experts(tp: int):
+    source = Counted(RandomSource(SPARSE))
+    paths, params = load(source, SPARSE, range(2, 3), tp)
+    held = params.leaves[paths.index("layers.0.mlp.gate_up")]
+    assert held.addressable_shards[0].data.shape == (-(-5 // tp), 2 * 72, 256)
+    experts = 5 * 3 * 72 * 256 * 4
+    assert sum(size for size in source.sizes if size == 72 * 256 * 4) == experts
+    padding = [not np.any(shard.data[place]) for shard in held.addressable_shards for place in range(-(-5 // tp))]
+    assert padding == [False] * 5 + [True] * (len(padding) - 5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_random_weights_are_the_same_in_every_cut(family: str):
+    config = replace(read_config(ROOT / family), num_layers=2)
+    experts = replace(config.experts, dense_layers=()) if config.experts else None
+    check_random_weights(replace(config, layer_windows=(), experts=experts))
+
+
+def test_random_dense_weights_are_the_same_in_every_cut():
+    check_random_weights(replace(BIG, num_heads=9, num_kv_heads=3, num_layers=2))
+
+
+def check_random_weights(config: ModelConfig) -> None:
     whole = reassembled(RandomSource(config, seed=7), config, 1, 1, True)
     cut = reassembled(RandomSource(config, seed=7), config, 4, 2, True)
     assert whole.keys() == cut.keys()

@@ -27,6 +27,16 @@ def windows_json(config: ModelConfig) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How checkpoints of a family call a layer's experts."""
+
+    block: str = "mlp"  # of the layer
+    router: str = "gate"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: bool = False  # one tensor of all experts for each matrix, as gpt-oss has it
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One architecture of `transformers`."""
 
@@ -36,6 +46,7 @@ class Family:
     numbers: Callable[[Fields], Numbers] = like_a_llama  # what differs from a Llama without biases
     written: Callable[[ModelConfig], Json] = windows_json  # the fields of config.json that say those numbers
     fused: bool = False  # q, k, v are one tensor of the checkpoint, gate and up another
+    experts: ExpertNames | None = None
 
     def silent(self, read: Fields) -> Fields:
         """The file with this family's defaults where it says nothing."""

@@ -1,0 +1,129 @@
+"""A mixture of experts in place of an MLP: every token is routed on the device to a few of many gated MLPs.
+
+The experts are spread over the shards, each of which computes its own for all tokens, beside its part of the MLP that
+all tokens share; one sum over the shards joins them. Shapes depend on the number of tokens alone, never on where they
+are sent, and what a token's row holds matters to no other row.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import ModelConfig
+from pallas_kernels import grouped_product
+
+Gate = Callable[[Array, Array], Array]  # (gate channels, up channels) -> what goes down
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss' gate
+TINY = 1e-20  # added to the sum of a token's weights, which a sigmoid may make 0
+
+
+def route(experts: Experts, logits: Array, correction: Array | None = None) -> tuple[Array, Array]:
+    """f32[T, E] -> the experts of each token i32[T, per_token], and their weights f32. Of equals the first is taken."""
+    if experts.router == "chosen":
+        values, chosen = jax.lax.top_k(logits, experts.per_token)
+        return chosen, jax.nn.softmax(values, axis=-1)
+    scores = jax.nn.sigmoid(logits) if experts.router == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    wanted = scores if correction is None else scores + correction[None, :]
+    _, chosen = jax.lax.top_k(_within_groups(experts, wanted), experts.per_token)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.normalised:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + TINY)
+    return chosen, weights * experts.scale
+
+
+def _within_groups(experts: Experts, wanted: Array) -> Array:
+    """f32[T, E], -inf for the experts of all groups but the best (DeepSeek-V2, 2024, section 2.2.2)."""
+    if experts.groups == 1:
+        return wanted
+    grouped = wanted.reshape(len(wanted), experts.groups, -1)
+    best, _ = jax.lax.top_k(grouped, experts.group_top)
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), experts.kept_groups)
+    is_kept = jnp.any(kept[:, :, None] == jnp.arange(experts.groups)[None, None, :], axis=1)
+    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """gpt-oss' gate: both are clamped, the sigmoid is steeper, and up counts from -1."""
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
+
+
+class ExpertMLP(nnx.Module):
+    """This shard's experts, [experts, out, in] each, gate channels before up channels; the router is on every shard.
+
+    gate: of experts that do not clamp theirs. shared: this shard's part of the MLP of every token, without an axis of
+    its own: its partial sum joins the experts'.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        gate: Gate,
+        shared: nnx.Module | None,
+        *,
+        tp: int,
+        axis: str | None,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        assert config.experts is not None, config.family
+        self.experts, self.axis, self.shared = config.experts, axis, shared
+        self.held, hidden, width = self.experts.held(tp), config.hidden_size, self.experts.width
+        self.gate = clamped_swiglu if self.experts.clamped else gate
+
+        def drawn(scale: float, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param:
+            return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+
+        def zeros(there: bool, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros(shape, dtype)) if there else None
+
+        # The choice of experts is a step function: what feeds it stays in f32, whatever the other weights are.
+        self.router = drawn(hidden**-0.5, self.experts.number, hidden, dtype=jnp.float32)
+        self.router_bias = zeros(self.experts.router_bias, self.experts.number, dtype=jnp.float32)
+        self.correction = zeros(self.experts.router == "sigmoid", self.experts.number, dtype=jnp.float32)
+        self.gate_up = drawn(hidden**-0.5, self.held, 2 * width, hidden)
+        self.gate_up_bias = zeros(self.experts.bias, self.held, 2 * width)
+        self.down = drawn((2 * config.num_layers * width) ** -0.5, self.held, hidden, width)
+        self.down_bias = zeros(self.experts.bias, self.held, hidden)
+
+    def __call__(self, x: Array) -> Array:
+        rows = x.reshape(-1, x.shape[-1])
+        y = self._routed(rows, *route(self.experts, self._logits(rows), _value(self.correction)))
+        if self.shared is not None:
+            y = y + self.shared(rows)
+        y = y if self.axis is None else jax.lax.psum(y, self.axis)
+        return y.reshape(x.shape)
+
+    def _logits(self, x: Array) -> Array:
+        logits = jnp.matmul(x.astype(jnp.float32), self.router[...].T)
+        return logits if self.router_bias is None else logits + self.router_bias[...][None, :]
+
+    def _routed(self, x: Array, chosen: Array, weights: Array) -> Array:
+        """What this shard's experts make of x [T, hidden]; a token's experts of other shards add nothing here."""
+        first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.held
+        local = (chosen - first).reshape(-1)
+        local = jnp.where((local >= 0) & (local < self.held), local, self.held)  # those of other shards come last
+        order = jnp.argsort(local, stable=True)
+        sizes = jnp.sum(local[:, None] == jnp.arange(self.held)[None, :], axis=0, dtype=jnp.int32)
+        y = self._expert_rows(x[order // self.experts.per_token], sizes, local[order])
+        y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        weights = jnp.where(local.reshape(chosen.shape) < self.held, weights, 0)[:, :, None]
+        return jnp.sum(y.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
+
+    def _expert_rows(self, x: Array, sizes: Array, group: Array) -> Array:
+        """x [T * per_token, hidden], sorted by expert; rows of other shards' experts give zeros and at most a bias."""
+        gate, up = jnp.split(_biased(grouped_product(x, self.gate_up[...], sizes), self.gate_up_bias, group), 2, axis=1)
+        return _biased(grouped_product(self.gate(gate, up), self.down[...], sizes), self.down_bias, group)
+
+
+def _biased(y: Array, bias: nnx.Param | None, group: Array) -> Array:
+    return y if bias is None else y + bias[...].at[group].get(mode="clip")
+
+
+def _value(param: nnx.Param | None) -> Array | None:
+    return None if param is None else param[...]

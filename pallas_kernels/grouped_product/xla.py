@@ -1,0 +1,55 @@
+"""What XLA makes of it: its own grouped product where it has one, blocks of rows where it would multiply by all."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+WIDEST = 32  # rows of a block
+NUMBERS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def ragged_product(x: Array, matrices: Array, sizes: Array) -> Array:
+    """See `pallas_kernels.grouped_product`. XLA's CPU backend multiplies every row by every matrix instead."""
+    product = jax.lax.ragged_dot_general(x, matrices, sizes, NUMBERS, preferred_element_type=jnp.float32)
+    return jnp.where(_grouped(x, sizes), product, 0).astype(x.dtype)
+
+
+def product_by_blocks(x: Array, matrices: Array, sizes: Array) -> Array:
+    """See `pallas_kernels.grouped_product`. Blocks of one group's rows in turn: only matrices that have rows are read.
+
+    A block that goes beyond its group's rows writes what the blocks after it write over.
+    """
+    block = block_rows(x.shape[0], len(sizes))
+    blocks = -(-sizes // block)
+    ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
+    rows = jnp.pad(x, ((0, block), (0, 0)))
+
+    def one(index: Array, out: Array) -> Array:
+        group = jnp.sum(ends <= index)
+        row = starts[group] + (index - ends[group] + blocks[group]) * block
+        matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+        # The matrix on the left, and barriers that keep it there: any other way XLA's CPU backend transposes it.
+        columns = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(rows, row, block).T)
+        product = jax.lax.optimization_barrier(jnp.matmul(matrix, columns, preferred_element_type=jnp.float32))
+        return jax.lax.dynamic_update_slice_in_dim(out, product.T.astype(x.dtype), row, 0)
+
+    out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros((len(rows), matrices.shape[1]), x.dtype))
+    return jnp.where(_grouped(x, sizes), out[: x.shape[0]], 0)
+
+
+def block_rows(rows: int, groups: int) -> int:
+    """Rows of a block, a power of two: twice the mean group, but up to 4 where there are as many and 32 at most.
+
+    Measured on two cores of a CPU, 16 matrices 512 x 1024 in f32: 16 rows take 3.6 ms in blocks of 4 and 4.1 in
+    blocks of 1, 64 rows 4.7 in blocks of 8 and 6 to 22 in others, 512 rows 14 in blocks of 32 and 22 to 104 in wider
+    ones, where `ragged_dot` takes 120, 92 and 394.
+    """
+    wanted = max(2 * rows // groups, min(rows, 4), 1)
+    return min(1 << (wanted.bit_length() - 1), WIDEST)
+
+
+def _grouped(x: Array, sizes: Array) -> Array:
+    """bool[M, 1]: rows of some group."""
+    return (jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None]

@@ -1,0 +1,75 @@
+"""The grouped product of every platform against its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import KernelError, grouped_product
+from pallas_kernels.grouped_product import reference, xla
+
+VARIANTS = {"blocks": xla.product_by_blocks, "ragged": xla.ragged_product, "dispatch": grouped_product}
+SIZES = [[0], [3], [0, 5, 0, 1], [16, 0], [1, 1, 1, 1, 1], [0, 0, 0], [40, 2, 0, 33]]
+
+
+def drawn(sizes: list[int], beyond: int, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    random = np.random.default_rng(sum(sizes) + beyond)
+    x = random.normal(0, 1, (sum(sizes) + beyond, 12))
+    return jnp.asarray(x, dtype), jnp.asarray(random.normal(0, 1, (len(sizes), 7, 12)), dtype), jnp.asarray(sizes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("beyond", [1, 9])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_gives_what_the_definition_gives(variant: str, sizes: list[int], beyond: int, dtype: str):
+    arrays = drawn(sizes, beyond, dtype)
+    found = jax.jit(VARIANTS[variant])(*arrays)
+    expected = reference.grouped_product(*arrays)
+    assert found.dtype == expected.dtype
+    bound = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=bound)
+    assert not np.any(np.asarray(found[sum(sizes) :], np.float32))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_that_is_no_number_makes_no_other_row_so(variant: str):
+    x, matrices, sizes = drawn([3, 0, 20], 4, "float32")
+    product = jax.jit(VARIANTS[variant])
+    sound = np.asarray(product(x, matrices, sizes))
+    for row in (1, 10, 25):  # the last is of no group
+        found = np.asarray(product(x.at[row].set(jnp.nan), matrices, sizes))
+        np.testing.assert_array_equal(np.delete(found, row, 0), np.delete(sound, row, 0))
+        assert np.isnan(found[row]).all() == (row < 23)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=3))
+def test_blocks_cover_every_row_once_however_rows_are_spread(sizes: list[int]):
+    x, matrices, counts = drawn(sizes, 30 - sum(sizes), "float32")
+    np.testing.assert_allclose(BLOCKS(x, matrices, counts), reference.grouped_product(x, matrices, counts), atol=1e-5)
+
+
+BLOCKS = jax.jit(xla.product_by_blocks)
+
+
+def test_blocks_grow_with_the_rows_of_a_group_up_to_a_width():
+    assert [xla.block_rows(rows, 16) for rows in (1, 2, 4, 16, 64, 512, 8192)] == [1, 2, 4, 4, 8, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": jnp.zeros((4, 5))}, ["[G, N, 5]", "(2, 3, 6)"]),
+        ({"x": jnp.zeros((4, 6), jnp.bfloat16)}, ["matrices are float32", "bfloat16"]),
+        ({"sizes": jnp.zeros(3, jnp.int32)}, ["sizes", "(2,)", "(3,)"]),
+        ({"x": jnp.zeros((4, 6), jnp.int32)}, ["int32"]),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_with_both_values(change: dict[str, jax.Array], words: list[str]):
+    good = {"x": jnp.zeros((4, 6)), "matrices": jnp.zeros((2, 3, 6)), "sizes": jnp.zeros(2, jnp.int32)}
+    with pytest.raises(KernelError) as refused:
+        grouped_product(**{**good, **change})
+    assert all(word in str(refused.value) for word in words)
