@@ -90,14 +90,14 @@ def step_bytes(model: ModelConfig, dtype: str, streams: int, context: float) -> 
     """Weights and KV that one decode step reads: of an embedding that is not tied only a row a stream, so none."""
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     size = DTYPE_BYTES[dtype]
-    kv = 2 * model.num_layers * model.kv_size * size * streams * context
+    kv = model.kv_bytes(streams * context, size)
     return (model.num_params() - lookup) * size, int(kv)
 
 
 def prefill_flops(model: ModelConfig, tokens: int) -> float:
     """Products of the layers for every token, causal attention, and logits of the last token."""
     body = 2.0 * model.num_layers * model.layer_params() * tokens
-    attention = 4.0 * model.num_layers * model.q_size * tokens * (tokens + 1) / 2
+    attention = model.num_layers * model.attention_flops(tokens * (tokens + 1) / 2)
     return body + attention + 2.0 * model.vocab_size * model.hidden_size
 
 

@@ -2,8 +2,9 @@
 
 A page holds `page_size` tokens of K and V of every head of one layer: `[Hkv, 2, page_size, D]`, K at index 0 of the
 second axis and V at 1. A layer's pool on a device is `[P, Hkv, 2, page_size, D]`, so that a page of one head shard is
-one contiguous copy and the tiles of a kernel lie in the last two dimensions. Page 0 is the *null page*: masked rows
-write there, nobody reads it, and no pool ever hands it out.
+one contiguous copy and the tiles of a kernel lie in the last two dimensions. A model that keeps latents has pages of
+one part, `[1, 1, page_size, D]`: V is the beginning of K, and every shard holds the row whole. Page 0 is the *null
+page*: masked rows write there, nobody reads it, and no pool ever hands it out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.tensor_cut import heads_per_shard
 
 NULL_PAGE = 0
@@ -26,11 +28,18 @@ class KVLayout:
     head_dim: int
     page_size: int  # tokens a page
     dtype: str = "float32"
+    parts: int = 2  # rows of a token and head: K and V, or K alone
+
+    @staticmethod
+    def of(model: ModelConfig, page_size: int, dtype: str = "float32") -> KVLayout:
+        """A model's KV in pages of `page_size` tokens."""
+        parts = 1 if model.latent else 2
+        return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, page_size, dtype, parts)
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers and heads, one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.parts * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_page(self) -> int:
@@ -41,8 +50,8 @@ class KVLayout:
         return -(-tokens // self.page_size)
 
     def page_shape(self, tp: int = 1) -> tuple[int, int, int, int]:
-        """One page of one layer on one of `tp` shards: [Hkv, 2, page_size, D], padding included."""
-        return (heads_per_shard(self.num_kv_heads, tp), 2, self.page_size, self.head_dim)
+        """One page of one layer on one of `tp` shards: [Hkv, parts, page_size, D], padding included."""
+        return (heads_per_shard(self.num_kv_heads, tp), self.parts, self.page_size, self.head_dim)
 
     def held_page_bytes(self, tp: int) -> int:
         """One page of all layers on `tp` shards together: heads that are padding or held twice included."""

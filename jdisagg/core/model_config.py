@@ -34,19 +34,64 @@ class RopeScaling:
     factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency
 
 
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): what is kept of a token is one row for all heads,
+    a latent from which every head's key and value are made, and a rotated key that all heads share.
+
+    As attention over pages sees it there is one KV head, of `row_size` numbers, whose first `kv_lora_rank` are V.
+    """
+
+    kv_lora_rank: int  # numbers of the latent
+    q_lora_rank: int | None  # of the queries' own latent; None where queries are made at once
+    qk_nope_head_dim: int  # of a head's query and key that are not rotated
+    qk_rope_head_dim: int  # that are rotated
+    v_head_dim: int
+    mscale_all_dim: float = 0.0  # by which logits of a stretched context are scaled; 0 means they are not
+    interleaved: bool = True  # pairs that are rotated lie next to each other in the checkpoint
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def q_head_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def up_size(self) -> int:
+        """Numbers that are made of a latent for each head."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+    def layer_params(self, hidden_size: int, heads: int) -> int:
+        """Weights of the matrices around the attention of `heads` heads."""
+        q = heads * self.q_head_dim
+        rank = self.q_lora_rank
+        queries = hidden_size * q if rank is None else rank * (hidden_size + q)
+        latents = hidden_size * self.row_size + self.kv_lora_rank * heads * self.up_size
+        return queries + latents + heads * self.v_head_dim * hidden_size
+
+    def pair_flops(self, *, absorbed: bool) -> int:
+        """FLOPs of a query and a key of one head: over latents, or over keys and values made of them."""
+        return 2 * (self.row_size + self.kv_lora_rank if absorbed else self.q_head_dim + self.v_head_dim)
+
+
 class AttentionOptions(NamedTuple):
     """What attention kernels are told of a layer; the names are theirs."""
 
     scale: float  # of the logits
     window: int | None  # only the last so many tokens are seen, the query's own counted
     soft_cap: float | None  # logits become soft_cap * tanh(logits / soft_cap)
+    value_size: int | None = None  # of pages that hold K alone: V is so many of its first numbers
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts.
 
-    The last three fields are for models that others published and that only arithmetic knows.
+    The last two fields are for models that others published and that only arithmetic knows.
     """
 
     family: str  # a name of `model/families`
@@ -79,8 +124,8 @@ class ModelConfig:
     final_soft_cap: float | None = None  # of the logits of tokens
     sinks: bool = False  # each head has a logit that takes its share of attention and adds nothing (gpt-oss)
     experts: Experts | None = None  # in place of the MLP, in all layers but those it names
+    latent: Latent | None = None  # MLA: then num_kv_heads is 1, head_dim the latent's row_size
     mlp_matrices: int = 3  # 2 where the MLP has no gate
-    latent_size: int = 0  # MLA (DeepSeek-V2, 2024, section 2.1): numbers a token and layer keeps
     active_layer_params: int = 0  # where it is another number than the sizes above make
 
     def window(self, layer: int) -> int | None:
@@ -90,7 +135,8 @@ class ModelConfig:
     def attention(self, layer: int) -> AttentionOptions:
         """How one layer attends."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
-        return AttentionOptions(scale, self.window(layer), self.attention_soft_cap)
+        rank = self.latent.kv_lora_rank if self.latent else None
+        return AttentionOptions(scale, self.window(layer), self.attention_soft_cap, rank)
 
     @property
     def q_size(self) -> int:
@@ -110,6 +156,10 @@ class ModelConfig:
         """How numbers of keys, and of values, are."""
         return KVHeads(self.num_kv_heads, self.head_dim)
 
+    def heads_of_shard(self, tp: int) -> int:
+        """Query heads that each of `tp` shards has, padding included."""
+        return self.q_cut.width(tp) // self.head_dim
+
     @property
     def mlp_cut(self) -> Channels:
         return Channels(self.intermediate_size)
@@ -117,9 +167,7 @@ class ModelConfig:
     @property
     def attention_kind(self) -> str:
         """MHA, GQA (Ainslie et al. 2023) or MLA."""
-        if self.latent_size:
-            return "MLA"
-        return "MHA" if self.num_kv_heads == self.num_heads else "GQA"
+        return "MLA" if self.latent else "MHA" if self.num_kv_heads == self.num_heads else "GQA"
 
     # ------------------------------------------------------------ weights
 
@@ -173,6 +221,8 @@ class ModelConfig:
         return self._attention_params(tp) + self._mlp_params(tp, layer, experts)
 
     def _attention_params(self, tp: int) -> int:
+        if self.latent:
+            return self.latent.layer_params(self.hidden_size, self.heads_of_shard(tp))
         return self.hidden_size * (2 * self.q_cut.width(tp) + 2 * self.kv_cut.width(tp))
 
     def _mlp_params(self, tp: int, layer: int, experts: float) -> float:
@@ -213,7 +263,7 @@ class ModelConfig:
 
     def layer_kv_size(self, tp: int = 1) -> int:
         """Numbers that one token leaves in the KV cache of one layer of one of `tp` shards."""
-        return self.latent_size or 2 * self.kv_cut.width(tp)
+        return (1 if self.latent else 2) * self.kv_cut.width(tp)
 
     def kv_bytes(self, tokens: float, number_bytes: float = 2.0, tp: int = 1) -> float:
         """Bytes of the KV of `tokens` tokens on one of `tp` shards, all layers, so many for each number of K and V."""
@@ -225,8 +275,10 @@ class ModelConfig:
         """FLOPs of one layer's matrices over `tokens` tokens, on one of `tp` shards; of the mean layer unless named."""
         return 2 * self.active_params(tp, layer) * tokens
 
-    def attention_flops(self, pairs: float, tp: int = 1) -> float:
-        """FLOPs of one of `tp` shards of a layer's attention, over `pairs` pairs of a query and a key that it sees."""
+    def attention_flops(self, pairs: float, tp: int = 1, *, decoding: bool = False) -> float:
+        """FLOPs of one of `tp` shards of a layer's attention over `pairs` pairs of a query and a key that it sees."""
+        if self.latent:
+            return self.heads_of_shard(tp) * self.latent.pair_flops(absorbed=decoding) * pairs
         return 4 * self.q_cut.width(tp) * pairs
 
     def prefill_flops(self, tokens: float, cached: float = 0.0) -> float:

@@ -239,13 +239,14 @@ class Reshard:
     layers: range
     moves: tuple[Move, ...]
 
-    def cost(self, head_dim: int) -> Cost:
+    def cost(self, row_size: int) -> Cost:
+        """row_size: numbers of a token and head, K and V together."""
         total, puts = 0, 0
         for move in self.moves:
             route, held = move.route, self.source[move.route.source_stage]
             heads = route.heads.num_sent * route.heads.slice_heads
             tokens = move.span.groups * route.group.source * held.page_size
-            total += len(route.layers) * tokens * heads * 2 * head_dim * DTYPE_BYTES[route.dtype]
+            total += len(route.layers) * tokens * heads * row_size * DTYPE_BYTES[route.dtype]
             puts += route.heads.num_sent
         return Cost(total, 2 * len(self.moves), puts)
 

@@ -81,7 +81,7 @@ class Shard:
     def decode(self, slots: int, context_tokens: int) -> Work:
         """One token of each of `slots` sequences that hold `context_tokens`; the last stage makes logits as well."""
         seen = slots * self.seen(context_tokens)
-        layers = self._layers_work(slots, seen, seen)
+        layers = self._layers_work(slots, seen, seen, decoding=True)
         head = self.head(slots) if self._has_head else Work()
         return Work(layers.weight_bytes + head.weight_bytes, layers.kv_bytes, layers.flops + head.flops)
 
@@ -95,10 +95,10 @@ class Shard:
         params = self.model.head_params(self.tp)
         return Work(params * self.weight_bytes, 0.0, 2 * params * rows)
 
-    def _layers_work(self, tokens: int, pairs: int, read: int) -> Work:
+    def _layers_work(self, tokens: int, pairs: int, read: int, *, decoding: bool = False) -> Work:
         """pairs: of a query and a key; read: tokens whose K and V are read; both summed over the layers."""
         model, tp = self.model, self.tp
         linear = sum(model.linear_flops(tokens, tp, layer) * count for layer, count in self._kinds)
         weights = sum(model.read_params(tokens, tp, layer) * count for layer, count in self._kinds)
-        flops = linear + model.attention_flops(pairs, tp)
+        flops = linear + model.attention_flops(pairs, tp, decoding=decoding)
         return Work(weights * self.weight_bytes, read * self.kv_bytes_per_token, flops)

@@ -7,17 +7,25 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jdisagg.core.model_config import AttentionOptions
+from jdisagg.engine.latent_prefill import prefill_latents
+from jdisagg.model.latents import LatentQueries
 from jdisagg.model.network import Attend, OptionsOf
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 
 
-def fit_to_keep(k: Array, v: Array) -> tuple[Array, Array]:
+def fit_to_keep(k: Array, v: Array | None, value_size: int | None) -> tuple[Array, Array | None]:
     """[T, Hkv, D] as they may lie in a page: a value that is no number is kept as 0, and its key as NaN.
 
     A page is read past its owner's tokens, where it holds what its last owner left, and of the null page anything: by
     weights of 0, but 0 * NaN is NaN. So one sequence's NaN would end those that get its pages. The key says the same
     to whoever attends to that token, and to nobody else: logits that are not to be seen are left out, not multiplied.
+    Of a latent the first `value_size` numbers are its value as well, so the rest of it, the rotated key, says it.
     """
+    if v is None:
+        assert value_size is not None, "a row without V of its own says how much of it is V"
+        sound = jnp.all(jnp.isfinite(k), axis=-1, keepdims=True)
+        return jnp.where(sound, k, jnp.where(jnp.arange(k.shape[-1])[None, None, :] < value_size, 0, jnp.nan)), None
     sound = jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
 
@@ -61,14 +69,37 @@ def paged_attend(
     offsets = jnp.concatenate([kind.offsets for kind in kinds])
     slots = 0 if rows is None else rows.lengths.shape[0]
 
-    def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-        pool = pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v), pages, offsets)
-        mixed, options = [], {**options_of(layer)._asdict(), "sinks": sinks}
+    def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None) -> Array:
+        options = options_of(layer)
+        pool = pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v, options.value_size), pages, offsets)
+        mixed = []
         if rows is not None:
-            mixed.append(paged_attention(q[:slots], pool, rows.table, rows.lengths, **options))
+            mixed.append(attend_slots(_rows_of(q, slice(slots)), pool, rows, options, sinks))
         if chunks is not None:
-            spans = chunks.table, chunks.kv_lens, chunks.cu_q_lens
-            mixed.append(prefill_attention(q[slots:], pool, *spans, **options))
+            mixed.append(attend_chunks(_rows_of(q, slice(slots, None)), pool, chunks, options, sinks))
         return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed)
 
     return attend
+
+
+def attend_slots(
+    q: Array | LatentQueries, pool: Array, rows: DecodeRows, options: AttentionOptions, sinks: Array | None
+) -> Array:
+    """One token a slot; latents are attended to as they are kept."""
+    named = {**options._asdict(), "sinks": sinks}
+    if isinstance(q, LatentQueries):
+        return q.values_of(paged_attention(q.absorbed, pool, rows.table, rows.lengths, **named))
+    return paged_attention(q, pool, rows.table, rows.lengths, **named)
+
+
+def attend_chunks(
+    q: Array | LatentQueries, pool: Array, chunks: ChunkRows, options: AttentionOptions, sinks: Array | None
+) -> Array:
+    spans = chunks.table, chunks.kv_lens, chunks.cu_q_lens
+    if isinstance(q, LatentQueries):
+        return prefill_latents(q, pool, *spans, options)
+    return prefill_attention(q, pool, *spans, **options._asdict(), sinks=sinks)
+
+
+def _rows_of(q: Array | LatentQueries, rows: slice) -> Array | LatentQueries:
+    return q.of(rows) if isinstance(q, LatentQueries) else q[rows]

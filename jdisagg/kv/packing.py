@@ -23,8 +23,8 @@ SAMPLE = 8  # pages a digest, where they are sampled
 class HeadSlices(NamedTuple):
     """Arrays of one shard or submesh by kind; each list is in the order of heads, empty where nothing of it came."""
 
-    values: list[Array]  # [L, n, heads, 2, page_size, D']
-    scales: list[Array]  # f32 [L, n, heads, 2 * page_size], where values are quantised
+    values: list[Array]  # [L, n, heads, parts, page_size, D'], parts 2 or for latents 1
+    scales: list[Array]  # f32 [L, n, heads, parts * page_size], where values are quantised
     digests: list[Array]  # u32 [L, pages that have one, heads]
     errors: list[Array]  # f32 [L, 1, heads]: what quantising lost (each head says what its shard's layer did)
 
@@ -96,19 +96,19 @@ def _joined(slices: list[Array]) -> Array:
 def recut(packed: PackedPages, page_size: int) -> PackedPages:
     """Pages of consecutive tokens -> the same tokens in pages of `page_size`, digests dropped."""
     values, scales, _ = packed
-    size = values.shape[4]
+    parts, size = values.shape[3:5]
     if size == page_size:
         return PackedPages(values, scales, None)
     if scales is not None:
         layers, count, heads, _ = scales.shape
-        scales = _recut_rows(scales.reshape(layers, count, heads, 2, size, 1), page_size)
-        scales = scales.reshape(*scales.shape[:3], 2 * page_size)
+        scales = _recut_rows(scales.reshape(layers, count, heads, parts, size, 1), page_size)
+        scales = scales.reshape(*scales.shape[:3], parts * page_size)
     return PackedPages(_recut_rows(values, page_size), scales, None)
 
 
 def _recut_rows(rows: Array, page_size: int) -> Array:
-    """[L, n, heads, 2, size, D] -> [L, n * size / page_size, heads, 2, page_size, D]; the tokens fill whole pages."""
-    layers, count, heads, two, size, width = rows.shape
+    """[L, n, heads, parts, size, D] -> [L, n * size / page_size, heads, parts, page_size, D]; they fill whole pages."""
+    layers, count, heads, parts, size, width = rows.shape
     assert count * size % page_size == 0, (rows.shape, page_size)
-    tokens = rows.transpose(0, 1, 4, 2, 3, 5).reshape(layers, -1, page_size, heads, two, width)
+    tokens = rows.transpose(0, 1, 4, 2, 3, 5).reshape(layers, -1, page_size, heads, parts, width)
     return tokens.transpose(0, 1, 3, 4, 2, 5)

@@ -9,7 +9,6 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.tensor_cut import heads_per_shard
 from jdisagg.parallel.submesh import AXIS, Submesh
 
 POOL_SPEC = PartitionSpec(None, AXIS)
@@ -23,9 +22,9 @@ def pool_format(submesh: Submesh) -> Format:
 class StagePages:
     """The KV pages of one stage: layers `layers` of the model on `submesh`; pools[i] holds layer layers[i].
 
-    A pool is [num_pages + 1, heads of all shards, 2, page_size, D]: a head is there once for every shard that holds it,
-    and where the shards do not share the heads evenly, some places are padding (see `core/tensor_cut.py`). Programs
-    take `pools` donated and hand back the list that replaces it.
+    A pool is [num_pages + 1, heads of all shards, parts, page_size, D]: a head is there once for every shard that
+    holds it, and where the shards do not share the heads evenly, some places are padding (see `core/tensor_cut.py`).
+    Programs take `pools` donated and hand back the list that replaces it.
     """
 
     def __init__(self, layout: KVLayout, layers: range, num_pages: int, submesh: Submesh) -> None:
@@ -43,6 +42,6 @@ class StagePages:
 
 def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh) -> jax.ShapeDtypeStruct:
     """The shape and sharding of one layer's pool; nothing is allocated."""
-    heads = heads_per_shard(layout.num_kv_heads, submesh.tp) * submesh.tp
-    shape = (num_pages + 1, heads, 2, layout.page_size, layout.head_dim)
+    heads, *page = layout.page_shape(submesh.tp)
+    shape = (num_pages + 1, heads * submesh.tp, *page)
     return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=pool_format(submesh))

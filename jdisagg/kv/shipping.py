@@ -196,7 +196,7 @@ def slice_shapes(
 
     layout: of the source; dtype: of the destination's pages.
     """
-    shape = (2, heads.slice_heads, 2, layout.page_size, layout.head_dim)
+    shape = (2, heads.slice_heads, layout.parts, layout.page_size, layout.head_dim)
     pools = [jax.ShapeDtypeStruct(shape, layout.dtype)] * layers
     ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
     dtype = narrower(layout.dtype, dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.core.experts import Experts, experts_held
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import Latent, ModelConfig
 from jdisagg.core.tensor_cut import Channels, Cut
 from jdisagg.model.families import EXPERT_NAMES, FUSED
 
@@ -151,6 +151,8 @@ def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 
 
 def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
+    if config.latent is not None:
+        return _latent_leaves(config, config.latent, prefix)
     return {
         "attention.q_norm.scale": _head_norm(config, f"{prefix}.q_norm.weight", config.q_size, config.q_cut),
         "attention.k_norm.scale": _head_norm(config, f"{prefix}.k_norm.weight", config.kv_size, config.kv_cut),
@@ -159,6 +161,37 @@ def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
         "attention.out.kernel": _row_split(f"{prefix}.o_proj.weight", config.hidden_size, config.q_size, config.q_cut),
         "attention.out.bias": Leaf((Part(f"{prefix}.o_proj.bias", (config.hidden_size,)),)),
         "attention.sinks": Leaf((Part(f"{prefix}.sinks", (config.num_heads,), replace(config.q_cut, head_dim=1)),), 0),
+    }
+
+
+def _latent_leaves(config: ModelConfig, latent: Latent, prefix: str) -> dict[str, Leaf]:
+    """Latents are made whole on every shard; what is made of them is cut by heads."""
+    hidden, rank = config.hidden_size, latent.q_lora_rank
+
+    def by_heads(name: str, head_size: int, inputs: int) -> tuple[Part, ...]:
+        cut = replace(config.q_cut, head_dim=head_size)
+        return (Part(f"{prefix}.{name}.weight", (config.num_heads * head_size, inputs), cut),)
+
+    values = replace(config.q_cut, head_dim=latent.v_head_dim)
+    out = _row_split(f"{prefix}.o_proj.weight", hidden, config.num_heads * latent.v_head_dim, values)
+    q_up = by_heads("q_proj" if rank is None else "q_b_proj", latent.q_head_dim, rank or hidden)
+    return {
+        **_whole("attention.q_down", f"{prefix}.q_a_proj", (rank or 0, hidden)),
+        "attention.q_norm.scale": Leaf((Part(f"{prefix}.q_a_layernorm.weight", (rank or 0,)),)),
+        "attention.q_up.kernel": Leaf(q_up, 1, True),
+        **_whole("attention.kv_down", f"{prefix}.kv_a_proj_with_mqa", (latent.row_size, hidden)),
+        "attention.kv_norm.scale": Leaf((Part(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,)),)),
+        "attention.kv_up": Leaf(by_heads("kv_b_proj", latent.up_size, latent.kv_lora_rank), 0),
+        "attention.out.kernel": out,
+        "attention.out.bias": Leaf((Part(f"{prefix}.o_proj.bias", (hidden,)),)),
+    }
+
+
+def _whole(leaf: str, name: str, shape: tuple[int, int]) -> dict[str, Leaf]:
+    """A matrix of the checkpoint and its bias that every shard holds."""
+    return {
+        f"{leaf}.kernel": Leaf((Part(f"{name}.weight", shape),), transposed=True),
+        f"{leaf}.bias": Leaf((Part(f"{name}.bias", shape[:1]),)),
     }
 
 

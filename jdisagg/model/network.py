@@ -22,11 +22,13 @@ from jdisagg.core.model_config import AttentionOptions, ModelConfig
 from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.experts import ExpertMLP
+from jdisagg.model.latents import LatentQueries, halves_of
 from jdisagg.model.products import MatrixForm, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 
-# (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D]
-Attend = Callable[[int, Array, Array, Array, Array | None], Array]
+# (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D];
+# of latents (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
+Attend = Callable[[int, Array | LatentQueries, Array, Array | None, Array | None], Array]
 OptionsOf = Callable[[int], AttentionOptions]  # by layer within the stage
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
@@ -118,6 +120,37 @@ class Attention(nnx.Module):
         return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * self.head_dim), self.axis)
 
 
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (`latents.py`); a shard has some of the heads, and every shard all of the latents."""
+
+    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
+        assert config.latent is not None
+        self.latent, self.heads, self.axis = config.latent, config.heads_of_shard(tp), axis
+        hidden, rank, latents = config.hidden_size, config.latent.q_lora_rank, replace(config, rms_norm_eps=1e-6)
+        weight = partial(Weight, scale=hidden**-0.5, dtype=dtype, rngs=rngs)
+        self.q_down = None if rank is None else weight(hidden, rank, bias=config.qkv_bias)
+        self.q_norm = None if rank is None else RMSNorm(rank, latents, dtype)
+        self.q_up = weight(rank or hidden, self.heads * self.latent.q_head_dim, bias=False)
+        self.kv_down = weight(hidden, self.latent.row_size, bias=config.qkv_bias)
+        self.kv_norm = RMSNorm(self.latent.kv_lora_rank, latents, dtype)
+        up = self.heads * self.latent.up_size, self.latent.kv_lora_rank  # as the checkpoint has it: by heads
+        self.kv_up = nnx.Param(self.latent.kv_lora_rank**-0.5 * jax.random.normal(rngs.params(), up, dtype))
+        self.out = weight(self.heads * self.latent.v_head_dim, hidden, bias=config.o_bias)
+
+    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+        latent, split = self.latent, [self.latent.qk_nope_head_dim]
+        q = self.q_up(x if self.q_down is None else normed(self.q_norm, self.q_down(x)))
+        nope, rope = jnp.split(q.reshape(*x.shape[:-1], self.heads, latent.q_head_dim), split, axis=-1)
+        row, shared = jnp.split(self.kv_down(x)[..., None, :], [latent.kv_lora_rank], axis=-1)
+        row = jnp.concatenate([self.kv_norm(row), self._rotated(shared, rotation)], axis=-1)
+        up = self.kv_up[...].reshape(self.heads, latent.up_size, latent.kv_lora_rank)
+        mixed = attend(layer, LatentQueries(nope, self._rotated(rope, rotation), up), row, None, None)
+        return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * latent.v_head_dim), self.axis)
+
+    def _rotated(self, x: Array, rotation: Rotation) -> Array:
+        return rotate(halves_of(x) if self.latent.interleaved else x, rotation)
+
+
 def head_norm(
     config: ModelConfig, heads: int, whole: int, copies: int, axis: str | None, dtype: DTypeLike
 ) -> RMSNorm | WideNorm | None:
@@ -182,7 +215,8 @@ class Layer(nnx.Module):
             return RMSNorm(config.hidden_size, config, dtype) if config.norms in (place, "both") else None
 
         self.attention_norm, self.attention_out_norm = norm("before"), norm("after")
-        self.attention = Attention(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+        attention = LatentAttention if config.latent else Attention
+        self.attention = attention(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
         self.mlp_norm, self.mlp_out_norm = norm("before"), norm("after")
         mlp = expert_mlp if config.is_sparse(number) else MLP
         self.mlp = mlp(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
@@ -315,7 +349,10 @@ def scored(x: Array, table: Array) -> Array:
 def dense_attend(options_of: OptionsOf) -> Attend:
     """Plain causal attention over the tokens at hand: q [..., T, Hq, D], no cache."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+    def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None = None) -> Array:
+        if isinstance(q, LatentQueries):
+            (k, v), q = q.expanded(k[..., 0, :]), q.whole
+        assert v is not None
         options, length, groups = options_of(layer), q.shape[-3], q.shape[-2] // k.shape[-2]
         k, v = jnp.repeat(k, groups, axis=-2), jnp.repeat(v, groups, axis=-2)
         scores = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.float32) * options.scale

@@ -74,7 +74,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     weight_dtype = weight_dtype_of(settings.weight_dtype, platform)
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
-    kv = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, settings.page_size, kv_dtype)
+    kv = KVLayout.of(model, settings.page_size, kv_dtype)
     prefill_kv = replace(
         kv,
         page_size=settings.prefill_page_size or settings.page_size,
@@ -207,7 +207,8 @@ def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> di
         "layer_groups": tuple((run.start, run.stop) for run in layers),
         "compress": Compress(settings.transfer_compress),
         "error_bound": settings.transfer_error_bound,
-        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.head_dim}",  # pages and dtypes may differ
+        # Pages and dtypes may differ.
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.parts} x {kv.head_dim}",
     }
 
 

@@ -7,9 +7,11 @@ import pytest
 from jdisagg.core.experts import Experts
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.sim.arithmetic import MODELS
 
 LLAMA_3_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 8192)
 MHA = replace(LLAMA_3_70B, num_kv_heads=64)
+DEEPSEEK_V3 = MODELS["deepseek-v3"]
 
 
 def test_the_weights_of_a_model_are_those_of_its_name():
@@ -54,9 +56,25 @@ def test_a_prompts_flops_are_two_for_each_weight_and_four_for_each_pair():
 
 
 def test_the_kind_of_attention_is_read_from_the_heads():
-    latent = replace(MHA, latent_size=576)
-    assert [each.attention_kind for each in (LLAMA_3_70B, MHA, latent)] == ["GQA", "MHA", "MLA"]
-    assert latent.layer_kv_size() == 576
+    assert [each.attention_kind for each in (LLAMA_3_70B, MHA, DEEPSEEK_V3)] == ["GQA", "MHA", "MLA"]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_latent_is_held_whole_by_every_shard_and_its_bytes_are_those_of_its_pages(tp: int):
+    layout = KVLayout.of(DEEPSEEK_V3, 64, "bfloat16")
+    assert DEEPSEEK_V3.layer_kv_size(tp) == 512 + 64
+    assert layout.bytes_per_token == 61 * 1152 == DEEPSEEK_V3.kv_bytes(1)
+    assert layout.page_shape(tp) == (1, 1, 64, 576)
+    assert layout.held_page_bytes(tp) == tp * layout.bytes_per_page
+
+
+def test_latent_attention_counts_its_own_matrices_and_pairs():
+    dense = replace(DEEPSEEK_V3, active_layer_params=0)
+    queries, latents = 7168 * 1536 + 1536 * 128 * 192, 7168 * 576 + 512 * 128 * 256
+    assert dense.layer_params() == queries + latents + 128 * 128 * 7168 + 3 * 7168 * 18432
+    assert dense.attention_flops(10) == 10 * 128 * 2 * (192 + 128)
+    assert dense.attention_flops(10, 8, decoding=True) == 10 * 16 * 2 * (576 + 512)
+    assert LLAMA_3_70B.attention_flops(10, decoding=True) == LLAMA_3_70B.attention_flops(10)
 
 
 def test_experts_count_by_what_is_active():

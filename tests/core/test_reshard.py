@@ -267,7 +267,7 @@ def test_one_replica_that_sends_everything_is_not_proven():
 def test_cost_counts_bytes_programs_and_puts():
     source, destination = stages([4], 2, 16), stages([3, 4], 1, 32, "bfloat16")
     plan = plan_reshard(source, destination, 4, 100)  # 7 pages, 4 of the destination: 2 moves of 8 groups
-    cost = plan.cost(head_dim=8)
+    cost = plan.cost(row_size=16)
     assert [move.span.groups for move in plan.moves] == [8, 8]
     assert cost.wire_bytes == 4 * (8 * 32) * 4 * 2 * 8 * 2, "in bf16, and with the null pages"
     assert (cost.programs, cost.puts) == (4, 4)
@@ -275,7 +275,7 @@ def test_cost_counts_bytes_programs_and_puts():
 
 def test_cost_counts_padding_that_travels_behind_a_head_and_none_that_does_not():
     def cost(heads: int, source_tp: int, destination_tp: int) -> tuple[int, int]:
-        found = plan_reshard(stages([1], source_tp, 16), stages([1], destination_tp, 16), heads, 16).cost(head_dim=8)
+        found = plan_reshard(stages([1], source_tp, 16), stages([1], destination_tp, 16), heads, 16).cost(row_size=16)
         return found.wire_bytes // (4 * 16 * 2 * 8 * 4), found.puts  # 4 pages are the smallest move
 
     assert cost(3, 2, 4) == (3, 3)

@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import Latent, ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.targets import Target
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -26,7 +26,10 @@ GEMMA_2_9B = ModelConfig(
     layer_windows=(4096, None) * 21, norms="both", norm_offset=1.0, activation="gelu_tanh", embedding_scale=3584**0.5,
     query_scale=256**-0.5, attention_soft_cap=50.0, final_soft_cap=30.0, tie_embeddings=True,
 )  # fmt: skip
-MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "Gemma 2 9B": GEMMA_2_9B}
+DEEPSEEK_V3 = ModelConfig(  # its dense layers
+    "deepseek_v3", 129280, 7168, 18432, 3, 128, 1, 576, 8192, latent=Latent(512, 1536, 128, 64, 128), rotary_dim=64
+)
+MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "Gemma 2 9B": GEMMA_2_9B, "DeepSeek-V3": DEEPSEEK_V3}
 WIDEST_PAGES, PAGE_SIZE = 128, 64
 
 
@@ -46,7 +49,7 @@ def few_layers(
 ) -> ProgramTable:
     """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups."""
     config = replace(MODELS[model], num_layers=stages * layers)
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, "bfloat16")
+    layout = KVLayout.of(config, PAGE_SIZE, "bfloat16")
     runs = [range(stage * layers, (stage + 1) * layers) for stage in range(stages)]
     buckets = (chunk_tokens,), (WIDEST_PAGES,)
     places = stages if role.decodes else 1

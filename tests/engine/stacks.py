@@ -47,7 +47,7 @@ def open_machine(
     **sizes: Any,
 ) -> MeshExecutor:
     """A cold machine over `devices`; `sizes` are fields of its WorkerConfig."""
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE)
+    layout = KVLayout.of(config, PAGE_SIZE)
     worker = WorkerConfig(
         WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
     )

@@ -11,6 +11,7 @@ PREFILL = [
     ("v5e:2x2", "8B", 4, ("prefill", "head", "score")),
     ("v6e:2x4", "70B", 8, ("prefill", "head")),
     ("v5p:2x2x2", "70B", 8, ("prefill", "head")),
+    ("v6e:2x4", "DeepSeek-V3", 8, ("prefill",)),
     ("h100:4", "8B", 4, ("prefill", "head", "score")),
 ]
 

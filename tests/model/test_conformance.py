@@ -36,6 +36,7 @@ def whole_model(family: str, out_first: bool | None = None) -> Callable[[list[in
 
 def test_the_fixtures_hold_every_family():
     assert families() == [
+        *("deepseek2", "deepseek3"),
         *("gemma2", "gemma3", "gpt_oss", "llama2", "llama3", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
         "qwen3_moe",
     ]

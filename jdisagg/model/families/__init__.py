@@ -4,7 +4,7 @@ A family is one small file that says what `transformers` assumes where the file 
 `ModelConfig` differ from a Llama's. What the network has no number for yet is added there first.
 """
 
-from jdisagg.model.families import gemma, gpt_oss, llama, mistral, mixtral, olmo2, phi3, qwen, qwen3_moe
+from jdisagg.model.families import deepseek, gemma, gpt_oss, llama, mistral, mixtral, olmo2, phi3, qwen, qwen3_moe
 from jdisagg.model.families.family import ExpertNames, Family
 
 TABLE: tuple[Family, ...] = (
@@ -19,6 +19,8 @@ TABLE: tuple[Family, ...] = (
     phi3.PHI3,
     olmo2.OLMO2,
     gpt_oss.GPT_OSS,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
 )
 BY_ARCHITECTURE = {family.architecture: family for family in TABLE}
 FAMILIES = {family.architecture: family.name for family in TABLE}

@@ -12,7 +12,8 @@ from jdisagg.model.files import Fields, Json, shown
 from jdisagg.model.limits import MOST_POSITIONS
 
 Numbers = Mapping[str, Any]  # fields of `ModelConfig`
-MEAN_NOTHING = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null means none, not a default
+# null means none, not a default
+MEAN_NOTHING = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
 
 def like_a_llama(read: Fields) -> Numbers:

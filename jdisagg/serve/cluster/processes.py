@@ -92,7 +92,8 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
     kv, sent = deployment.kv, deployment.prefill_kv
     layout = (
-        f"{kv.num_layers}x{kv.num_kv_heads}x{kv.head_dim} in {sent.page_size} to {kv.page_size} of {deployment.mesh}"
+        f"{kv.num_layers}x{kv.num_kv_heads}x{kv.parts}x{kv.head_dim} in {sent.page_size} to {kv.page_size}"
+        f" of {deployment.mesh}"
     )
     if settings.transfer_compress != "none":
         layout += f" as {settings.transfer_compress}"
