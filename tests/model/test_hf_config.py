@@ -153,3 +153,31 @@ def test_without_a_generation_config_the_models_end_token_counts_and_nothing_is_
 def test_a_written_config_reads_back_as_the_same_numbers(family: str):
     config = read_config(ROOT / family)
     assert parse_config(config_json(config, "float32")) == config
+
+
+DEEPSEEK = {"num_experts_per_tok": 6, "n_routed_experts": 160, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "named"),
+    [
+        (2, {"norm_topk_prob": True}, ["norm_topk_prob = True", "false"]),
+        (2, {"topk_method": "noaux_tc"}, ["'noaux_tc'", "group_limited_greedy"]),
+        (2, {"moe_layer_freq": 2}, ["moe_layer_freq = 2"]),
+        (3, {"scoring_func": "softmax"}, ["'softmax'", "sigmoid"]),
+        (3, {"n_group": 7}, ["n_group = 7", "160"]),
+        (3, {"n_group": 160, "topk_group": 5}, ["n_group = 160", "hold 6"]),
+    ],
+)
+def test_routing_that_deepseek_is_not_computed_by_is_refused(version: int, more: dict[str, Any], named: list[str]):
+    with pytest.raises(UnsupportedModel) as caught:
+        parse_config(raw(f"DeepseekV{version}ForCausalLM", **DEEPSEEK, **more))
+    assert all(each in str(caught.value) for each in named)
+
+
+def test_deepseek_v3_has_the_published_numbers_of_weights():
+    """671 B in all and 37 B for a token (DeepSeek-V3, 2024, abstract), of what transformers assumes of a bare file."""
+    sizes = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61}
+    config = parse_config({**raw("DeepseekV3ForCausalLM"), **sizes, "num_attention_heads": 128})
+    assert config.num_params() / 1e9 == pytest.approx(671, rel=0.01)
+    assert config.num_active_params() / 1e9 == pytest.approx(37, rel=0.03)

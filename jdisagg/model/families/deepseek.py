@@ -1,10 +1,13 @@
 """DeepSeek V2 and V3: multi-head latent attention, rotated in neighbouring pairs, yarn that scales logits as well."""
 
-from jdisagg.core.errors import UnsupportedModel
+from dataclasses import replace
+
+from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import Latent, ModelConfig, RopeScaling
-from jdisagg.model.families.family import Family, Numbers, biases_of_attention
+from jdisagg.model.families.expert_numbers import experts_per_token
+from jdisagg.model.families.family import ExpertNames, Family, Numbers, biases_of_attention
 from jdisagg.model.files import Fields, Json
-from jdisagg.model.limits import MOST_CHANNELS, MOST_FACTOR, MOST_HEAD_DIM, MOST_LAYERS
+from jdisagg.model.limits import MOST_CHANNELS, MOST_EXPERTS, MOST_FACTOR, MOST_HEAD_DIM, MOST_LAYERS
 from jdisagg.model.rope_config import mscale, rope_json, rope_part, whole_rope
 
 DEFAULTS = {
@@ -17,7 +20,6 @@ DEFAULTS = {
 
 
 def _numbers(read: Fields) -> Numbers:
-    _refuse_experts(read)
     latent = _latent(read)
     theta, scaling = whole_rope(read)
     return {
@@ -58,22 +60,114 @@ def _written(config: ModelConfig) -> Json:
     assert latent is not None
     rope = {**rope_json(config.rope_scaling), "mscale_all_dim": latent.mscale_all_dim, "rope_theta": config.rope_theta}
     sizes = {name: getattr(latent, name) for name in DEFAULTS}
-    dense = {"first_k_dense_replace": config.num_layers, "num_key_value_heads": config.num_heads}
+    more = {**_experts_json(config), "num_key_value_heads": config.num_heads}
     interleaved = {"head_dim": latent.qk_rope_head_dim, "rope_interleave": latent.interleaved}
-    return {**sizes, **dense, **interleaved, "rope_parameters": rope, "rope_scaling": None}
+    return {**sizes, **more, **interleaved, "rope_parameters": rope, "rope_scaling": None}
 
 
-def _refuse_experts(read: Fields) -> None:
+def _experts(read: Fields) -> Experts | None:
+    """What both versions say alike of their experts; None where all layers are dense."""
     layers = read.needed("num_hidden_layers", MOST_LAYERS)
-    dense = read.whole("first_k_dense_replace", 0, MOST_LAYERS) or 0
-    if dense < layers and read.raw.get("n_routed_experts"):
-        raise UnsupportedModel(
-            f"{read.place}: first_k_dense_replace = {dense} of {layers} layers: experts are not supported;"
-            " supported: dense layers alone"
-        )
+    dense = min(read.whole("first_k_dense_replace", 0, MOST_LAYERS) or 0, layers)
+    if dense == layers or read.raw.get("n_routed_experts") is None:
+        return None
+    if read.raw.get("moe_layer_freq", 1) != 1:
+        raise read.wrong("moe_layer_freq", "1")
+    number = read.needed("n_routed_experts", MOST_EXPERTS)
+    groups = read.whole("n_group", 1, number) or 1
+    width = read.needed("moe_intermediate_size", MOST_CHANNELS)
+    experts = Experts(
+        number,
+        experts_per_token(read, number),
+        width,
+        normalised=read.flag("norm_topk_prob"),
+        scale=read.number("routed_scaling_factor", 0.0, MOST_FACTOR, open_low=True) or 1.0,
+        groups=groups,
+        kept_groups=read.whole("topk_group", 1, groups) or groups,
+        shared_width=(read.whole("n_shared_experts", 0, number) or 0)
+        * read.needed("moe_intermediate_size", MOST_CHANNELS),
+        dense_layers=tuple(range(dense)),
+    )
+    if number % groups or experts.kept_groups * (number // groups) < experts.per_token:
+        raise read.wrong("n_group", f"a divisor of {number} experts whose kept groups hold {experts.per_token} of them")
+    return experts
 
 
-V2 = {**DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_routed_experts": 64}
-V3 = {**DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256}
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", V2, _numbers, _written)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", V3, _numbers, _written)
+def _routed2(read: Fields) -> Numbers:
+    """V2 chooses by probabilities; a group scores as its best expert."""
+    experts = _experts(read)
+    if experts is None:
+        return {}
+    if experts.normalised:  # the model's own code divides by the sum and leaves the scale out, transformers neither
+        raise read.wrong("norm_topk_prob", "false")
+    method = read.word("topk_method") or "greedy"
+    if method not in METHODS2:
+        raise read.wrong("topk_method", " or ".join(METHODS2))
+    return {"experts": replace(experts, groups=1, kept_groups=1) if method == "greedy" else experts}
+
+
+def _routed3(read: Fields) -> Numbers:
+    """V3 by sigmoids and a correction; a group scores as its two best (DeepSeek-V3, 2024, section 2.1.2)."""
+    experts = _experts(read)
+    for key, supported in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if read.word(key) not in (None, supported):
+            raise read.wrong(key, supported)
+    return {} if experts is None else {"experts": replace(experts, router="sigmoid", group_top=2)}
+
+
+def _experts_json(config: ModelConfig) -> Json:
+    experts = config.experts
+    if experts is None:
+        return {"first_k_dense_replace": config.num_layers}
+    return {
+        "first_k_dense_replace": len(experts.dense_layers),
+        "n_routed_experts": experts.number,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.width,
+        "norm_topk_prob": experts.normalised,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.groups,
+        "topk_group": experts.kept_groups,
+        "n_shared_experts": experts.shared_width // experts.width,
+        "topk_method": "noaux_tc" if experts.router == "sigmoid" else METHODS2[experts.groups > 1],
+    }
+
+
+METHODS2 = ("greedy", "group_limited_greedy")
+V2 = {
+    **DEFAULTS,
+    "max_position_embeddings": 2048,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+}
+V3 = {
+    **DEFAULTS,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    V2,
+    lambda read: {**_numbers(read), **_routed2(read)},
+    _written,
+    experts=ExpertNames(),
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    V3,
+    lambda read: {**_numbers(read), **_routed3(read)},
+    _written,
+    experts=ExpertNames(),
+)
