@@ -153,6 +153,7 @@ def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
     if config.latent is not None:
         return _latent_leaves(config, config.latent, prefix)
+    sinks = Part(f"{prefix}.sinks", (config.num_heads,), replace(config.q_cut, head_dim=1))
     return {
         "attention.q_norm.scale": _head_norm(config, f"{prefix}.q_norm.weight", config.q_size, config.q_cut),
         "attention.k_norm.scale": _head_norm(config, f"{prefix}.k_norm.weight", config.kv_size, config.kv_cut),
@@ -160,7 +161,7 @@ def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
         "attention.qkv.bias": Leaf(_qkv(config, prefix, "bias", ()), 0),
         "attention.out.kernel": _row_split(f"{prefix}.o_proj.weight", config.hidden_size, config.q_size, config.q_cut),
         "attention.out.bias": Leaf((Part(f"{prefix}.o_proj.bias", (config.hidden_size,)),)),
-        "attention.sinks": Leaf((Part(f"{prefix}.sinks", (config.num_heads,), replace(config.q_cut, head_dim=1)),), 0),
+        **({"attention.sinks": Leaf((sinks,), 0)} if config.sinks else {}),
     }
 
 

@@ -23,7 +23,7 @@ from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.latents import LatentQueries, halves_of
-from jdisagg.model.products import MatrixForm, product, quantized
+from jdisagg.model.products import MatrixForm, filled, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D];
@@ -342,8 +342,9 @@ def scored(x: Array, table: Array) -> Array:
         return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
     if x.shape[0] == 1 and table.dtype != jnp.float32:
         return scored(jnp.concatenate([x, x]), table)[:1]  # see `products.py`
-    rows = jax.lax.optimization_barrier(x.T)
-    return jax.lax.optimization_barrier(jnp.matmul(table, rows, preferred_element_type=jnp.float32)).T
+    rows = jax.lax.optimization_barrier(filled(x).T if x.shape[0] > 1 else x.T)
+    scores = jax.lax.optimization_barrier(jnp.matmul(table, rows, preferred_element_type=jnp.float32))
+    return scores.T[: x.shape[0]]
 
 
 def dense_attend(options_of: OptionsOf) -> Attend:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdisagg.model.network import scored
 from jdisagg.model.products import FEW_ROWS, MatrixForm, product
 
 INPUTS, OUTPUTS = 96, 160
@@ -32,3 +33,14 @@ def test_rows_may_have_any_leading_dimensions():
     y = product(jnp.asarray(x), jnp.asarray(matrix().T), None, MatrixForm(True))
     assert y.shape == (2, 3, 4, OUTPUTS)
     np.testing.assert_allclose(y, x @ matrix(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["matrix", "head"])
+def test_a_row_has_the_same_bits_whatever_is_multiplied_beside_it(name: str):
+    """Of decode alone (2 to 16 rows), beside chunks, and of chunks in every bucket: answers are the same in company."""
+    forms = {"matrix": lambda x, rows: product(x, rows, None, MatrixForm(True)), "head": scored}
+    program, x, rows = jax.jit(forms[name]), tokens(520), jnp.asarray(matrix().T)
+    found = {
+        count: np.asarray(program(x[:count], rows))[:2].tobytes() for count in (2, 4, 8, 12, 16, 72, 128, 136, 520)
+    }
+    assert set(found.values()) == {found[8]}, {count: bits == found[8] for count, bits in found.items()}
