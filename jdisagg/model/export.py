@@ -16,7 +16,7 @@ from jdisagg.model.families import TABLE
 from jdisagg.model.files import regular
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import Stage
-from jdisagg.model.params import dotted
+from jdisagg.model.params import as_it_lies, dotted, forms_of
 from jdisagg.model.quantized.config import KEYS as QUANTIZATION_KEYS
 from jdisagg.model.quantized.config import MODELOPT_FILE
 from jdisagg.model.rope_config import rope_json
@@ -35,9 +35,11 @@ def checkpoint_tensors(stage: Stage) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a whole model on one device, under their Hugging Face names and in its [out, in] order."""
     config = stage.config
     assert stage.embed is not None and stage.norm is not None, "only a whole model makes a checkpoint"
-    table = stage_leaves(config, range(config.num_layers), 1)
+    table, forms = stage_leaves(config, range(config.num_layers), 1), forms_of(stage)
+    assert not any(form.is_scaled for form in forms.values()), "rounded matrices are no checkpoint"
     for path, value in jax.tree_util.tree_flatten_with_path(nnx.state(stage))[0]:
-        for part, _, piece in table[dotted(path)].cut(np.asarray(value), 0, 1):
+        rule = as_it_lies(table[dotted(path)], dotted(path), forms)
+        for part, _, piece in rule.cut(np.asarray(value), 0, 1):
             yield part.name, np.ascontiguousarray(piece)
 
 

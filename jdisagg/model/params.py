@@ -44,10 +44,8 @@ class AbstractStage:
         return [self._rule(path, table) for path in self.paths]
 
     def _rule(self, path: str, table: dict[str, Leaf]) -> Leaf:
-        form, kernel = self.forms.get(path), self.scaled_by(path)
-        if kernel is not None:
-            return table[kernel].channels()
-        return table[path].flipped() if form is not None and form.out_first and path != "head" else table[path]
+        kernel = self.scaled_by(path)
+        return as_it_lies(table[path], path, self.forms) if kernel is None else table[kernel].channels()
 
     def scaled_by(self, path: str) -> str | None:
         """The leaf whose scales this one holds; None where it holds anything else."""
@@ -112,6 +110,12 @@ def forms_of(stage: Stage) -> dict[str, MatrixForm]:
         if isinstance(module, Weight)
     }
     return forms | {"head": stage.head_form}
+
+
+def as_it_lies(rule: Leaf, path: str, forms: dict[str, MatrixForm]) -> Leaf:
+    """The leaf of `path`, [in, out] by its rule, as its matrix lies; the head lies as the checkpoint's does anyway."""
+    form = forms.get(path)
+    return rule.flipped() if form is not None and form.out_first and path != "head" else rule
 
 
 def dotted(path: tuple) -> str:
