@@ -18,7 +18,10 @@ def number_bytes(dtype: str, activation_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One of "dtype", "float32", "bfloat16", "int8" and "fp8" for all matrices but those of `full`."""
+    """One of "dtype", "float32", "bfloat16", "int8" and "fp8" for all matrices but those of `full`.
+
+    Experts are never scaled: theirs hold what activations do in place of int8 and fp8.
+    """
 
     dtype: str = AS_ACTIVATIONS
     full: frozenset[str] = frozenset()  # as "11.mlp.down": a layer of the model and its matrix
@@ -30,6 +33,11 @@ class WeightFormat:
     def of(self, matrix: str) -> str:
         """The dtype of one matrix, named as those of `full`, or "head"."""
         return AS_ACTIVATIONS if matrix in self.full else self.dtype
+
+    @property
+    def of_experts(self) -> str:
+        """The dtype of experts' matrices."""
+        return AS_ACTIVATIONS if self.is_scaled else self.dtype
 
     def __str__(self) -> str:
         return self.dtype + (f" but for {len(self.full)} matrices" if self.full else "")

@@ -19,6 +19,7 @@ from jax import Array
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
 from jdisagg.model.network import Layer, RMSNorm, Weight, dense_attend, scored, soft_capped
 from jdisagg.model.params import dotted, shard_of_leaf
@@ -50,17 +51,18 @@ def measure_loss(
 ) -> Loss:
     """Of "bfloat16", "int8" or "fp8", on the default device. Raises what loading raises."""
     full = rounded = embedded(source, config, tokens)
-    outline, programs = _outline(config), dict[Any, LayerPrograms]()
+    programs = dict[Any, LayerPrograms]()
     errors: dict[str, float] = {}
     for layer in range(config.num_layers):
-        leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in outline.rules(config, layer)]
-        window = config.window(layer)
-        if window not in programs:
-            programs[window] = LayerPrograms(config, layer, outline, dtype)
-        here = programs[window]
+        kind = config.window(layer), config.is_sparse(layer)
+        if kind not in programs:
+            programs[kind] = LayerPrograms(config, layer, _outline(config, layer), dtype)
+        here = programs[kind]
+        rules = here.outline.rules(config, layer)
+        leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in rules]
         found = here.errors(leaves, full) if WeightFormat(dtype).is_scaled else {}
         kept = frozenset(path for path, error in found.items() if not float(error) <= worst_error)
-        full, rounded = here.run(leaves, full, outline.matrices), here.run(leaves, rounded, kept)
+        full, rounded = here.run(leaves, full, None), here.run(leaves, rounded, kept)
         errors |= {f"{layer}.{path}": float(error) for path, error in found.items()}
     weights = WeightFormat(dtype, frozenset(path for path, error in errors.items() if not error <= worst_error))
     return Loss(weights, *_compared(*_logits(source, config, dtype, full, rounded)), errors)
@@ -89,8 +91,8 @@ class LayerOutline:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def _outline(config: ModelConfig) -> LayerOutline:
-    layer = nnx.eval_shape(lambda: Layer(config, tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+def _outline(config: ModelConfig, number: int) -> LayerOutline:
+    layer = nnx.eval_shape(lambda: Layer(config, number, tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(layer)
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
     return LayerOutline(graphdef, treedef, [dotted(path) for path, _ in found], frozenset(_matrices(layer)))
@@ -101,18 +103,21 @@ def _matrices(layer: Layer) -> dict[str, Weight]:
 
 
 class LayerPrograms:
-    """What is compiled once for all layers that attend alike."""
+    """What is compiled once for all layers that are alike."""
 
     def __init__(self, config: ModelConfig, layer: int, outline: LayerOutline, dtype: str) -> None:
-        self._config, self._layer, self._outline, self._dtype = config, layer, outline, dtype
+        self._config, self._layer, self.outline, self._dtype = config, layer, outline, dtype
         self.run = jax.jit(self._run, static_argnums=2)
         self.errors = jax.jit(self._errors)
 
-    def _run(self, leaves: list[Array], x: Array, kept: frozenset[str]) -> Array:
-        """The layer over x [T, hidden], all matrices rounded but `kept`."""
-        config, layer = self._config, self._outline.merge(leaves)
-        for path, weight in _matrices(layer).items():
-            weight.become(MatrixForm() if path in kept else MatrixForm(False, self._dtype))
+    def _run(self, leaves: list[Array], x: Array, kept: frozenset[str] | None) -> Array:
+        """The layer over x [T, hidden], all matrices rounded but `kept`, of which None is all and experts'."""
+        config, layer = self._config, self.outline.merge(leaves)
+        if kept is not None:
+            for path, weight in _matrices(layer).items():
+                weight.become(MatrixForm() if path in kept else MatrixForm(False, self._dtype))
+            if isinstance(layer.mlp, ExpertMLP):
+                layer.mlp.become(MatrixForm(False, WeightFormat(self._dtype).of_experts))
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         local = config.window(self._layer) is not None and config.local_rope_theta is not None
         rotation = rotations(jnp.arange(x.shape[0]), inverse_frequencies(config, local=local), factor)
@@ -120,7 +125,7 @@ class LayerPrograms:
 
     def _errors(self, leaves: list[Array], x: Array) -> dict[str, Array]:
         """For each matrix, the relative change of what the layer adds to x when it alone is rounded."""
-        every = self._outline.matrices
+        every = self.outline.matrices
         exact = self._run(leaves, x, every)
         added = jnp.linalg.norm(exact - x)
         return {path: jnp.linalg.norm(self._run(leaves, x, every - {path}) - exact) / added for path in sorted(every)}

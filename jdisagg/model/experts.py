@@ -6,6 +6,7 @@ are sent, and what a token's row holds matters to no other row.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.products import MatrixForm
 from pallas_kernels import grouped_product
 
 Gate = Callable[[Array, Array], Array]  # (gate channels, up channels) -> what goes down
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss' gate
+MATRICES = ("gate_up", "down")
 TINY = 1e-20  # added to the sum of a token's weights, which a sigmoid may make 0
 
 
@@ -54,7 +57,9 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
 
 
 class ExpertMLP(nnx.Module):
-    """This shard's experts, [experts, out, in] each, gate channels before up channels; the router is on every shard.
+    """This shard's experts, gate channels before up channels; the router is on every shard.
+
+    Matrices are made [experts, in, out] in the dtype of activations; `become` gives them a machine's form.
 
     gate: of experts that do not clamp theirs. shared: this shard's part of the MLP of every token, without an axis of
     its own: its partial sum joins the experts'.
@@ -74,6 +79,7 @@ class ExpertMLP(nnx.Module):
         assert config.experts is not None, config.family
         self.experts, self.axis, self.shared = config.experts, axis, shared
         self.held, hidden, width = self.experts.held(tp), config.hidden_size, self.experts.width
+        self.form = MatrixForm()
         self.gate = clamped_swiglu if self.experts.clamped else gate
 
         def drawn(scale: float, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param:
@@ -86,10 +92,19 @@ class ExpertMLP(nnx.Module):
         self.router = drawn(hidden**-0.5, self.experts.number, hidden, dtype=jnp.float32)
         self.router_bias = zeros(self.experts.router_bias, self.experts.number, dtype=jnp.float32)
         self.correction = zeros(self.experts.router == "sigmoid", self.experts.number, dtype=jnp.float32)
-        self.gate_up = drawn(hidden**-0.5, self.held, 2 * width, hidden)
+        self.gate_up = drawn(hidden**-0.5, self.held, hidden, 2 * width)
         self.gate_up_bias = zeros(self.experts.bias, self.held, 2 * width)
-        self.down = drawn((2 * config.num_layers * width) ** -0.5, self.held, hidden, width)
+        self.down = drawn((2 * config.num_layers * width) ** -0.5, self.held, width, hidden)
         self.down_bias = zeros(self.experts.bias, self.held, hidden)
+
+    def become(self, form: MatrixForm) -> None:
+        """The same experts in another form, which is of full numbers."""
+        assert self.form == MatrixForm() and not form.is_scaled, (self.form, form)
+        for name in MATRICES:
+            matrices = getattr(self, name)[...]
+            matrices = matrices.astype(form.stored(matrices.dtype))
+            setattr(self, name, nnx.Param(matrices.swapaxes(1, 2) if form.out_first else matrices))
+        self.form = form
 
     def __call__(self, x: Array) -> Array:
         rows = x.reshape(-1, x.shape[-1])
@@ -117,8 +132,9 @@ class ExpertMLP(nnx.Module):
 
     def _expert_rows(self, x: Array, sizes: Array, group: Array) -> Array:
         """x [T * per_token, hidden], sorted by expert; rows of other shards' experts give zeros and at most a bias."""
-        gate, up = jnp.split(_biased(grouped_product(x, self.gate_up[...], sizes), self.gate_up_bias, group), 2, axis=1)
-        return _biased(grouped_product(self.gate(gate, up), self.down[...], sizes), self.down_bias, group)
+        product = partial(grouped_product, sizes=sizes, out_first=self.form.out_first)
+        gate, up = jnp.split(_biased(product(x, self.gate_up[...]), self.gate_up_bias, group), 2, axis=1)
+        return _biased(product(self.gate(gate, up), self.down[...]), self.down_bias, group)
 
 
 def _biased(y: Array, bias: nnx.Param | None, group: Array) -> Array:

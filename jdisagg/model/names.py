@@ -31,6 +31,11 @@ class Part:
     rows: range | None = None  # of the tensor's first dimension, where it is fused with others; None means all
     expert: int | None = None  # of a tensor of all experts, [experts, ...]: the one this part is
 
+    @property
+    def outputs_first(self) -> tuple[int, ...]:
+        """The shape of what it is, [out, in], of however many experts."""
+        return self.shape if self.expert is None else self.shape[:0:-1]
+
     def index(self, shard: int, tp: int) -> Index:
         """What `shard` of `tp` reads; perhaps nothing, where all it holds is padding."""
         whole = tuple(slice(0, size) for size in self.shape)
@@ -52,7 +57,8 @@ class Leaf:
     """How one leaf is made: its parts, cut, joined along the first dimension, then transposed.
 
     A leaf of `experts` experts is [experts of the shard, ...]: its parts are as many of each expert, which are made
-    each on its own and not cut; shards beyond the experts hold zeros.
+    each on its own and not cut; shards beyond the experts hold zeros. Parts of one tensor of all experts lie there
+    [experts, in, out].
     """
 
     parts: tuple[Part, ...]
@@ -62,8 +68,16 @@ class Leaf:
     paired: bool = False  # of an expert: rows are of gate and up in turns; the leaf has all of gate first
 
     def flipped(self) -> "Leaf":
-        """The leaf of the transposed matrix."""
-        return replace(self, axis=None if self.axis is None else 1 - self.axis, transposed=not self.transposed)
+        """The leaf of the transposed matrix, or of each expert's."""
+        stays = self.axis is None or self.experts
+        return replace(self, axis=self.axis if stays else 1 - self.axis, transposed=not self.transposed)
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """Of one expert's part of the leaf."""
+        shapes = [part.outputs_first for part in self.parts[: len(self.parts) // self.experts]]
+        shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+        return shape[::-1] if self.transposed else shape
 
     def channels(self) -> "Leaf":
         """The leaf of one number for each of the matrix's outputs."""
@@ -76,8 +90,8 @@ class Leaf:
             yield from self._cut(self.parts, local, shard, tp)
             return
         for matrix, parts in zip(local, self.experts_of(shard, tp), strict=False):
-            for part, index, piece in self._cut(parts, in_turns(matrix) if self.paired else matrix, 0, 1):
-                yield part, index, piece if part.expert is None else piece[None]
+            rows = matrix.T if self.transposed else matrix
+            yield from _cut_expert(parts, in_turns(rows) if self.paired else rows)
 
     def _cut(
         self, parts: tuple[Part, ...], local: np.ndarray, shard: int, tp: int
@@ -85,7 +99,7 @@ class Leaf:
         rows, start = local.T if self.transposed else local, 0
         for part in parts:
             index, padding = part.index(shard, tp), part.padding(shard, tp)
-            sizes = [each.stop - each.start for each in index] if part.expert is None else list(rows.shape)
+            sizes = [each.stop - each.start for each in index]
             yield part, index, rows[start : start + sizes[0]][tuple(slice(0, size) for size in sizes)]
             start += sizes[0] + padding[0]
 
@@ -94,6 +108,15 @@ class Leaf:
         each, held = len(self.parts) // self.experts, experts_held(self.experts, tp)
         for expert in range(shard * held, min((shard + 1) * held, self.experts)):
             yield self.parts[expert * each : (expert + 1) * each]
+
+
+def _cut_expert(parts: tuple[Part, ...], rows: np.ndarray) -> Iterator[tuple[Part, Index, np.ndarray]]:
+    """One expert's matrix [out, in], or its bias, back into its parts."""
+    start = 0
+    for part in parts:
+        stop = start + part.outputs_first[0]
+        yield part, part.index(0, 1), rows[start:stop] if part.expert is None else rows[start:stop].T[None]
+        start = stop
 
 
 def in_turns(rows: np.ndarray) -> np.ndarray:
@@ -228,13 +251,13 @@ def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 
 
 def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
-    """One tensor of the checkpoint for each matrix of each expert, [out, in] as the leaves are."""
+    """One tensor of the checkpoint for each matrix of each expert."""
     gate, up, down = EXPERT_NAMES[config.family].matrices
 
     def leaf(shape: tuple[int, int], *names: str) -> Leaf:
         every = range(experts.number)
         parts = (Part(f"{prefix}.{expert}.{name}.weight", shape) for expert in every for name in names)
-        return Leaf(tuple(parts), 0, experts=experts.number)
+        return Leaf(tuple(parts), 0, True, experts.number)
 
     return {
         "mlp.gate_up": leaf((experts.width, config.hidden_size), gate, up),

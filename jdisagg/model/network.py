@@ -266,6 +266,9 @@ class Stage(nnx.Module):
         """
         for path, weight in self.matrices().items():
             weight.become(MatrixForm(out_first, weights.of(path)))
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertMLP):
+                layer.mlp.become(MatrixForm(out_first, weights.of_experts))
         head = self.embed if self.head is None else self.head
         self.head_form = MatrixForm(True, weights.of("head"))
         if self.head_form.is_scaled and self.norm is not None and head is not None:

@@ -17,14 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
+from jdisagg.core.experts import experts_held
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.experts import MATRICES, ExpertMLP
 from jdisagg.model.names import Index, Leaf, Part, first_tensor, in_halves, stage_leaves
 from jdisagg.model.network import Stage, Weight
 from jdisagg.model.products import STEP, STORED, TINY, MatrixForm, layout_of
 from jdisagg.model.sources import FLOATS, Source
 
 AS_MADE = WeightFormat()
+SUMMED = ("out.kernel", "mlp.down.kernel", "mlp.down")  # what all experts and a shared MLP make is summed at once
 AXIS = "tp"  # the one axis of a stage's mesh
 STRIP_ROWS = 16  # f32: one cache line of the transposed matrix
 
@@ -109,7 +112,13 @@ def forms_of(stage: Stage) -> dict[str, MatrixForm]:
         for path, module in nnx.iter_modules(stage)
         if isinstance(module, Weight)
     }
-    return forms | {"head": stage.head_form}
+    experts = {
+        ".".join(map(str, (*path, name))): module.form
+        for path, module in nnx.iter_modules(stage)
+        if isinstance(module, ExpertMLP)
+        for name in MATRICES
+    }
+    return forms | experts | {"head": stage.head_form}
 
 
 def as_it_lies(rule: Leaf, path: str, forms: dict[str, MatrixForm]) -> Leaf:
@@ -177,7 +186,7 @@ def _outline(
         _whole_leaf(rule, local, _sharding(mesh, spec), tp)
         for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
     ]
-    summed = [abstract.forms[path] for path in abstract.paths if path.endswith(("out.kernel", "down.kernel"))]
+    summed = [abstract.forms[path] for path in abstract.paths if path.endswith(SUMMED)]
     reductions = sum(2 if form.is_scaled else 1 for form in summed)  # a token's scale, then the sums
     return StageParams(abstract.graphdef, abstract.treedef, leaves, specs, reductions), abstract, rules
 
@@ -241,8 +250,6 @@ def _shards(
     source: Source, abstract: AbstractStage, path: str, rule: Leaf, tp: int, leaf: jax.ShapeDtypeStruct
 ) -> Callable[[int], np.ndarray]:
     """What makes one shard of a leaf on the host."""
-    if rule.experts:
-        return lambda shard: _experts_of_shard(source, rule, leaf, shard, tp)
     form, kernel = abstract.forms.get(path), abstract.scaled_by(path)
     if kernel is not None:
         return lambda shard: channel_scales(source, rule, shard, tp, abstract.forms[kernel].dtype)
@@ -253,6 +260,8 @@ def _shards(
 
 def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
     """One shard's leaf on the host, contiguous, in `dtype`."""
+    if rule.experts:
+        return _experts_of_shard(source, rule, shard, tp, dtype)
     parts = [_part_of_shard(source, part, shard, tp, dtype) for part in rule.parts]
     if rule.transposed:
         return _side_by_side(parts, np.dtype(dtype))
@@ -290,19 +299,20 @@ def _read(source: Source, name: str, index: Index, dtype: DTypeLike) -> np.ndarr
     return source.read(name, index) if prod(shape) else np.zeros(shape, dtype)
 
 
-def _experts_of_shard(source: Source, rule: Leaf, leaf: jax.ShapeDtypeStruct, shard: int, tp: int) -> np.ndarray:
-    """One shard's experts of the whole `leaf`, one after another; zeros where there are none."""
-    stacked = np.zeros((leaf.shape[0] // tp, *leaf.shape[1:]), leaf.dtype)
+def _experts_of_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
+    """One shard's experts, one after another; zeros where there are none."""
+    stacked = np.zeros((experts_held(rule.experts, tp), *rule.expert_shape), np.dtype(dtype))
     for place, parts in enumerate(rule.experts_of(shard, tp)):
         rows = np.concatenate([_whole_part(source, part) for part in parts])
-        rows = rows.T if rule.transposed else rows
-        stacked[place] = in_halves(rows) if rule.paired else rows
+        rows = in_halves(rows) if rule.paired else rows
+        stacked[place] = _side_by_side([rows], stacked.dtype) if rule.transposed else rows
     return stacked
 
 
 def _whole_part(source: Source, part: Part) -> np.ndarray:
+    """Of one expert, its outputs first."""
     found = source.read(part.name, part.index(0, 1))
-    return found if part.expert is None else found[0]
+    return found if part.expert is None else found[0].T
 
 
 def _side_by_side(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:

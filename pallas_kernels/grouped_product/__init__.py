@@ -9,24 +9,25 @@ from pallas_kernels.checks import FLOATS, check_ints, require
 from pallas_kernels.grouped_product import xla
 
 
-def grouped_product(x: Array, matrices: Array, sizes: Array) -> Array:
-    """Row by row x @ matrices[its group].T, where the first sizes[0] rows are of group 0, those after them of group 1.
+def grouped_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
+    """Row by row x @ its group's matrix, where the first sizes[0] rows are of group 0, those after them of group 1.
 
-    x: [M, K], f32 or bf16; matrices: [G, N, K] in x's dtype; sizes: i32[G], whose sum is at most M. Rows past that sum
-    give zeros. Returns [M, N] in x's dtype, sums are in f32; a row that is no number makes no other row so.
+    x: [M, K], f32 or bf16; matrices: [G, K, N], or [G, N, K] where they lie `out_first`, f32 or bf16: rows are rounded
+    to their dtype. sizes: i32[G], whose sum is at most M. Rows past that sum give zeros. Returns [M, N] in x's dtype,
+    sums are in f32; a row that is no number makes no other row so.
     Raises KernelError with both values where arguments do not fit each other.
     """
     require(x.ndim == 2 and x.dtype.name in FLOATS, f"x must be [M, K] of one of {FLOATS}, got {x.dtype.name}{x.shape}")
-    fits = matrices.ndim == 3 and matrices.shape[2] == x.shape[1]
-    require(fits, f"matrices must be [G, N, {x.shape[1]}] for x {x.shape}, got {matrices.shape}")
-    require(matrices.dtype == x.dtype, f"matrices are {matrices.dtype.name}, x is {x.dtype.name}")
+    fits = matrices.ndim == 3 and matrices.shape[2 if out_first else 1] == x.shape[1]
+    wanted = f"[G, N, {x.shape[1]}]" if out_first else f"[G, {x.shape[1]}, N]"
+    require(fits, f"matrices must be {wanted} for x {x.shape}, got {matrices.shape}")
+    require(matrices.dtype.name in FLOATS, f"matrices must be one of {FLOATS}, got {matrices.dtype.name}")
     check_ints("sizes", sizes, matrices.shape[:1])
-    return _on_its_platform(x, matrices, sizes)
+    return _on_its_platform(x, matrices, sizes, out_first)
 
 
-@partial(jax.jit, inline=True)
-def _on_its_platform(x: Array, matrices: Array, sizes: Array) -> Array:
+@partial(jax.jit, inline=True, static_argnums=3)
+def _on_its_platform(x: Array, matrices: Array, sizes: Array, out_first: bool) -> Array:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    return jax.lax.platform_dependent(
-        x, matrices, sizes, tpu=xla.ragged_product, cuda=xla.ragged_product, default=xla.product_by_blocks
-    )
+    ragged, blocks = (partial(each, out_first=out_first) for each in (xla.ragged_product, xla.product_by_blocks))
+    return jax.lax.platform_dependent(x, matrices, sizes, tpu=ragged, cuda=ragged, default=blocks)

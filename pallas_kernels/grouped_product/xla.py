@@ -5,18 +5,24 @@ import jax.numpy as jnp
 from jax import Array
 
 WIDEST = 32  # rows of a block
-NUMBERS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 
 
-def ragged_product(x: Array, matrices: Array, sizes: Array) -> Array:
-    """See `pallas_kernels.grouped_product`. XLA's CPU backend multiplies every row by every matrix instead."""
-    product = jax.lax.ragged_dot_general(x, matrices, sizes, NUMBERS, preferred_element_type=jnp.float32)
+def ragged_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
+    """See `pallas_kernels.grouped_product`. XLA's CPU backend multiplies every row by every matrix instead.
+
+    On a TPU matrices that lie `out_first` are transposed at every call, all of them.
+    """
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([1], [2 if out_first else 1]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    rows = x.astype(matrices.dtype)
+    product = jax.lax.ragged_dot_general(rows, matrices, sizes, numbers, preferred_element_type=jnp.float32)
     return jnp.where(_grouped(x, sizes), product, 0).astype(x.dtype)
 
 
-def product_by_blocks(x: Array, matrices: Array, sizes: Array) -> Array:
+def product_by_blocks(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
     """See `pallas_kernels.grouped_product`. Blocks of one group's rows in turn: only matrices that have rows are read.
 
     A block that goes beyond its group's rows writes what the blocks after it write over.
@@ -24,19 +30,26 @@ def product_by_blocks(x: Array, matrices: Array, sizes: Array) -> Array:
     block = block_rows(x.shape[0], len(sizes))
     blocks = -(-sizes // block)
     ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
-    rows = jnp.pad(x, ((0, block), (0, 0)))
+    rows = jnp.pad(x.astype(matrices.dtype), ((0, block), (0, 0)))
 
     def one(index: Array, out: Array) -> Array:
         group = jnp.sum(ends <= index)
         row = starts[group] + (index - ends[group] + blocks[group]) * block
         matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
-        # The matrix on the left, and barriers that keep it there: any other way XLA's CPU backend transposes it.
-        columns = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(rows, row, block).T)
-        product = jax.lax.optimization_barrier(jnp.matmul(matrix, columns, preferred_element_type=jnp.float32))
-        return jax.lax.dynamic_update_slice_in_dim(out, product.T.astype(x.dtype), row, 0)
+        product = _of_one(jax.lax.dynamic_slice_in_dim(rows, row, block), matrix, out_first)
+        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), row, 0)
 
-    out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros((len(rows), matrices.shape[1]), x.dtype))
+    outputs = matrices.shape[1 if out_first else 2]
+    out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros((len(rows), outputs), x.dtype))
     return jnp.where(_grouped(x, sizes), out[: x.shape[0]], 0)
+
+
+def _of_one(rows: Array, matrix: Array, out_first: bool) -> Array:
+    if not out_first:
+        return jnp.matmul(rows, matrix, preferred_element_type=jnp.float32)
+    # The matrix on the left, and barriers that keep it there: any other way XLA's CPU backend transposes it.
+    columns = jax.lax.optimization_barrier(rows.T)
+    return jax.lax.optimization_barrier(jnp.matmul(matrix, columns, preferred_element_type=jnp.float32)).T
 
 
 def block_rows(rows: int, groups: int) -> int:

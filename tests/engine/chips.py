@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.experts import Experts
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import Latent, ModelConfig
 from jdisagg.core.request import WorkerId
@@ -29,7 +30,22 @@ GEMMA_2_9B = ModelConfig(
 DEEPSEEK_V3 = ModelConfig(  # its dense layers
     "deepseek_v3", 129280, 7168, 18432, 3, 128, 1, 576, 8192, latent=Latent(512, 1536, 128, 64, 128), rotary_dim=64
 )
-MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "Gemma 2 9B": GEMMA_2_9B, "DeepSeek-V3": DEEPSEEK_V3}
+QWEN3_30B_A3B = ModelConfig(
+    "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, 128, 8192, rope_theta=1e6, qk_norm=True,
+    experts=Experts(128, 8, 768, normalised=True),
+)  # fmt: skip
+GPT_OSS_20B = ModelConfig(
+    "gpt_oss", 201_088, 2880, 2880, 24, 64, 8, 64, 8192, layer_windows=(128, None) * 12, sinks=True,
+    qkv_bias=True, o_bias=True, experts=Experts(32, 4, 2880, "chosen", router_bias=True, bias=True, clamped=True),
+)  # fmt: skip
+MODELS = {
+    "8B": LLAMA_3_8B,
+    "70B": LLAMA_3_70B,
+    "Gemma 2 9B": GEMMA_2_9B,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+}
 WIDEST_PAGES, PAGE_SIZE = 128, 64
 
 

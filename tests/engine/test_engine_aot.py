@@ -14,6 +14,9 @@ DECODE = [
     ("h100:8", "70B", 2),
     ("v6e:2x2", "Gemma 2 9B", 2),  # heads of 256, windows on every other layer, soft caps
     ("h100:8", "Gemma 2 9B", 1),
+    ("v6e:2x2", "Qwen3-30B-A3B", 2),
+    ("h100:8", "Qwen3-30B-A3B", 2),
+    ("h100:8", "gpt-oss-20b", 2),
 ]
 
 

@@ -13,6 +13,7 @@ PREFILL = [
     ("v5p:2x2x2", "70B", 8, ("prefill", "head")),
     ("v6e:2x4", "DeepSeek-V3", 8, ("prefill",)),
     ("h100:4", "8B", 4, ("prefill", "head", "score")),
+    ("v6e:2x4", "Qwen3-30B-A3B", 4, ("prefill",)),
 ]
 
 

@@ -53,14 +53,16 @@ def defined(module: ExpertMLP, x: np.ndarray) -> np.ndarray:
         logits = values["router"] @ token + values.get("router_bias", 0)
         weights = defined_route(experts, logits, values.get("correction", np.zeros(experts.number)))
         for expert, weight in weights.items():
-            channels = values["gate_up"][expert] @ token + (values["gate_up_bias"][expert] if experts.bias else 0)
+            channels = values["gate_up"][expert].T @ token + (values["gate_up_bias"][expert] if experts.bias else 0)
             gate, up = channels[: experts.width], channels[experts.width :]
             if experts.clamped:
                 gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
                 inner = gate / (1 + np.exp(-ALPHA * gate)) * (up + 1)
             else:
                 inner = gate / (1 + np.exp(-gate)) * up
-            out[row] += weight * (values["down"][expert] @ inner + (values["down_bias"][expert] if experts.bias else 0))
+            out[row] += weight * (
+                values["down"][expert].T @ inner + (values["down_bias"][expert] if experts.bias else 0)
+            )
     return out
 
 

@@ -1,10 +1,13 @@
 """Matrices rounded when they are loaded: exact where they must be, told where they lose, the same in every cut."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.calibration import measure_loss
 from jdisagg.model.hf_config import read_config
@@ -17,12 +20,18 @@ from tests.model.sharded import mesh_of, run_stage, stage_output
 FIXTURE = load("qwen2")
 CONFIG, SOURCE = read_config(FIXTURE.folder), HFSource(FIXTURE.folder)
 TOKENS = np.array((FIXTURE.prompts[-1] * 4)[:24], np.int32)
+SPARSE = ["mixtral", "gpt_oss", "deepseek3"]  # the last has a dense layer and a shared MLP
 
 
-def logits(weights: WeightFormat, tp: int = 1, out_first: bool = True) -> np.ndarray:
-    mesh = mesh_of(tp)
-    params = load_stage(SOURCE, CONFIG, range(CONFIG.num_layers), mesh, jnp.float32, weights, out_first)
+def logits(weights: WeightFormat, tp: int = 1, out_first: bool = True, family: str = "qwen2") -> np.ndarray:
+    mesh, (config, source) = mesh_of(tp), model_of(family)
+    params = load_stage(source, config, range(config.num_layers), mesh, jnp.float32, weights, out_first)
     return run_stage(params, mesh, stage_output, TOKENS)
+
+
+def model_of(family: str) -> tuple[ModelConfig, HFSource]:
+    folder = load(family).folder
+    return read_config(folder), HFSource(folder)
 
 
 def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,3 +85,22 @@ def test_matrices_over_the_bound_stay_full():
     worst = max(loss.errors, key=lambda path: loss.errors[path])
     bound = sorted(loss.errors.values())[-2]
     assert measure_loss(SOURCE, CONFIG, "int8", TOKENS.tolist(), bound).weights.full == {worst}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("family", SPARSE)
+def test_layers_with_experts_are_calibrated_as_they_are_served(family: str, dtype: str):
+    config, source = model_of(family)
+    loss = measure_loss(source, config, dtype, TOKENS.tolist(), worst_error=1.0)
+    full, other = (jax.nn.log_softmax(logits(each, family=family)) for each in (WeightFormat(), loss.weights))
+    kl = float(jnp.mean(jnp.sum(jnp.exp(full) * (full - other), axis=-1)))
+    assert loss.kl == pytest.approx(kl, rel=0.1) and loss.kl > 0
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", jnp.bfloat16), ("int8", jnp.float32)])
+def test_experts_are_rounded_to_bf16_but_never_scaled(dtype: str, stored: Any):
+    config, source = model_of("mixtral")
+    params = load_stage(source, config, range(1), mesh_of(1), jnp.float32, WeightFormat(dtype))
+    experts = params.merge(params.leaves).layers[0].mlp
+    assert experts.gate_up[...].dtype == experts.down[...].dtype == stored
+    assert experts.router[...].dtype == jnp.float32
