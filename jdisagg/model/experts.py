@@ -78,7 +78,7 @@ class ExpertMLP(nnx.Module):
     ):
         assert config.experts is not None, config.family
         self.experts, self.axis, self.shared = config.experts, axis, shared
-        self.held, hidden, width = self.experts.held(tp), config.hidden_size, self.experts.width
+        held, hidden, width = self.experts.held(tp), config.hidden_size, self.experts.width
         self.form = MatrixForm()
         self.gate = clamped_swiglu if self.experts.clamped else gate
 
@@ -92,10 +92,10 @@ class ExpertMLP(nnx.Module):
         self.router = drawn(hidden**-0.5, self.experts.number, hidden, dtype=jnp.float32)
         self.router_bias = zeros(self.experts.router_bias, self.experts.number, dtype=jnp.float32)
         self.correction = zeros(self.experts.router == "sigmoid", self.experts.number, dtype=jnp.float32)
-        self.gate_up = drawn(hidden**-0.5, self.held, hidden, 2 * width)
-        self.gate_up_bias = zeros(self.experts.bias, self.held, 2 * width)
-        self.down = drawn((2 * config.num_layers * width) ** -0.5, self.held, width, hidden)
-        self.down_bias = zeros(self.experts.bias, self.held, hidden)
+        self.gate_up = drawn(hidden**-0.5, held, hidden, 2 * width)
+        self.gate_up_bias = zeros(self.experts.bias, held, 2 * width)
+        self.down = drawn((2 * config.num_layers * width) ** -0.5, held, width, hidden)
+        self.down_bias = zeros(self.experts.bias, held, hidden)
 
     def become(self, form: MatrixForm) -> None:
         """The same experts in another form, which is of full numbers."""
@@ -120,14 +120,15 @@ class ExpertMLP(nnx.Module):
 
     def _routed(self, x: Array, chosen: Array, weights: Array) -> Array:
         """What this shard's experts make of x [T, hidden]; a token's experts of other shards add nothing here."""
-        first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.held
+        held = self.gate_up[...].shape[0]
+        first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * held
         local = (chosen - first).reshape(-1)
-        local = jnp.where((local >= 0) & (local < self.held), local, self.held)  # those of other shards come last
+        local = jnp.where((local >= 0) & (local < held), local, held)  # those of other shards come last
         order = jnp.argsort(local, stable=True)
-        sizes = jnp.sum(local[:, None] == jnp.arange(self.held)[None, :], axis=0, dtype=jnp.int32)
+        sizes = jnp.sum(local[:, None] == jnp.arange(held)[None, :], axis=0, dtype=jnp.int32)
         y = self._expert_rows(x[order // self.experts.per_token], sizes, local[order])
         y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        weights = jnp.where(local.reshape(chosen.shape) < self.held, weights, 0)[:, :, None]
+        weights = jnp.where(local.reshape(chosen.shape) < held, weights, 0)[:, :, None]
         return jnp.sum(y.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
 
     def _expert_rows(self, x: Array, sizes: Array, group: Array) -> Array:

@@ -69,8 +69,8 @@ class Leaf:
 
     def flipped(self) -> "Leaf":
         """The leaf of the transposed matrix, or of each expert's."""
-        stays = self.axis is None or self.experts
-        return replace(self, axis=self.axis if stays else 1 - self.axis, transposed=not self.transposed)
+        axis = self.axis if self.axis is None or self.experts else 1 - self.axis
+        return replace(self, axis=axis, transposed=not self.transposed)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jdisagg.model.latents import LatentQueries
+
 Residuals = tuple[Array, Array, Array, Array, Array]
 BLOCK = 128  # query tokens a block; forward + backward takes 0.84 of the time that 256 takes at 2048 tokens
 
 
-def blocked_attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+def blocked_attend(
+    layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None = None
+) -> Array:
     """q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]; the network's `Attend` of plain causal attention."""
-    assert sinks is None, layer  # every layer attends alike
+    assert not isinstance(q, LatentQueries) and v is not None and sinks is None, layer  # no such model is trained
     size, length, heads, depth = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(size, length, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4)

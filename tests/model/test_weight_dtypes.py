@@ -10,6 +10,7 @@ import pytest
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.calibration import measure_loss
+from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import load_stage
 from jdisagg.model.products import MatrixForm, product
@@ -102,5 +103,6 @@ def test_experts_are_rounded_to_bf16_but_never_scaled(dtype: str, stored: Any):
     config, source = model_of("mixtral")
     params = load_stage(source, config, range(1), mesh_of(1), jnp.float32, WeightFormat(dtype))
     experts = params.merge(params.leaves).layers[0].mlp
+    assert isinstance(experts, ExpertMLP)
     assert experts.gate_up[...].dtype == experts.down[...].dtype == stored
     assert experts.router[...].dtype == jnp.float32

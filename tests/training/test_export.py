@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from jdisagg.core.errors import UnsupportedModel
+from jdisagg.model.network import Attention
 from jdisagg.training.corpus import Lesson
 from jdisagg.training.export import export, model_config_json, rounded
 from jdisagg.training.settings import TrainSettings
@@ -36,6 +37,7 @@ def test_exported_tensors_equal_the_models(untied: TrainSettings, tokenizer: Tok
     tensors = {name: tensor.astype(np.float32) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     layer = model.layers[1]
     assert model.embed is not None and model.head is not None and model.norm is not None
+    assert isinstance(layer.attention, Attention) and layer.attention_norm is not None and layer.mlp_norm is not None
     for exported, own in [
         (tensors["model.embed_tokens.weight"], model.embed),
         (tensors["lm_head.weight"], model.head),
