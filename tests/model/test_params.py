@@ -163,7 +163,7 @@ def test_each_shard_reads_only_its_own_experts(tp: int):
     source = Counted(RandomSource(SPARSE))
     paths, params = load(source, SPARSE, range(2, 3), tp)
     held = params.leaves[paths.index("layers.0.mlp.gate_up")]
-    assert held.addressable_shards[0].data.shape == (-(-5 // tp), 2 * 72, 256)
+    assert held.addressable_shards[0].data.shape == (-(-5 // tp), 256, 2 * 72)  # [in, out], as `load` asks for
     experts = 5 * 3 * 72 * 256 * 4
     assert sum(size for size in source.sizes if size == 72 * 256 * 4) == experts
     padding = [not np.any(shard.data[place]) for shard in held.addressable_shards for place in range(-(-5 // tp))]
