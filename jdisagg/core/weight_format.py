@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 AS_ACTIVATIONS = "dtype"  # matrices hold what --dtype says
 SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a token at a time
-
+# The expert of all tokens is never scaled, as the others are not: its shards' sums are added with theirs, and each
+# shard would round a token by the scale of its own channels alone.
+SHARED = ".mlp.shared."
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 
@@ -32,7 +34,7 @@ class WeightFormat:
 
     def of(self, matrix: str) -> str:
         """The dtype of one matrix, named as those of `full`, or "head"."""
-        return AS_ACTIVATIONS if matrix in self.full else self.dtype
+        return AS_ACTIVATIONS if matrix in self.full or (self.is_scaled and SHARED in matrix) else self.dtype
 
     @property
     def of_experts(self) -> str:

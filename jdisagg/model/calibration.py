@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
 from jdisagg.model.network import Layer, RMSNorm, Weight, dense_attend, scored, soft_capped
@@ -56,7 +56,7 @@ def measure_loss(
     for layer in range(config.num_layers):
         kind = config.window(layer), config.is_sparse(layer)
         if kind not in programs:
-            programs[kind] = LayerPrograms(config, layer, _outline(config, layer), dtype)
+            programs[kind] = LayerPrograms(config, layer, _outline(config, layer, dtype), dtype)
         here = programs[kind]
         rules = here.outline.rules(config, layer)
         leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in rules]
@@ -81,7 +81,7 @@ class LayerOutline:
     graphdef: Any
     treedef: Any
     paths: list[str]
-    matrices: frozenset[str]
+    matrices: frozenset[str]  # that are rounded
 
     def rules(self, config: ModelConfig, layer: int) -> list[Leaf]:
         table = layer_leaves(config, f"model.layers.{layer}")
@@ -91,11 +91,13 @@ class LayerOutline:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def _outline(config: ModelConfig, number: int) -> LayerOutline:
+def _outline(config: ModelConfig, number: int, dtype: str) -> LayerOutline:
     layer = nnx.eval_shape(lambda: Layer(config, number, tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(layer)
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
-    return LayerOutline(graphdef, treedef, [dotted(path) for path, _ in found], frozenset(_matrices(layer)))
+    weights, paths = WeightFormat(dtype), [dotted(path) for path, _ in found]
+    matrices = (path for path in _matrices(layer) if weights.of(f"{number}.{path}") == dtype)
+    return LayerOutline(graphdef, treedef, paths, frozenset(matrices))
 
 
 def _matrices(layer: Layer) -> dict[str, Weight]:
@@ -115,7 +117,8 @@ class LayerPrograms:
         config, layer = self._config, self.outline.merge(leaves)
         if kept is not None:
             for path, weight in _matrices(layer).items():
-                weight.become(MatrixForm() if path in kept else MatrixForm(False, self._dtype))
+                stays = path in kept or path not in self.outline.matrices
+                weight.become(MatrixForm(False, AS_ACTIVATIONS if stays else self._dtype))
             if isinstance(layer.mlp, ExpertMLP):
                 layer.mlp.become(MatrixForm(False, WeightFormat(self._dtype).of_experts))
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdisagg.core.experts import ROUTERS, Experts
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.calibration import measure_loss
@@ -14,7 +15,7 @@ from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import load_stage
 from jdisagg.model.products import MatrixForm, product
-from jdisagg.model.sources import HFSource
+from jdisagg.model.sources import HFSource, RandomSource
 from tests.fixtures.conformance import load
 from tests.model.sharded import mesh_of, run_stage, stage_output
 
@@ -22,6 +23,7 @@ FIXTURE = load("qwen2")
 CONFIG, SOURCE = read_config(FIXTURE.folder), HFSource(FIXTURE.folder)
 TOKENS = np.array((FIXTURE.prompts[-1] * 4)[:24], np.int32)
 SPARSE = ["mixtral", "gpt_oss", "deepseek3"]  # the last has a dense layer and a shared MLP
+UNSHARED = ["mixtral", "gpt_oss", "qwen3_moe"]
 
 
 def logits(weights: WeightFormat, tp: int = 1, out_first: bool = True, family: str = "qwen2") -> np.ndarray:
@@ -106,3 +108,28 @@ def test_experts_are_rounded_to_bf16_but_never_scaled(dtype: str, stored: Any):
     assert isinstance(experts, ExpertMLP)
     assert experts.gate_up[...].dtype == experts.down[...].dtype == stored
     assert experts.router[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.slow) for each in UNSHARED] + ["deepseek3"])
+def test_int8_logits_of_models_with_experts_are_the_same_on_shards_that_do_not_divide_them(family: str):
+    """A choice of experts that rounding turned would show as another row of logits."""
+    config, source = model_of(family)
+    weights = measure_loss(source, config, "int8", TOKENS.tolist()).weights
+    one, three = logits(weights, 1, family=family), logits(weights, 3, family=family)
+    np.testing.assert_allclose(three, one, atol=5e-5)
+    assert np.abs(one - logits(WeightFormat(), family=family)).max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_the_expert_that_all_tokens_share_is_not_scaled_as_its_shards_would_round_differently(dtype: str):
+    experts = Experts(4, 2, 8, ROUTERS[0], normalised=True, shared_width=24)
+    config = ModelConfig("qwen3_moe", 50, 48, 50, 2, 9, 3, 8, 64, experts=experts)
+    kept = {f"{layer}.attention.{matrix}" for layer in range(2) for matrix in ("qkv", "out")} | {"head"}
+    weights, source = WeightFormat(dtype, frozenset(kept)), RandomSource(config, seed=3)
+    found = []
+    for mesh in (mesh_of(1), mesh_of(2)):
+        params = load_stage(source, config, range(2), mesh, jnp.float32, weights)
+        assert params.num_reductions == 4  # of attention and of all experts together, in both layers
+        found.append(run_stage(params, mesh, stage_output, TOKENS % 50))
+    np.testing.assert_allclose(*found, atol=5e-5)
+    assert [WeightFormat(each).of("1.mlp.shared.down") for each in ("bfloat16", dtype)] == ["bfloat16", "dtype"]
