@@ -3,7 +3,8 @@
     python -m jdisagg.calc --model=llama3-70b --tokens=131072 [--kv_dtype=bfloat16] [--hardware=h100 --devices=8]
 
 Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
-since the answers of the three differ by factors. `--model` is a name or a Hugging Face folder with its
+since the answers of the three differ by factors. Of a model with experts it says what acts on a token, and what steps
+of more tokens read. `--model` is a name or a Hugging Face folder with its
 config.json; --hardware and --devices are of the prefill mesh.
 """
 
@@ -101,6 +102,27 @@ def links_table(config: ModelConfig, size_bytes: float, prefill: float) -> Table
     return table
 
 
+STEPS = (1, 8, 64, 512)  # tokens of steps whose reads are told
+
+
+def weights_lines(config: ModelConfig) -> list[str]:
+    """How many weights there are; of experts, how many act on a token and are read by a step."""
+    whole = f"{billions(config.num_params())} weights"
+    if config.experts is None:
+        return [whole]
+    body = (config.num_layers * config.read_params(tokens) + config.head_params() for tokens in STEPS)
+    return [
+        f"{whole}, {billions(config.num_active_params())} of them for a token: {config.experts.per_token} of"
+        f" {config.experts.number} experts a layer",
+        f"a step of {', '.join(map(str, STEPS))} tokens is expected to read {', '.join(map(billions, body))}",
+    ]
+
+
+def billions(weights: float) -> str:
+    """As 46.7 B."""
+    return f"{weights / 1e9:.3g} B"
+
+
 def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
     """Everything there is to print."""
     size, a_token = (config.kv_bytes(count, number_bytes(dtype)) for count in (tokens, 1))
@@ -108,6 +130,7 @@ def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices
     pays = least_disaggregation_bytes_per_s(size, prefill)
     reuse = least_reuse_bytes_per_s(config, tokens, chip.flops * devices, dtype)
     return [
+        *weights_lines(config),
         f"{config.family} ({config.attention_kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
         f"{tokens} tokens: {decimal(size)} = {binary(size)}",
         f"prefill on {devices} x {chip.name}: {seconds(prefill)} ({tokens / prefill:,.0f} tokens/s)",
@@ -121,7 +144,7 @@ def run(values: flags.FlagValues) -> int:
     config = model_of(values.model)
     chip = hardware(values.hardware)
     for part in report(config, values.tokens, values.kv_dtype, chip, values.devices):
-        Console().print(part, highlight=False)
+        Console().print(part, highlight=False, soft_wrap=isinstance(part, str))
     return 0
 
 

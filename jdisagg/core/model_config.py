@@ -91,7 +91,7 @@ class AttentionOptions(NamedTuple):
 class ModelConfig:
     """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts.
 
-    The last two fields are for models that others published and that only arithmetic knows.
+    The last field is for models that others published and that only arithmetic knows.
     """
 
     family: str  # a name of `model/families`
@@ -126,7 +126,6 @@ class ModelConfig:
     experts: Experts | None = None  # in place of the MLP, in all layers but those it names
     latent: Latent | None = None  # MLA: then num_kv_heads is 1, head_dim the latent's row_size
     mlp_matrices: int = 3  # 2 where the MLP has no gate
-    active_layer_params: int = 0  # where it is another number than the sizes above make
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in tokens (a query sees the last `window` tokens, itself included)."""
@@ -216,8 +215,6 @@ class ModelConfig:
 
     def _layer_params(self, tp: int, layer: int, experts: float) -> float:
         """Of one of `tp` shards, that counts so many of a sparse layer's experts."""
-        if self.active_layer_params:
-            return self.active_layer_params // tp
         return self._attention_params(tp) + self._mlp_params(tp, layer, experts)
 
     def _attention_params(self, tp: int) -> int:

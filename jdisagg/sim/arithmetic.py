@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import Latent, ModelConfig
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
@@ -35,13 +36,12 @@ MODELS = {
         dense("opt-13b", 40, 5120, (40, 40), (2, 20480), 50272),
         dense("opt-66b", 64, 9216, (72, 72), (2, 36864), 50272),
         dense("bloom-176b", 70, 14336, (112, 112), (2, 57344), 250880),
-        # 37 B of its weights are active, embedding and head among them (DeepSeek-V3, 2024, section 1)
         replace(
             dense("deepseek-v3", 61, 7168, (128, 128), (3, 18432), 129280),
             num_kv_heads=1,
             head_dim=576,
             latent=Latent(512, 1536, 128, 64, 128),
-            active_layer_params=int(37e9 - 2 * 129280 * 7168) // 61,
+            experts=Experts(256, 8, 2048, "sigmoid", shared_width=2048, dense_layers=(0, 1, 2)),
         ),
     )
 }

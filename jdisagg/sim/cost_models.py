@@ -183,8 +183,9 @@ class Roofline:
 
     Linear work takes its FLOPs or its weights' bytes, whichever is longer, the layers' matrices and the head's apart;
     where the chip multiplies the weights' dtype faster, activations are taken to be of it, too.
-    Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode. Two all-reduces
-    a layer where tp > 1 (ring: 2 (tp - 1) / tp of the bytes). Looking tokens up in the embedding is left out.
+    Attention follows: FLOPs of the pairs below the diagonal in prefill, bytes of the KV read in decode; of latents,
+    which many heads share, the FLOPs of reading them where those are longer. Two all-reduces a layer where tp > 1
+    (ring: 2 (tp - 1) / tp of the bytes). Looking tokens up in the embedding is left out.
     """
 
     model: Model
@@ -192,10 +193,6 @@ class Roofline:
     tp: int = 1
     weight_dtype: str = "bfloat16"
     host_s: float = 1e-3  # of the host, a plan
-
-    def __post_init__(self) -> None:
-        if self.model.config.attention_kind == "MLA":
-            raise ConfigError(f"the roofline knows dense models: {self.model.config.family} has MLA and experts")
 
     def prefill_s(self, plan: PrefillChunks) -> float:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(drawn(plan))
@@ -223,8 +220,18 @@ class Roofline:
         return flops / (self.chip.flops * self.chip.prefill_attention)
 
     def _read_s(self, context_tokens: int) -> float:
+        """Linear in context_tokens, which may be an array: a token's bytes and FLOPs say which of the two is longer."""
+        longer = self._scores_s if self._scores_s(1) > self._kv_s(1) else self._kv_s
+        return longer(context_tokens)
+
+    def _kv_s(self, context_tokens: int) -> float:
         kv_bytes = self.model.kv_bytes(context_tokens, self.tp)
         return kv_bytes / (self.chip.hbm_bytes_per_s * self.chip.decode_attention)
+
+    def _scores_s(self, context_tokens: int) -> float:
+        config = self.model.config
+        flops = config.num_layers * config.attention_flops(context_tokens, self.tp, decoding=True)
+        return flops / (self.chip.flops * self.chip.prefill_attention)
 
     def _linear_s(self, rows: int) -> float:
         config = self.model.config

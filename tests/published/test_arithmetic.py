@@ -1,9 +1,13 @@
 """Figures that others published and that follow from arithmetic alone: no queue, no fit, no data."""
 
+from pathlib import Path
+
 import pytest
 
 from jdisagg.sim.arithmetic import least_reuse_bytes_per_s, model, number_bytes, pool_prices, transfer_s
-from tests.published.gates import absolute, hold, hold_all, relative
+from jdisagg.sim.model_numbers import model_of
+from tests.fixtures.published_configs import PUBLISHED
+from tests.published.gates import absolute, between, hold, hold_all, relative
 from tests.published.mooncake import MOONCAKE_70B
 
 GIGA = 1e9
@@ -107,6 +111,35 @@ def test_splitwises_second_token_waits_for_its_kv_as_published():
 )
 def test_sizes_that_are_often_quoted_wrongly_are_right(name: str, tokens: int, dtype: str, size_bytes: float):
     assert model(name).kv_bytes(tokens, number_bytes(dtype)) == size_bytes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_with_experts_have_as_many_weights_and_active_ones_as_are_published(name: str, tmp_path: Path):
+    """Half a digit below what was published, where that was rounded up, to one above, where it was cut off."""
+    published = PUBLISHED[name]
+    config = model_of(str(published.folder(tmp_path / name)))
+    active = config.num_active_params() - (0 if published.active_embedding else config.embedding_params)
+    for what, said, ours in (
+        ("weights", published.weights, config.num_params()),
+        ("active for a token", published.active, active),
+    ):
+        digit = 1.0 if isinstance(said, int) else 0.1
+        hold(between(f"{name}: {what}, billions", said, ours / 1e9, said - digit / 2, said + digit))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_token_leaves_as_many_numbers_in_each_layer_as_the_attention_keeps(name: str, tmp_path: Path):
+    published = PUBLISHED[name]
+    layers = published.config["num_hidden_layers"]
+    assert model_of(str(published.folder(tmp_path))).kv_bytes(1, 2) == layers * published.kv_numbers * 2
+
+
+def test_the_model_that_is_known_by_name_counts_as_its_folder_does(tmp_path: Path):
+    named, read = model("deepseek-v3"), model_of(str(PUBLISHED["deepseek-v3"].folder(tmp_path)))
+    for tokens in (1, 64, 4096):
+        assert named.read_params(tokens, 8) == read.read_params(tokens, 8)
+    assert (named.num_params(), named.num_active_params()) == (read.num_params(), read.num_active_params())
+    assert named.prefill_flops(8192) == read.prefill_flops(8192)
 
 
 def test_an_mha_formula_for_a_gqa_model_is_wrong_by_its_group():

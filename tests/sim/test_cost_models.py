@@ -1,5 +1,6 @@
 """What plans cost: lines as published, a roofline whose parts are counted by hand, and pages of KV on the wire."""
 
+import numpy as np
 import pytest
 
 from jdisagg.core.errors import ConfigError
@@ -109,13 +110,55 @@ def test_kv_room_is_what_weights_leave():
         Roofline(Model(model("llama3-70b")), H100).kv_tokens()
 
 
+V3 = Model(model("deepseek-v3"))
+EXPERT = 3 * 7168 * 2048  # weights of one of DeepSeek-V3's 256 experts, of which a token is sent to 8
+
+
+def test_a_step_reads_the_experts_that_its_batch_is_expected_to_hit():
+    """58 of 61 layers have experts: one row reads 8 of them, two read 8 + 8 * 248/256, many rows read all."""
+    cost = Roofline(V3, H100, 16, host_s=0.0)
+
+    def experts_read(batch: int) -> float:
+        read_s = cost._matrices_s(1, V3.config.num_layers * V3.config.read_params(batch, 16), 1)
+        rest = V3.config.num_layers * (V3.config.read_params(1, 16)) - 58 * 8 * EXPERT / 16
+        return (read_s * H100.hbm_bytes_per_s * H100.skinny / 2 - rest) / (58 * EXPERT / 16)
+
+    assert [experts_read(batch) for batch in (1, 2)] == pytest.approx([8, 15.75])
+    assert experts_read(4096) == pytest.approx(256)
+    slower = cost.decode_s(step(2), 0) - cost.decode_s(step(1), 0)
+    reduce_s = 2 * 61 * 7168 * 2 * 2 * 15 / 16 / (H100.link_bytes_per_s * H100.link)
+    assert slower - reduce_s == pytest.approx(7.75 * 58 * EXPERT / 16 * 2 / (H100.hbm_bytes_per_s * H100.skinny))
+
+
+def test_a_prompts_experts_cost_what_multiplies_for_each_token():
+    cost, tokens = Roofline(V3, H100, host_s=0.0), 8192
+    active = 58 * 9 * EXPERT + 3 * 3 * 7168 * 18432 + 58 * 7168 * 256 + 61 * 187_105_280
+    pairs = 61 * 128 * 2 * (192 + 128) * tokens**2 / 2
+    head_s = 129_280 * 7168 * 2 / (H100.hbm_bytes_per_s * H100.skinny)
+    compute_s = 2 * active * tokens / (H100.flops * H100.gemm) + pairs / (H100.flops * H100.prefill_attention)
+    assert cost.prefill_s(prefill((0, tokens))) == pytest.approx(compute_s + head_s, rel=1e-4)
+
+
+@pytest.mark.parametrize(("tp", "bound"), [(1, "FLOPs"), (8, "bytes")])
+def test_latents_are_read_at_their_bytes_or_at_the_flops_of_the_heads_that_share_them(tp: int, bound: str):
+    """128 heads multiply 2 * (576 + 512) numbers with each row of 1,152 bytes; every shard reads all rows."""
+    cost, tokens = Roofline(V3, H100, tp), 1_000_000
+    read_s = cost.decode_s(step(8), tokens) - cost.decode_s(step(8), 0)
+    bytes_s = 61 * 1152 * tokens / (H100.hbm_bytes_per_s * H100.decode_attention)
+    flops_s = 61 * 128 // tp * 2 * (576 + 512) * tokens / (H100.flops * H100.prefill_attention)
+    assert (
+        read_s == pytest.approx({"FLOPs": flops_s, "bytes": bytes_s}[bound]) and read_s >= max(bytes_s, flops_s) * 0.99
+    )
+    assert cost.transfer_bytes(part(10)) == 10 * 61 * 1152, "shipped once, however many shards hold it"
+    assert cost.steps_s(step(8), np.array([tokens]))[0] == cost.decode_s(step(8), tokens)
+
+
 @pytest.mark.parametrize(
     ("ask", "there"),
     [
         (lambda: distserve_fit("opt-175b", 8), "opt-13b, opt-66b"),
         (lambda: distserve_fit("opt-13b", 8), "1, 2, 4"),
         (lambda: distserve_fit("opt-13b", 1, "orca"), "distserve, vllm"),
-        (lambda: Roofline(Model(model("deepseek-v3")), H100), "deepseek-v3"),
     ],
 )
 def test_what_was_not_published_is_refused_by_name(ask, there):
