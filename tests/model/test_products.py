@@ -1,14 +1,20 @@
 """Products in every form of a matrix, against the same matrix [in, out] in f32 and against numpy."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.model.network import scored
 from jdisagg.model.products import FEW_ROWS, MatrixForm, product
+from tests.environment import as_users
+from tests.model.row_bits import FORMS, INPUTS, OUTPUTS, bits_of
 
-INPUTS, OUTPUTS = 96, 160
+ROOT = Path(__file__).parents[2]
 
 
 def matrix() -> np.ndarray:
@@ -35,12 +41,22 @@ def test_rows_may_have_any_leading_dimensions():
     np.testing.assert_allclose(y, x @ matrix(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["matrix", "head"])
-def test_a_row_has_the_same_bits_whatever_is_multiplied_beside_it(name: str):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_whatever_is_multiplied_beside_it(form: str):
     """Of decode alone (2 to 16 rows), beside chunks, and of chunks in every bucket: answers are the same in company."""
-    forms = {"matrix": lambda x, rows: product(x, rows, None, MatrixForm(True)), "head": scored}
-    program, x, rows = jax.jit(forms[name]), tokens(520), jnp.asarray(matrix().T)
-    found = {
-        count: np.asarray(program(x[:count], rows))[:2].tobytes() for count in (2, 4, 8, 12, 16, 72, 128, 136, 520)
-    }
-    assert set(found.values()) == {found[8]}, {count: bits == found[8] for count, bits in found.items()}
+    assert_alike(bits_of(form))
+
+
+def test_a_row_has_the_same_bits_in_any_company_in_what_a_users_process_compiles():
+    command = [sys.executable, "-m", "tests.model.row_bits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=as_users(), check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == set(FORMS)
+    for bits in found.values():
+        assert_alike(bits)
+
+
+def assert_alike(bits: dict) -> None:
+    kinds = list(dict.fromkeys(bits.values()))
+    assert len(kinds) == 1, {count: kinds.index(each) for count, each in bits.items()}

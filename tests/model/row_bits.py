@@ -1,0 +1,47 @@
+"""The bits that one row of a product has beside so many others, in every form of a matrix that lies [out, in].
+
+python -m tests.model.row_bits       # JSON of all, for a process that compiles as a user's
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jdisagg.model.network import scored
+from jdisagg.model.products import STORED, MatrixForm, product, quantized
+
+INPUTS, OUTPUTS = 96, 160
+COUNTS = (2, 4, 8, 12, 16, 72, 128, 136, 520)  # of decode alone, beside chunks, and of chunks in every bucket
+FORMS = ("float32", "bfloat16", "int8", "fp8", "head", "head in bfloat16")
+
+
+def bits_of(form: str) -> dict[int, str]:
+    """Of the first two rows, by how many there are."""
+    random = np.random.default_rng(520)
+    x, rows = (random.standard_normal(shape, np.float32) for shape in ((max(COUNTS), INPUTS), (OUTPUTS, INPUTS)))
+    program, matrix = jax.jit(_call(form)), _matrix(jnp.asarray(rows), form)
+    return {count: np.asarray(program(x[:count], *matrix))[:2].tobytes().hex() for count in COUNTS}
+
+
+def _matrix(rows: Array, form: str) -> tuple[Array, ...]:
+    if form in ("int8", "fp8"):
+        kernel, scale = quantized(rows, form)
+        return kernel, scale[:, 0]
+    return (rows.astype(STORED.get(form.rpartition(" ")[2], jnp.float32)),)
+
+
+def _call(form: str) -> Callable[..., Array]:
+    if form.startswith("head"):
+        return scored
+    return lambda x, kernel, scale=None: product(x, kernel, scale, MatrixForm(True, form))
+
+
+if __name__ == "__main__":
+    json.dump({form: bits_of(form) for form in FORMS}, sys.stdout)
