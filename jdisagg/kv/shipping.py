@@ -26,6 +26,7 @@ from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh
+from pallas_kernels.platforms import traced_for
 
 SLICE_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what head slices are
 
@@ -201,7 +202,9 @@ def slice_shapes(
     ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
     dtype = narrower(layout.dtype, dtype)
     pack = partial(pack_shard, slice_heads=heads.slice_heads, wire=wire, dtype=dtype, digests=digests)
-    return HeadSlices(*(kind * heads.slices_per_destination for kind in jax.eval_shape(pack, pools, ids)))
+    with traced_for("cpu"):  # shapes are the same on every platform: those of the code that is traced fastest
+        slices = jax.eval_shape(pack, pools, ids)
+    return HeadSlices(*(kind * heads.slices_per_destination for kind in slices))
 
 
 def check_landed(

@@ -16,6 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jdisagg.parallel.pace import LAUNCHES
+from pallas_kernels.platforms import traced_for
 
 Device = Any  # a jax.Device, which is no type to type checkers
 Signature = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each leaf
@@ -87,7 +88,7 @@ class Submesh:
         """
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return Program(function, donate, out_formats, paced=self.tp > 1)
+        return Program(function, donate, out_formats, self.devices[0].platform, paced=self.tp > 1)
 
 
 def signature_of(arguments: Any) -> Signature:
@@ -103,14 +104,18 @@ class Program:
         function: Callable[..., Any],
         donate: tuple[int, ...] = (),
         out_formats: Any = None,
+        platform: str | None = None,
         *,
         paced: bool = False,
     ) -> None:
+        """platform: of the devices it is for, where it has kernels: those of other platforms are not traced then."""
+
         # Through a function of its own: jit keeps one cache a function, and counts here are this program's alone.
         @wraps(function)
         def own(*arguments: Any) -> Any:
             self.traced.add(signature_of(arguments))  # runs while tracing alone
-            return function(*arguments)
+            with traced_for(platform):
+                return function(*arguments)
 
         self.traced: set[Signature] = set()
         self._jit: Any = jax.jit(own, donate_argnums=donate, out_shardings=out_formats)

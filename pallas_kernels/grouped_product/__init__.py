@@ -7,6 +7,7 @@ from jax import Array
 
 from pallas_kernels.checks import FLOATS, check_ints, require
 from pallas_kernels.grouped_product import xla
+from pallas_kernels.platforms import on_platform
 
 
 def grouped_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
@@ -30,4 +31,4 @@ def grouped_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool)
 def _on_its_platform(x: Array, matrices: Array, sizes: Array, out_first: bool) -> Array:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
     ragged, blocks = (partial(each, out_first=out_first) for each in (xla.ragged_product, xla.product_by_blocks))
-    return jax.lax.platform_dependent(x, matrices, sizes, tpu=ragged, cuda=ragged, default=blocks)
+    return on_platform(x, matrices, sizes, tpu=ragged, cuda=ragged, default=blocks)

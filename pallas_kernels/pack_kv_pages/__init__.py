@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.pack_kv_pages import gpu, tpu, xla
+from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.wire_format import PackedPages, Pool, check_pools, fold_scales
 
@@ -34,7 +34,7 @@ def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", 
 def pack_numbers(pools: Sequence[Array], page_ids: Array, wire: str, digests: bool) -> PackedPages:
     """Pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
     options = {"wire": wire, "digests": digests}
-    return jax.lax.platform_dependent(
+    return on_platform(
         list(pools),
         jnp.asarray(page_ids),
         cuda=partial(gpu.pack_kv_pages, **options),

@@ -7,6 +7,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
 from pallas_kernels.contents import check_contents, check_packed
+from pallas_kernels.platforms import on_platform
 from pallas_kernels.prefill_attention import gpu, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
 
@@ -67,7 +68,7 @@ def _on_its_platform(
 ) -> Array:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
-    return jax.lax.platform_dependent(
+    return on_platform(
         q,
         kv_pages,
         page_table,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.unpack_kv_pages import gpu, tpu, xla
 from pallas_kernels.wire_format import PackedPages, bits_of, check_packed, fold_scales
@@ -42,7 +43,7 @@ def unpack_numbers(
 ) -> tuple[list[Array], Array | None]:
     """Pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
     options = {"wire": wire, "digests": digests}
-    return jax.lax.platform_dependent(
+    return on_platform(
         list(pools),
         packed,
         jnp.asarray(page_ids),

@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_pool, require
 from pallas_kernels.contents import check_contents, check_places
+from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.write_kv_pages import gpu, tpu, xla
 
@@ -43,7 +44,7 @@ def write_kv_pages(
 @partial(jax.jit, inline=True)
 def _on_its_platform(kv_pages: Pool, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> Pool:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    written: Any = jax.lax.platform_dependent(
+    written: Any = on_platform(
         kv_pages,
         k,
         v,
