@@ -30,9 +30,20 @@ class Experts:
     clamped: bool = False  # the gate's activation is gpt-oss', in place of the model's
     dense_layers: tuple[int, ...] = ()  # that have the plain MLP instead
 
+    @property
+    def channels(self) -> int:
+        """Of all of them, the MLP of every token among them."""
+        return self.number * self.width + self.shared_width
+
     def expected_distinct(self, tokens: float) -> float:
         """Experts that `tokens` tokens are sent to, where each is as likely as any other."""
         return self.number * (1.0 - (1.0 - self.per_token / self.number) ** tokens)
+
+    def layer_kinds(self, layers: range) -> tuple[tuple[int, int], ...]:
+        """(a layer of the kind, how many there are) of the dense and of the sparse layers among `layers`."""
+        dense = [layer for layer in layers if layer in self.dense_layers]
+        sparse = [layer for layer in layers if layer not in self.dense_layers]
+        return tuple((kind[0], len(kind)) for kind in (dense, sparse) if kind)
 
     def held(self, tp: int) -> int:
         """Of one of `tp` shards."""

@@ -202,13 +202,7 @@ class ModelConfig:
     def layer_kinds(self, layers: range | None = None) -> tuple[tuple[int, int], ...]:
         """(a layer of the kind, how many there are) of the dense and of the sparse layers among `layers`, or of all."""
         layers = range(self.num_layers) if layers is None else layers
-        if self.experts is None:
-            return ((layers.start, len(layers)),)
-        dense = [layer for layer in self.experts.dense_layers if layer in layers]
-        kinds = [(dense[0], len(dense))] if dense else []
-        if len(dense) < len(layers):
-            kinds.append((next(layer for layer in layers if self.is_sparse(layer)), len(layers) - len(dense)))
-        return tuple(kinds)
+        return ((layers.start, len(layers)),) if self.experts is None else self.experts.layer_kinds(layers)
 
     def _mean(self, sums: Iterable[float]) -> float:
         return sum(sums) / self.num_layers
@@ -229,6 +223,12 @@ class ModelConfig:
         shared = Channels(self.experts.shared_width).width(tp)
         return channel * (experts * self.experts.width + shared) + self.hidden_size * self.experts.number
 
+    @property
+    def expert_params(self) -> int:
+        """Weights of the experts of all layers, the one of all tokens among them."""
+        layers = sum(count for layer, count in self.layer_kinds() if self.is_sparse(layer))
+        return layers * self.mlp_matrices * self.hidden_size * self.experts.channels if self.experts else 0
+
     def widest_row(self, tp: int = 1) -> int:
         """Numbers that a layer makes of one row at most, on one of `tp` shards: each of its experts makes its own."""
         dense = any(not self.is_sparse(layer) for layer, _ in self.layer_kinds())
@@ -248,13 +248,15 @@ class ModelConfig:
 
     def num_params(self, tp: int = 1) -> int:
         """Weights of all matrices, the embedding counted once when it is tied; layers as `tp` shards hold them."""
-        embeddings = self.embedding_params * (1 if self.tie_embeddings else 2)
-        return tp * sum(self.layer_params(tp, layer) * count for layer, count in self.layer_kinds()) + embeddings
+        return tp * sum(self.layer_params(tp, layer) * count for layer, count in self.layer_kinds()) + self._tables
 
     def num_active_params(self) -> int:
         """Those that a token meets, counted as `num_params` counts."""
-        embeddings = self.embedding_params * (1 if self.tie_embeddings else 2)
-        return round(self.num_layers * self.active_params()) + embeddings
+        return round(self.num_layers * self.active_params()) + self._tables
+
+    @property
+    def _tables(self) -> int:
+        return self.embedding_params * (1 if self.tie_embeddings else 2)
 
     # ------------------------------------------------------------ KV
 

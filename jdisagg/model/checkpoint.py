@@ -51,11 +51,12 @@ def storage_line(place: str | Path, dtype: str) -> str | None:
     source = stored_source(place)
     if not isinstance(source, QuantizedSource | GGUFSource):
         return None
-    stored, held = _size(source.stored_bytes()), _size(source.num_weights() * DTYPE_BYTES[dtype])
+    stored, held = size_text(source.stored_bytes()), size_text(source.num_weights() * DTYPE_BYTES[dtype])
     return f"{source.label}: {stored} in files, dequantised on load to {held} of {dtype} in each worker"
 
 
-def _size(size_bytes: int) -> str:
+def size_text(size_bytes: int) -> str:
+    """As 1.25 GiB, or in MiB where it is less than one."""
     return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / (1 << 20):,.2f} MiB"
 
 

@@ -7,15 +7,18 @@ transformers 5 writes either: `mlp.experts.gate_up_proj` [experts, 2 * width, hi
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import numpy as np
 
+from jdisagg.core.errors import MissingTensor, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.families import EXPERT_NAMES
 from jdisagg.model.names import Index
 from jdisagg.model.sources import Source
 
 BLOCK = "mlp"  # what transformers calls every family's experts by
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 class FusedExperts:
@@ -25,26 +28,33 @@ class FusedExperts:
         assert config.experts is not None, config
         names = EXPERT_NAMES[config.family]
         gate, up, down = names.matrices
-        matrices, width, hidden = "|".join(names.matrices), config.experts.width, config.hidden_size
+        number, width, hidden = config.experts.number, config.experts.width, config.hidden_size
+        matrices = "|".join(names.matrices)
         self._source, self._block = source, f".{names.block}."
         self._expert = re.compile(rf"(model\.layers\.\d+)\.{names.block}\.experts\.(\d+)\.({matrices})\.weight")
         self._rows = {
-            gate: ("gate_up_proj", range(width)),
-            up: ("gate_up_proj", range(width, 2 * width)),
-            down: ("down_proj", range(hidden)),
+            gate: (GATE_UP, range(width)),
+            up: (GATE_UP, range(width, 2 * width)),
+            down: (DOWN, range(hidden)),
         }
+        self._whole = {GATE_UP: (number, 2 * width, hidden), DOWN: (number, hidden, width)}
 
     @property
     def place(self) -> str:
         return self._source.place
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        """Raises `MissingTensor`, `WrongShape` of the tensor of all experts: an expert's own name is in no file."""
         stored, expert, rows = self._stored(name)
         found = self._source.shape(stored)
-        if expert is None or found is None or len(found) != 3:
+        if expert is None:
             return found
-        held = len(range(found[1])[rows.start : rows.stop])
-        return (held, found[2]) if expert < found[0] else None
+        wanted = self._whole[stored.rpartition(".")[2]]
+        if found is None:
+            raise MissingTensor(f"tensor {stored} is not in {self.place}")
+        if found != wanted:
+            raise WrongShape(f"tensor {stored} in {self.place} has shape {found}; the config asks for {wanted}")
+        return len(rows), wanted[2]
 
     def dtype(self, name: str) -> str:
         return self._source.dtype(self._stored(name)[0])
@@ -68,8 +78,8 @@ class FusedExperts:
 
 def with_split_experts(source: Source, config: ModelConfig) -> Source:
     """`source` as the leaves' names ask for it, whichever way its experts are stored."""
-    sparse = [layer for layer, _ in config.layer_kinds() if config.is_sparse(layer)]
+    sparse = [layer for layer in range(config.num_layers) if config.is_sparse(layer)]
     if not sparse or EXPERT_NAMES[config.family].fused:
         return source
-    fused = source.shape(f"model.layers.{sparse[0]}.{BLOCK}.experts.gate_up_proj") is not None
-    return FusedExperts(source, config) if fused else source
+    names = (f"model.layers.{layer}.{BLOCK}.experts.{name}" for layer, name in product(sparse, (GATE_UP, DOWN)))
+    return FusedExperts(source, config) if any(source.shape(name) is not None for name in names) else source

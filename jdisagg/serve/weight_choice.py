@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import AS_ACTIVATIONS, SCALED, WeightFormat
 from jdisagg.model.calibration import TEXT, Loss, measure_loss
+from jdisagg.model.checkpoint import size_text
 from jdisagg.model.product_times import ProductTimes, time_products
 from jdisagg.model.sources import Source
 from jdisagg.model.tokenizer import Tokenizer
@@ -38,8 +41,17 @@ def choose_weights(
         weights, why = chosen(deployment.dtype, times, loss_of)
     else:
         weights, why = _asked(loss_of(asked))
-    told(why)
+    told(f"{why}{kept_experts(deployment.model, weights, deployment.dtype)}")
     return weights
+
+
+def kept_experts(model: ModelConfig, weights: WeightFormat, dtype: str) -> str:
+    """What stays full of a model with experts where its matrices are scaled, the words that end the line about them."""
+    if not weights.is_scaled or model.experts is None:
+        return ""
+    held = size_text(model.expert_params * DTYPE_BYTES[dtype])
+    share = model.expert_params / model.num_params()
+    return f"; experts stay {dtype}: {held}, {share:.0%} of all weights, in each worker"
 
 
 def _asked(loss: Loss) -> tuple[WeightFormat, str]:

@@ -53,10 +53,32 @@ def test_fused_experts_load_as_the_same_weights(family: str, tp: int, tmp_path: 
 def test_a_fused_tensor_of_too_few_experts_or_rows_is_refused_by_name(tmp_path: Path):
     config = read_config(ROOT / "mixtral")
     folder = fused("mixtral", tmp_path, most=4)
-    with pytest.raises(MissingTensor, match=r"experts\.4\.w2"):
+    few = r"layers\.0\.mlp\.experts\.down_proj in .* has shape \(4, 32, 24\); the config asks for \(5, 32, 24\)"
+    with pytest.raises(WrongShape, match=few):
         check_tensors(open_source(folder, "hf", config), config)
     tensors = load_file(fused("mixtral", tmp_path) / "model.safetensors")
     name = "model.layers.2.mlp.experts.gate_up_proj"
     save_file(tensors | {name: tensors[name][:, :40].copy()}, folder / "model.safetensors")
-    with pytest.raises(WrongShape, match=r"layers\.2.*experts\.0\.w3.*\(16, 32\).*\(24, 32\)"):
+    with pytest.raises(WrongShape, match=r"layers\.2\.mlp\.experts\.gate_up_proj .*\(5, 40, 32\).*\(5, 48, 32\)"):
         check_tensors(open_source(folder, "hf", config), config)
+
+
+@pytest.mark.parametrize("missing", ["layers.0.mlp.experts.gate_up_proj", "layers.2.mlp.experts.down_proj"])
+def test_a_fused_tensor_that_is_not_there_is_missed_by_the_name_that_the_file_would_have(missing: str, tmp_path: Path):
+    config = read_config(ROOT / "mixtral")
+    tensors = load_file(fused("mixtral", tmp_path) / "model.safetensors")
+    del tensors[f"model.{missing}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensor, match=rf"tensor model\.{missing} is not in"):
+        check_tensors(open_source(tmp_path, "hf", config), config)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_an_experts_own_tensor_is_missed_by_its_own_name_where_each_has_one(family: str, tmp_path: Path):
+    config, names = read_config(ROOT / family), EXPERT_NAMES[family]
+    tensors = load_file(ROOT / family / "model.safetensors")
+    missing = f"model.layers.2.{names.block}.experts.3.{names.matrices[2]}.weight"
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensor, match=f"tensor {missing} is not in"):
+        check_tensors(open_source(tmp_path, "hf", config), config)

@@ -5,14 +5,19 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.calibration import Loss
+from jdisagg.model.checkpoint import open_source
 from jdisagg.model.product_times import ProductTimes
 from jdisagg.serve.cluster.processes import identity_of
 from jdisagg.serve.deployment import resolve_deployment, weight_dtype_of
-from jdisagg.serve.weight_choice import chosen
+from jdisagg.serve.weight_choice import choose_weights, chosen, kept_experts
+from tests.fixtures.conformance import ROOT
 
+SPARSE = ModelConfig("mixtral", 64, 32, 24, 3, 4, 2, 8, 256, experts=Experts(8, 2, 24))
 KLS = {"bfloat16": 2e-4, "int8": 0.04}
 
 
@@ -54,6 +59,31 @@ def test_auto_takes_the_fastest_dtype_that_loses_little_and_says_what_was_measur
 @pytest.mark.parametrize("bfloat16", [0.9, 1.0, 2.0])
 def test_auto_stays_full_where_nothing_coarser_is_clearly_faster(bfloat16: float):
     assert chosen("float32", times(dtype=1.0, bfloat16=bfloat16, int8=0.9), loss_of)[0] == WeightFormat()
+
+
+@pytest.mark.parametrize(("dtype", "mib"), [("float32", "0.16"), ("bfloat16", "0.08")])
+def test_experts_that_stay_full_are_told_with_their_bytes(dtype: str, mib: str):
+    """Two of three layers have 8 experts of 3 matrices 32 x 24, and one more that all tokens share."""
+    config = replace(SPARSE, experts=Experts(8, 2, 24, shared_width=24, dense_layers=(2,)))
+    words = f"; experts stay {dtype}: {mib} MiB, 72% of all weights, in each worker"
+    assert kept_experts(config, WeightFormat("int8"), dtype) == words
+
+
+@pytest.mark.parametrize("weights", ["dtype", "bfloat16"])
+def test_nothing_is_told_of_experts_that_hold_what_was_asked_for(weights: str):
+    assert kept_experts(SPARSE, WeightFormat(weights), "float32") == ""
+    assert kept_experts(replace(SPARSE, experts=None), WeightFormat("int8"), "float32") == ""
+
+
+def test_a_run_with_scaled_matrices_says_that_its_experts_are_not():
+    """As `jdisagg.launch` shows it, of a folder that users have."""
+    folder = ROOT / "mixtral"
+    settings = Settings(model=str(folder), weight_dtype="int8", tokenizer=str(ROOT / "qwen2"))
+    deployment = resolve_deployment(settings, "cpu", None)
+    told: list[str] = []
+    choose_weights(deployment, settings, open_source(folder, "hf", deployment.model), told.append)
+    (line,) = told
+    assert line.startswith("int8: KL ") and "; experts stay float32: 0." in line and line.endswith("in each worker")
 
 
 def test_processes_that_ask_for_other_weights_are_of_another_kind():
