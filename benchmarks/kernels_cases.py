@@ -36,7 +36,7 @@ class Case:
     layers: int = 1  # pack and unpack: of the group
     wire: str = "raw"
     target: float | None = None
-    headline: bool = False  # stands in the README
+    headline: bool = False  # stands in docs/measurements.md
     with_peers: bool = True
 
     @property

@@ -1,23 +1,17 @@
-"""The README's kernel tables, made from `benchmarks/results/kernels_*.json`: `python -m benchmarks.kernels_table`.
+"""The kernel tables of docs/measurements.md, made from `benchmarks/results/` by `python -m docs.generate`.
 
-Writes them between the two markers of README.md; with --check says whether they stand there as the files have them.
 Pure text: needs no jax. What no file holds says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN = "<!-- kernels: made by python -m benchmarks.kernels_table -->"
-END = "<!-- kernels: end -->"
 HEAD = (
     "| operation | shape | page | ms | share of its floor's speed | target | best peer |\n|---|---|---|---|---|---|---|"
 )
@@ -32,7 +26,7 @@ GPU_TARGETS = (
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> str:
-    """All of what stands between the markers: a table for each record, CPU last."""
+    """A table for each record, CPU last."""
     ordered = sorted(records, key=lambda record: (record["device"]["platform"] == "cpu", record["device"]["name"]))
     parts = [device_table(record) for record in ordered]
     if not any(record["device"]["platform"] == "gpu" for record in records):
@@ -77,30 +71,3 @@ def peer_text(peers: Mapping[str, float | str]) -> str:
 
 def read_records(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("kernels_*.json"))]
-
-
-def renewed(readme: str, text: str) -> str:
-    """The README with `text` between its markers. Raises ValueError where they are not both there, in this order."""
-    head, begun, rest = readme.partition(BEGIN)
-    _, ended, tail = rest.partition(END)
-    if not begun or not ended:
-        raise ValueError(f"README.md lacks the lines {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels_table", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the README is behind")
-    options = parser.parse_args(argv)
-    old = README.read_text()
-    new = renewed(old, tables(read_records()))
-    if options.check and new != old:
-        print("README.md is behind benchmarks/results: run python -m benchmarks.kernels_table", file=sys.stderr)
-        return 1
-    if not options.check:
-        README.write_text(new)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,6 @@
-"""The README's kernel tables are those that the measured files make."""
+"""Kernel tables are made of the measured files."""
 
 import json
-
-import pytest
 
 from benchmarks import kernels_table
 
@@ -27,13 +25,6 @@ RECORD = {
 }
 
 
-def test_the_readme_has_what_the_files_make():
-    readme = kernels_table.README.read_text()
-    assert kernels_table.renewed(readme, kernels_table.tables(kernels_table.read_records())) == readme, (
-        "run python -m benchmarks.kernels_table"
-    )
-
-
 def test_every_file_names_its_device_versions_date_and_command():
     for path in kernels_table.RESULTS.glob("kernels_*.json"):
         record = json.loads(path.read_text())
@@ -53,8 +44,3 @@ def test_a_measured_gpu_shows_its_headlines_and_the_best_peer():
     assert "not measured yet" not in text and "no importance" not in text
     line = "| `paged_attention` | 64 slots x 4,096 tokens | 32 | 0.512 | 87 % (met) | 85 % | 0.7 ms, b |"
     assert line in text
-
-
-def test_a_readme_without_markers_is_refused():
-    with pytest.raises(ValueError, match="lacks the lines"):
-        kernels_table.renewed("# no markers", "")

@@ -1,8 +1,8 @@
 """Every gate of this folder in one table: `python -m tests.published.table DATA_DIR [PYTEST_ARGUMENT ...]`.
 
 Runs the suites with the full files of DATA_DIR and writes benchmarks/results/published.json and .md: target, published,
-ours, band, verdict, and why a miss is one. A summary goes between the README's markers, where it has them. What was
-skipped is counted under the table. Exit code 1: a gate was missed that nothing explains.
+ours, band, verdict, and why a miss is one; `python -m docs.generate` makes the page of docs from them. What was skipped
+is counted under the table. Exit code 1: a gate was missed that nothing explains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "published"
 OUR_OWN = "test_gates"  # holds gates of nobody's
-BEGIN, END = "<!-- published gates -->", "<!-- /published gates -->"
 
 
 @dataclass
@@ -76,30 +75,20 @@ def full_table(found: Collector) -> str:
 
 
 def summary(found: Collector) -> str:
-    """For the README: how many of each suite's gates are within, and the misses with their reasons."""
+    """How many of each suite's gates are within, and the misses with their reasons."""
     lines = [row("suite", "gates", "within their bands"), "|---|---|---|"]
     for suite, gates in sorted(found.suites.items()):
         within = sum(gate.verdict == WITHIN for gate in gates)
         lines.append(row(law_of(suite), str(len(gates)), str(within)))
     missed = [gate for gates in found.suites.values() for gate in gates if gate.verdict != WITHIN]
     lines += ["", *(f"- Missed: {gate}" for gate in missed)]
-    return "\n".join([*lines, "", "All of them: `benchmarks/results/published.md`."])
-
-
-def insert(path: Path, text: str) -> bool:
-    """Puts the text between the markers; whether there are any."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if begin and end:
-        path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-    return bool(begin and end)
+    return "\n".join(lines)
 
 
 def write(found: Collector) -> None:
     rows = [{"suite": suite, **asdict(gate)} for suite, gates in sorted(found.suites.items()) for gate in gates]
     RESULTS.with_suffix(".json").write_text(json.dumps({"gates": rows, "not_run": found.skipped}, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(full_table(found), encoding="utf-8")
-    insert(ROOT / "README.md", summary(found))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,0 +1,249 @@
+"""The tables of README and docs, made from `benchmarks/results/`: each with its command, machine, date and versions.
+
+`python -m docs.generate` writes them between their markers. What no file holds is no row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import kernels_table
+
+RESULTS = Path(__file__).parent / "results"
+Report = Mapping[str, Any]
+SHOWN_LINKS = ((0.25, 8), (0.25, 16), (1.0, 4), (1.0, 16), (10.0, 16), (25.0, 8))  # Gbit/s, chunks
+SHOWN_STREAMS = (1, 4, 8, 32)
+
+
+def result(name: str) -> Any:
+    """Of `benchmarks/results/NAME.json`."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def origin(report: Report) -> str:
+    """Where figures are from, in one line."""
+    machine, versions = report["machine"], report["versions"]
+    where = f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']:.0f} GiB, Linux"
+    load = machine["load_average"][0]
+    command = report["command"].replace("/tmp/", "FOLDER/")
+    return f"`{command}`: {where}, load {load:.1f} before it, jax {versions['jax']}, {report['date'][:10]}."
+
+
+def rows_of(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(each).replace("|", "\\|") for each in line) + " |" for line in lines)
+
+
+def short(value: float) -> str:
+    """Three digits, more for large numbers."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def small(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def peers() -> str:
+    """Output tokens/s and latencies: medians of bursts, with the range of tokens/s."""
+    report = result("peers_cpu_f32")
+    rows = []
+    for model, bursts in report["models"].items():
+        for engine in dict.fromkeys(each["engine"] for each in bursts):
+            mine = [each for each in bursts if each["engine"] == engine]
+            rates = [each["output_tokens_per_s"] for each in mine]
+            latencies = [
+                short(median(each[key] for each in mine))
+                for key in ("ttft_ms_p50", "itl_ms_p50", "itl_ms_p99")
+                if mine[0].get(key) is not None
+            ]
+            spread = f"{median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})"
+            rows.append([model, engine, spread, *latencies, *[""] * (3 - len(latencies))])
+    head = ["model", "engine", "output tokens/s", "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def demo_load() -> str:
+    report = result("serve_demo")
+    rows = [
+        [
+            each["concurrency"],
+            short(each["output_tokens_per_s"]),
+            *(f"{each[key]['p50']:.0f} / {each[key]['p99']:.0f}" for key in ("ttft_ms", "itl_ms")),
+            short(each["ledger_ms"]["transfer"]),
+        ]
+        for each in report["levels"]
+        if each["concurrency"] in SHOWN_STREAMS
+    ]
+    head = ["streams", "tokens/s", "TTFT p50 / p99, ms", "ITL p50 / p99, ms", "KV transfer, ms of a request"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def transfer() -> str:
+    """What a transfer adds to the second token, in ms, and of what `whole` adds."""
+    report = result("transfer_cpu")
+    cells = {(each["gbit_per_s"], each["chunks"], each["mode"]): each for each in report["cells"]}
+    rows = []
+    for link, chunks in SHOWN_LINKS:
+        whole = cells[link, chunks, "whole"]
+        added = (max(0.0, cells[link, chunks, mode]["added_ms"]) for mode in ("chunk", "layer", "auto"))
+        others = [f"{short(each)} ({percent(each / whole['added_ms'])})" for each in added]
+        rows.append([f"{link:g} Gbit/s, {chunks} chunks", short(whole["wire_ms"]), short(whole["added_ms"]), *others])
+    head = ["link, prompt", "link alone", "`whole`", "`chunk`", "`layer`", "`auto`"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def compression() -> str:
+    report = result("compression")
+    rows = [
+        [
+            each["wire"],
+            percent(each["saved"]),
+            percent(each["worst_error"], 1),
+            small(each["kl_mean"]),
+            percent(each["agreement"], 1),
+        ]
+        for each in report["wires"]
+        if each["wire"] != "raw"
+    ]
+    head = ["wire", "bytes saved", "worst layer error", "mean KL, nats", "same greedy token"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def weight_loss() -> str:
+    report = result("weight_loss_smollm2")
+    rows = [
+        [
+            each["weights"],
+            small(each["kl"]),
+            percent(each["agreement"], 1),
+            ", ".join(f"`{name}`" for name in each["full"]),
+        ]
+        for each in report["rows"]
+    ]
+    return f"{origin(report)}\n\n{rows_of(['weights', 'mean KL, nats', 'same greedy token', 'kept full'], rows)}"
+
+
+def calibration() -> str:
+    report = result("calibration_cpu")
+    rows = []
+    for each in report["meshes"]:
+        live, simulated, errors = each["live"], each["simulated"], each["errors"]
+        pairs = (
+            f"{1e3 * live[key]:.3g} / {1e3 * simulated[key]:.3g} ms ({100 * errors[key]:+.0f} %)"
+            for key in ("ttft_s", "tpot_s")
+        )
+        rows.append([f"`{each['mesh']}`", *pairs, f"{100 * errors['tokens_per_s']:+.0f} %"])
+    head = ["mesh", "TTFT live / simulated", "TPOT live / simulated", "tokens/s"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def crossover() -> str:
+    """Replicas and apart, at the fewest and the most streams."""
+    report = result("crossover")
+    cells = {(each["architecture"], each["workload"], each["streams"]): each for each in report["cells"]}
+    metrics = ("tokens_per_s", "ttft_ms", "tpot_ms", "itl_p99_ms", "good_per_s")
+    streams = sorted({each["streams"] for each in report["cells"]})
+    rows = []
+    for workload in report["workloads"]:
+        for number in (streams[0], *streams[-3:]):
+            both = [cells[name, workload, number] for name in ("replicated", "disaggregated")]
+            rows.append([workload, number, *(" / ".join(short(each[key]["mid"]) for each in both) for key in metrics)])
+    head = ["workload", "streams", "tokens/s", "TTFT, ms", "TPOT, ms", "ITL p99, ms", "good requests/s"]
+    return f"{origin(report)} Each cell: two replicas / apart.\n\n{rows_of(head, rows)}"
+
+
+def mixed_steps() -> str:
+    report = result("mixed_steps")
+    keys = ("largest_gap_s", "tpot_s", "ttft_s")
+    rows = [[f"`{each['mixed_steps']}`", *(f"{1e3 * each[key]:,.0f}" for key in keys)] for each in report["modes"]]
+    head = ["`--mixed_steps=`", "largest gap, ms", "a token, ms", "the prompt's first token, ms"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def prefix_reuse() -> str:
+    report = result("prefix_reuse")
+    rows = [
+        [
+            f"`{each['mesh']}`",
+            *(f"{1e3 * each[key]:.0f}" for key in ("miss_s", "hit_s")),
+            *(f"{1e3 * each[key][-1]:.0f}" for key in ("conversation_off_s", "conversation_on_s")),
+        ]
+        for each in report["meshes"]
+    ]
+    head = ["mesh", "first token of a miss, ms", "of a hit, ms", "last turn, nothing kept, ms", "last turn, ms"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def processes() -> str:
+    report = result("processes_cpu")
+    rows = [
+        [each["stack"], each["streams"], *(short(each[key]) for key in ("tokens_per_s", "ttft_ms", "tpot_ms"))]
+        for each in report["medians"]
+    ]
+    return f"{origin(report)}\n\n{rows_of(['stack', 'streams', 'tokens/s', 'TTFT, ms', 'TPOT, ms'], rows)}"
+
+
+def transport() -> str:
+    report = result("transport_cpu")
+    rows = [
+        [
+            each["transport"],
+            each["size"],
+            short(each["median_gb_per_s"]),
+            short(each["best_gb_per_s"]),
+            each["target_gb_per_s"] or "",
+        ]
+        for each in report["rows"]
+        if each["nbytes"] >= 1 << 20
+    ]
+    return f"{origin(report)}\n\n{rows_of(['transport', 'size', 'GB/s, median', 'best', 'aim'], rows)}"
+
+
+def simulator() -> str:
+    report = result("simulator_cpu")
+    rows = [
+        [
+            f"{each['workers']:,}",
+            f"{each['requests']:,}",
+            "yes" if each["foreseen"] else "no",
+            f"{each['seconds']:.1f}",
+            f"{each['events']:,}",
+            f"{each['times_real']:.0f}",
+            f"{each['peak_gib']:.2f}",
+        ]
+        for each in report["runs"]
+    ]
+    head = ["workers", "requests", "steps that repeat as one", "s", "events", "times real time", "GiB"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def kernels() -> str:
+    return kernels_table.tables(kernels_table.read_records())
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    each.__name__: each
+    for each in (
+        peers,
+        demo_load,
+        transfer,
+        compression,
+        weight_loss,
+        calibration,
+        crossover,
+        mixed_steps,
+        prefix_reuse,
+        processes,
+        transport,
+        simulator,
+        kernels,
+    )
+}

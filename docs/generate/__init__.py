@@ -1,0 +1,1 @@
+"""Makes the pages that are read from the code and from measured results."""

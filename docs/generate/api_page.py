@@ -1,0 +1,131 @@
+"""The page of interfaces: HTTP by the app's own OpenAPI document, gRPC by the .proto, Python by its docstrings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jdisagg
+from docs.generate.markdown import table
+from jdisagg.serve.http.app import create_app
+from jdisagg.serve.http.schema import BODIES, REFUSED
+from tests.serve.scripted import ScriptedService
+
+ROOT = Path(__file__).parents[2]
+PROTO = ROOT / "jdisagg" / "serve" / "grpc" / "jetstream.proto"
+INTRO = """# HTTP, gRPC, Python
+
+Any client of the OpenAI API works with `http://HOST:8000/v1`, any client of JetStream's
+`Orchestrator` with the gRPC port (health and reflection are served too). `GET /openapi.json` is the machine's edition
+of the HTTP part. Every answer has `x-request-id`; a body with `"ledger": true` gets back where its time went. With
+`--api_key` every request sends `Authorization: Bearer KEY`."""
+DOES = {
+    "/v1/completions": "A completion, or several; `stream` for server-sent events.",
+    "/v1/chat/completions": "The answer to messages, by the model's own template.",
+    "/tokenize": "Token ids of a text or of messages.",
+    "/detokenize": "The text of token ids.",
+    "/v1/models": "What is served.",
+    "/v1/models/{name}": "One of them.",
+    "/version": "Of jdisagg.",
+}
+
+
+def document() -> Mapping[str, Any]:
+    """The OpenAPI document of a router with /debug."""
+    return create_app(ScriptedService(), debug_state=cast(Any, SimpleNamespace(records=None, transfer=None))).openapi()
+
+
+def text() -> str:
+    parts = [INTRO, "## HTTP", routes(), *map(body_text, BODIES), refused_text(), grpc_text(), python_text()]
+    return "\n\n".join(parts)
+
+
+def routes() -> str:
+    found = [
+        (f"`{method.upper()} {path}`", described(path, operation), ", ".join(sorted(operation["responses"])))
+        for path, operations in document()["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return table(("request", "what", "statuses"), found)
+
+
+def described(path: str, operation: Mapping[str, Any]) -> str:
+    """Its docstring's first paragraph."""
+    return (operation.get("description") or DOES.get(path, "")).split("\n\n")[0]
+
+
+def body_text(kind: type[Any]) -> str:
+    schema = kind.model_json_schema()
+    needed = schema.get("required", [])
+    rows = [
+        (f"`{name}`", kind_of(field), "needed" if name in needed else default_of(field))
+        for name, field in schema["properties"].items()
+    ]
+    return f"### Body of {paragraph(kind.__doc__).rstrip('.')}\n\n{table(('field', 'kind', 'default'), rows)}"
+
+
+def kind_of(field: Mapping[str, Any]) -> str:
+    """As `integer 1 to 128`; alternatives with `or`."""
+    kinds = [one_kind(each) for each in field.get("anyOf", [field]) if each.get("type") != "null"]
+    return " or ".join(dict.fromkeys(kinds))
+
+
+def one_kind(field: Mapping[str, Any]) -> str:
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2]
+    if field.get("type") == "array":
+        return f"list of {kind_of(field.get('items', {})) or 'values'}"
+    least = field.get("minimum")
+    most = field["exclusiveMaximum"] - 1 if "exclusiveMaximum" in field else field.get("maximum")
+    bounds = f" {least} to {most}" if least is not None and most is not None else ""
+    return f"{field.get('type', 'any')}{bounds}"
+
+
+def default_of(field: Mapping[str, Any]) -> str:
+    return f"`{field['default']}`" if field.get("default") not in (None, "") else ""
+
+
+def refused_text() -> str:
+    names = ", ".join(f"`{name}`" for name in sorted(REFUSED))
+    return f"### Refused\n\nKnown fields that are refused by name (400), where they ask for anything: {names}."
+
+
+def grpc_text() -> str:
+    proto = PROTO.read_text(encoding="utf-8")
+    return f"## gRPC\n\n```protobuf\n{proto[proto.index('service Orchestrator') :].rstrip()}\n```"
+
+
+def python_text() -> str:
+    methods = "\n\n".join(methods_of(jdisagg.LLM))
+    sampling = [(f"`{each.name}`", f"`{each.type}`") for each in fields(jdisagg.SamplingParams)]
+    return (
+        f"## Python\n\n### jdisagg.LLM(**settings)\n\n{paragraph(jdisagg.LLM.__doc__)}\n\n{methods}"
+        f"\n\n### jdisagg.SamplingParams\n\n{paragraph(jdisagg.SamplingParams.__doc__)}\n\n"
+        + table(("field", "type"), sampling)
+    )
+
+
+def methods_of(kind: type) -> Iterator[str]:
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_"):
+            yield f"- `{signature(name, method)}`: {paragraph(method.__doc__) or 'Ends it.'}"
+
+
+def signature(name: str, method: Callable[..., Any]) -> str:
+    """As `generate(prompt: Prompt, sampling: SamplingParams = ...) -> Completion`."""
+    known = inspect.signature(method)
+    parts = [
+        f"{each.name}: {each.annotation}" + (" = ..." if each.default is not inspect.Parameter.empty else "")
+        for each in known.parameters.values()
+        if each.name != "self"
+    ]
+    return f"{name}({', '.join(parts)}) -> {known.return_annotation}"
+
+
+def paragraph(doc: str | None) -> str:
+    """The first one, on one line."""
+    return " ".join((doc or "").strip().split("\n\n")[0].split())
