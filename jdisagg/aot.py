@@ -29,7 +29,6 @@ from jdisagg import aot_report, command, config, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
-from jdisagg.core.weight_format import WeightFormat
 from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable, abstract_table
@@ -113,7 +112,7 @@ def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:
             deployment.layers,
             [devices[index] for index in deployment.place(config.worker).device_ids],
             jnp.dtype(deployment.dtype),
-            WeightFormat(deployment.weight_dtype),
+            deployment.weights,
         )
         for config in deployment.workers
         if first[config.role] is config

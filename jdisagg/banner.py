@@ -19,7 +19,9 @@ def show(console: Console, deployment: Deployment, platform: str, load_format: s
     """Prints the whole deployment once. Raises `CheckpointError` where what is stored cannot be told."""
     model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
     console.print(f"[bold]model[/]    {model}")
-    stored = storage_line(deployment.model_folder, deployment.dtype) if load_format == "hf" else None
+    stored = (
+        storage_line(deployment.model_folder, deployment.dtype, deployment.weights) if load_format == "hf" else None
+    )
     if stored is not None:
         console.print(f"[bold]weights[/]  {stored}", highlight=False)
     used = len(deployment.mesh.on_device())

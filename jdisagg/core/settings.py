@@ -59,9 +59,10 @@ class Settings:
     dtype: str = _setting("auto", "model", "of weights, activations and KV; auto: float32 on CPU, else bfloat16",
                           ("auto", "float32", "bfloat16"))  # fmt: skip
     weight_dtype: str = _setting(
-        "dtype", "model", "of matrices; dtype: as --dtype; auto: what is measured to be the fastest of those that lose"
-        " less than 0.001 nats a token, on the CPU; int8, fp8: a scale a channel, activations rounded by token",
-        ("dtype", "auto", "float32", "bfloat16", "int8", "fp8"))  # fmt: skip
+        "stored", "model", "of matrices; stored: int8 and fp8 as a checkpoint has them where products take that, else"
+        " dtype; dtype: as --dtype; auto: what is measured to be the fastest of those that lose less than 0.001"
+        " nats a token, on the CPU; int8, fp8: a scale a channel, activations rounded by token",
+        ("dtype", "auto", "float32", "bfloat16", "int8", "fp8", "stored"))  # fmt: skip
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh

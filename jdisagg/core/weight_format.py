@@ -43,3 +43,6 @@ class WeightFormat:
 
     def __str__(self) -> str:
         return self.dtype + (f" but for {len(self.full)} matrices" if self.full else "")
+
+
+AS_MADE = WeightFormat()

@@ -20,12 +20,12 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
-from jdisagg.model.params import AS_MADE, StageParams, load_stage
+from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 

@@ -22,7 +22,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
 from jdisagg.core.steps import KVTransfer, StepPlan
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.executor import GroupDone, PendingStep
@@ -41,7 +41,6 @@ from jdisagg.kv.shipping import (
     pack_pages,
     ship_pages,
 )
-from jdisagg.model.params import AS_MADE
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Device
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.reshard import Route, StageShape, plan_routes
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import RAW, Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
@@ -29,7 +29,7 @@ from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
-from jdisagg.model.params import AS_MADE, abstract_stage_params
+from jdisagg.model.params import abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
 

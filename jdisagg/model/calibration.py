@@ -22,9 +22,10 @@ from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
 from jdisagg.model.network import Layer, RMSNorm, Weight, dense_attend, scored, soft_capped
-from jdisagg.model.params import dotted, shard_of_leaf
+from jdisagg.model.params import dotted
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
 from jdisagg.model.rope import inverse_frequencies, rotations
+from jdisagg.model.shards import shard_of_leaf
 from jdisagg.model.sources import Source
 
 WORST_ERROR = 0.1  # of what a layer adds, by one matrix alone

@@ -9,15 +9,18 @@ from jdisagg.core.errors import FlagError
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.targets import GIB
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model import gguf_config, hf_config
 from jdisagg.model.fused_experts import with_split_experts
 from jdisagg.model.gguf_file import is_gguf, read_gguf
 from jdisagg.model.gguf_source import GGUFSource
 from jdisagg.model.hf_config import GenerationDefaults
+from jdisagg.model.names import matrix_leaves
 from jdisagg.model.orbax_source import WEIGHTS, OrbaxSource
 from jdisagg.model.quantized.config import read_quantization
+from jdisagg.model.quantized.scaled import Scaled
 from jdisagg.model.quantized.source import QuantizedSource
-from jdisagg.model.sources import HFSource, RandomSource, Source
+from jdisagg.model.sources import HFSource, RandomSource, Source, stored_channels
 
 LOAD_FORMATS = ("hf", "orbax", "random")
 Stored = HFSource | QuantizedSource | OrbaxSource | GGUFSource
@@ -46,11 +49,40 @@ def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: 
     raise FlagError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
 
 
-def storage_line(place: str | Path, dtype: str) -> str | None:
-    """What weights that are stored quantised cost once they are dequantised to `dtype`; None where they are plain."""
+def stored_weights(place: str | Path, load_format: str, config: ModelConfig) -> WeightFormat | None:
+    """What products can take as the checkpoint stores it, and means it to be taken: with activations rounded as well.
+
+    None where that is nothing. Of a folder without weights, all matrices but the head are taken to be stored so.
+    Raises `CheckpointError`.
+    """
+    if load_format != "hf" or is_gguf(place) or not (Path(place) / "config.json").exists():
+        return None
+    found = read_quantization(Path(place))
+    if found is None or not found.activations or not isinstance(found.scheme, Scaled) or found.scheme.block is not None:
+        return None
+    dtype = found.scheme.of_products
+    if not weight_files(place):
+        return WeightFormat(dtype, frozenset({"head"}))
+    source, matrices = open_source(place, "hf", config), matrix_leaves(config)
+    kept = {
+        path
+        for path, leaf in matrices.items()
+        if all(stored_channels(source, part.name, dtype) is not None for part in leaf.parts)
+    }
+    there = {path for path, leaf in matrices.items() if source.shape(leaf.parts[0].name) is not None}
+    return WeightFormat(dtype, frozenset(there - kept)) if kept else None
+
+
+def storage_line(place: str | Path, dtype: str, weights: WeightFormat = AS_MADE) -> str | None:
+    """What weights that are stored quantised cost once they are dequantised to `dtype`; None where they are plain.
+
+    `weights` is what matrices are to hold, perhaps as they are stored.
+    """
     source = stored_source(place)
     if not isinstance(source, QuantizedSource | GGUFSource):
         return None
+    if isinstance(source, QuantizedSource) and source.is_kept(weights.dtype):
+        return f"{source.scheme_label}: {size_text(source.stored_bytes())} in files, multiplied as they are stored"
     stored, held = size_text(source.stored_bytes()), size_text(source.num_weights() * DTYPE_BYTES[dtype])
     return f"{source.label}: {stored} in files, dequantised on load to {held} of {dtype} in each worker"
 

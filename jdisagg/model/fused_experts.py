@@ -15,7 +15,7 @@ from jdisagg.core.errors import MissingTensor, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.families import EXPERT_NAMES
 from jdisagg.model.names import Index
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import ScaledSource, Source, StoredChannels
 
 BLOCK = "mlp"  # what transformers calls every family's experts by
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -66,6 +66,10 @@ class FusedExperts:
         first, *others = index
         within = slice(rows.start + first.start, rows.start + first.stop)
         return self._source.read(stored, (slice(expert, expert + 1), within, *others))[0]
+
+    def channels(self, name: str) -> StoredChannels | None:
+        stored, expert, _ = self._stored(name)
+        return self._source.channels(stored) if expert is None and isinstance(self._source, ScaledSource) else None
 
     def _stored(self, name: str) -> tuple[str, int | None, range]:
         """Its name in the checkpoint; for an expert's matrix also which it is, and its rows."""

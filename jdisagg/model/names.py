@@ -146,6 +146,18 @@ def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[
     return leaves
 
 
+def matrix_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    """Every matrix that the model can have, named as `WeightFormat` does: as "11.mlp.down", and "head"."""
+    layers = range(config.num_layers)
+    found = {
+        f"{layer}.{path.removesuffix('.kernel')}": leaf
+        for layer in layers
+        for path, leaf in layer_leaves(config, f"model.layers.{layer}").items()
+        if path.endswith(".kernel")
+    }
+    return found | {"head": stage_leaves(config, layers[-1:], 1)["head"]}
+
+
 NORMS = {  # leaf -> the checkpoint's name, by where a family has its norms
     "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},

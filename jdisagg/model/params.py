@@ -6,7 +6,6 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -17,19 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
-from jdisagg.core.experts import experts_held
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model.experts import MATRICES, ExpertMLP
-from jdisagg.model.names import Index, Leaf, Part, first_tensor, in_halves, stage_leaves
+from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
 from jdisagg.model.network import Stage, Weight
-from jdisagg.model.products import STEP, STORED, TINY, MatrixForm, layout_of
+from jdisagg.model.products import MatrixForm, layout_of
+from jdisagg.model.shards import channel_scales, scaled_shard, shard_of_leaf
 from jdisagg.model.sources import FLOATS, Source
 
-AS_MADE = WeightFormat()
 SUMMED = ("out.kernel", "mlp.down.kernel", "mlp.down")  # what all experts and a shared MLP make is summed at once
 AXIS = "tp"  # the one axis of a stage's mesh
-STRIP_ROWS = 16  # f32: one cache line of the transposed matrix
 
 
 @dataclass(frozen=True)
@@ -256,75 +253,3 @@ def _shards(
     if form is not None and form.is_scaled:
         return lambda shard: scaled_shard(source, rule, shard, tp, form.dtype)
     return lambda shard: shard_of_leaf(source, rule, shard, tp, leaf.dtype)
-
-
-def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
-    """One shard's leaf on the host, contiguous, in `dtype`."""
-    if rule.experts:
-        return _experts_of_shard(source, rule, shard, tp, dtype)
-    parts = [_part_of_shard(source, part, shard, tp, dtype) for part in rule.parts]
-    if rule.transposed:
-        return _side_by_side(parts, np.dtype(dtype))
-    return np.ascontiguousarray(np.concatenate(parts).astype(dtype, copy=False))
-
-
-def channel_scales(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
-    """A scale for each of a shard's output channels, of all its inputs wherever they lie: f32[out]."""
-    absmax = np.concatenate([_largest_of_rows(source, part, shard, tp) for part in rule.parts]).astype(np.float32)
-    return np.maximum(absmax * np.float32(STEP[dtype]), np.float32(TINY))
-
-
-def _largest_of_rows(source: Source, part: Part, shard: int, tp: int) -> np.ndarray:
-    rows = _read(source, part.name, (part.index(shard, tp)[0], slice(0, part.shape[1])), np.float32)
-    return np.pad(np.abs(rows).max(axis=1), (0, part.padding(shard, tp)[0]))
-
-
-def scaled_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
-    """One shard's leaf, rounded to "int8" or "fp8" by the scales of its channels."""
-    scales = channel_scales(source, rule, shard, tp, dtype)
-    rows = shard_of_leaf(source, replace(rule, transposed=False), shard, tp, np.float32) / scales[:, None]
-    rounded = (np.rint(rows) if dtype == "int8" else rows).astype(STORED[dtype])
-    return _side_by_side([rounded], rounded.dtype) if rule.transposed else rounded
-
-
-def _part_of_shard(source: Source, part: Part, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
-    """What a shard reads of one tensor, and the zeros behind it."""
-    found, padding = _read(source, part.name, part.index(shard, tp), dtype), part.padding(shard, tp)
-    return np.pad(found, [(0, zeros) for zeros in padding]) if any(padding) else found
-
-
-def _read(source: Source, name: str, index: Index, dtype: DTypeLike) -> np.ndarray:
-    """As the source, which is not asked where there is nothing to read."""
-    shape = [each.stop - each.start for each in index]
-    return source.read(name, index) if prod(shape) else np.zeros(shape, dtype)
-
-
-def _experts_of_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
-    """One shard's experts, one after another; zeros where there are none."""
-    stacked = np.zeros((experts_held(rule.experts, tp), *rule.expert_shape), np.dtype(dtype))
-    for place, parts in enumerate(rule.experts_of(shard, tp)):
-        rows = np.concatenate([_whole_part(source, part) for part in parts])
-        rows = in_halves(rows) if rule.paired else rows
-        stacked[place] = _side_by_side([rows], stacked.dtype) if rule.transposed else rows
-    return stacked
-
-
-def _whole_part(source: Source, part: Part) -> np.ndarray:
-    """Of one expert, its outputs first."""
-    found = source.read(part.name, part.index(0, 1))
-    return found if part.expert is None else found[0].T
-
-
-def _side_by_side(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """[rows, in] matrices, transposed, next to each other: [in, all rows].
-
-    A few rows at a time: numpy transposes a cache-sized strip seven times faster than a matrix.
-    """
-    joined = np.empty((parts[0].shape[1], sum(len(part) for part in parts)), dtype)
-    column = 0
-    for part in parts:
-        for row in range(0, len(part), STRIP_ROWS):
-            strip = part[row : row + STRIP_ROWS].astype(dtype, copy=False)
-            joined[:, column : column + len(strip)] = strip.T
-            column += len(strip)
-    return joined

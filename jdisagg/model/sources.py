@@ -6,7 +6,7 @@ A source hands out slices, by the checkpoint's own tensor names, and keeps nothi
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -54,6 +54,38 @@ class Source(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray:
         """The slice [start:stop of every dimension], in the stored dtype. Raises `MissingTensor`."""
         ...
+
+
+class StoredChannels(Protocol):
+    """A matrix [out, in] that is stored in int8 or fp8 with a scale an output channel, or one for all of them."""
+
+    @property
+    def dtype(self) -> str:
+        """ "int8" or "fp8", as of products."""
+        ...
+
+    def numbers(self, index: Index) -> np.ndarray:
+        """As they are stored."""
+        ...
+
+    def scales(self, rows: slice) -> np.ndarray:
+        """f32[rows]."""
+        ...
+
+
+@runtime_checkable
+class ScaledSource(Protocol):
+    """A source of which some tensors are stored scaled."""
+
+    def channels(self, name: str) -> StoredChannels | None:
+        """Where the tensor is stored so that a product can take it as it is."""
+        ...
+
+
+def stored_channels(source: Source, name: str, dtype: str) -> StoredChannels | None:
+    """The tensor as it is stored, where that is `dtype` with a scale a channel."""
+    found = source.channels(name) if isinstance(source, ScaledSource) else None
+    return found if found is not None and found.dtype == dtype else None
 
 
 class HFSource:

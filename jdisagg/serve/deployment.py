@@ -18,13 +18,13 @@ from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
-from jdisagg.core.weight_format import AS_ACTIVATIONS
+from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
-from jdisagg.model.checkpoint import read_model, why_no_model
+from jdisagg.model.checkpoint import read_model, stored_weights, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
-AUTO = "auto"
+AUTO, STORED = "auto", "stored"
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
 
@@ -41,11 +41,15 @@ class Deployment:
     mesh: MeshSpec
     layers: tuple[range, ...]
     dtype: str
-    weight_dtype: str  # "auto" only on the CPU, where loading decides
+    weights: WeightFormat  # "auto" only on the CPU, where loading decides, as it does what stays full of int8 and fp8
     kv: KVLayout  # of decode and colocated workers
     prefill_kv: KVLayout  # of prefill workers
     max_model_len: int
     workers: tuple[WorkerConfig, ...]
+
+    @property
+    def weight_dtype(self) -> str:
+        return self.weights.dtype
 
     def layout(self, role: Role) -> KVLayout:
         """How workers of this role hold KV."""
@@ -72,7 +76,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
         log.warning(line)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
-    weight_dtype = weight_dtype_of(settings.weight_dtype, platform)
+    weights = weights_of(settings, folder, model, platform)
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
     kv = KVLayout.of(model, settings.page_size, kv_dtype)
     prefill_kv = replace(
@@ -101,14 +105,23 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     )
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
-    return Deployment(folder, name, model, mesh, layers, dtype, weight_dtype, kv, prefill_kv, longest, workers)
+    return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers)
+
+
+def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: str) -> WeightFormat:
+    """What --weight_dtype comes to for the model in `folder`. Raises ConfigError, CheckpointError."""
+    if settings.weight_dtype in (STORED, AUTO):
+        stored = stored_weights(folder, settings.load_format, model)
+        if stored is not None and (stored.dtype != "fp8" or platform == "gpu"):
+            return stored
+    return WeightFormat(weight_dtype_of(settings.weight_dtype, platform))
 
 
 def weight_dtype_of(asked: str, platform: str) -> str:
     """--weight_dtype on devices of `platform`. Raises ConfigError for fp8 where its products do not exist."""
     if asked == "fp8" and platform != "gpu":
         raise ConfigError(f"--weight_dtype=fp8 needs a GPU's products, and this is a {platform}; int8 is as small")
-    return AS_ACTIVATIONS if asked == AUTO and platform != "cpu" else asked
+    return AS_ACTIVATIONS if asked == STORED or (asked == AUTO and platform != "cpu") else asked
 
 
 def place_of(settings: Settings) -> Path:

@@ -13,7 +13,7 @@ from jdisagg.model.checkpoint import size_text
 from jdisagg.model.product_times import ProductTimes, time_products
 from jdisagg.model.sources import Source
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.deployment import AUTO, Deployment
+from jdisagg.serve.deployment import AUTO, STORED, Deployment
 
 LARGEST_KL = 1e-3  # nats a token that "auto" may lose
 GAIN = 0.85  # of f32's time that a coarser dtype may take to be worth it: far beyond what timings differ by
@@ -27,6 +27,10 @@ def choose_weights(
 ) -> WeightFormat:
     """`told` is called with one line where anything was decided."""
     asked = deployment.weight_dtype
+    if asked in SCALED and settings.weight_dtype in (AUTO, STORED):
+        weights = deployment.weights
+        told(f"{weights}, as the checkpoint stores them{kept_experts(deployment.model, weights, deployment.dtype)}")
+        return weights
     if asked != AUTO and asked not in SCALED:
         return WeightFormat(asked)
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)

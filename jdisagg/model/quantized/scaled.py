@@ -44,6 +44,17 @@ class Scaled:
             return (tuple(map(ceil_div, shape, self.block)),)
         return (), (1,), (1, 1), (shape[0], 1), (shape[0],)
 
+    @property
+    def of_products(self) -> str:
+        """What products call the dtype of the numbers."""
+        return "int8" if self.dtype == "int8" else "fp8"
+
+    def channels(self, source: Source, stem: str) -> Channels | None:
+        """As it is stored, where rows of numbers have one scale each, or all the same, and no zero points."""
+        self.shape(source, stem)
+        is_scaled = self.block is None and source.shape(stem + ZERO) is None
+        return Channels(source, stem + self.numbers, _scale_name(source, stem), self.of_products) if is_scaled else None
+
     def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
         shape, name = self.shape(source, stem), _scale_name(source, stem)
         block = self.block or ((1 if _size(source, name) == shape[0] else shape[0]), shape[1])
@@ -53,6 +64,26 @@ class Scaled:
         scales = _grid(source, name, rows, columns)
         places = column_of if scales.shape[1] > 1 else None
         return scaled(lambda strip: _f32(stored[strip]), row_of, stored.shape[1], scales, zeros, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A tensor of int8 or fp8 numbers, and that of their scales."""
+
+    source: Source
+    name: str
+    scale: str
+    dtype: str
+
+    def numbers(self, index: Index) -> np.ndarray:
+        return self.source.read(self.name, index)
+
+    def scales(self, rows: slice) -> np.ndarray:
+        """One for all is each row's."""
+        count = rows.stop - rows.start
+        is_one = _size(self.source, self.scale) == 1
+        found = _grid(self.source, self.scale, slice(0, 1) if is_one else rows, slice(0, 1))
+        return np.ascontiguousarray(np.broadcast_to(found[:, 0], count))
 
 
 def _scale_name(source: Source, stem: str) -> str:

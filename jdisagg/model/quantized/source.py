@@ -1,7 +1,7 @@
 """A Hugging Face folder whose weights are quantised, as a source of plain ones: dequantised slice by slice.
 
 What a tensor is stored as decides, not the lists of modules in a config: one that is there in floating point is read
-as it is. Products that take quantised weights ask `scheme_of` and read from `inner`.
+as it is. Products that take quantised weights ask for `channels`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from math import prod
 import numpy as np
 
 from jdisagg.model.names import Index
+from jdisagg.model.quantized.scaled import Scaled
 from jdisagg.model.quantized.scheme import Quantization, Scheme
-from jdisagg.model.sources import FLOATS, HFSource
+from jdisagg.model.sources import FLOATS, HFSource, StoredChannels
 
 OF_PAGES = (".k_scale", ".v_scale", ".kv_scale")
 # Scales that belong to no weight: of activations, and of KV pages. Nothing here reads them.
@@ -73,6 +74,19 @@ class QuantizedSource:
         if any(part.start >= part.stop for part in index):
             return np.empty([max(0, part.stop - part.start) for part in index], np.float32)
         return scheme.read(self.inner, self._stem(name), index)
+
+    def channels(self, name: str) -> StoredChannels | None:
+        scheme = self.scheme_of(name)
+        return scheme.channels(self.inner, self._stem(name)) if isinstance(scheme, Scaled) else None
+
+    def is_kept(self, dtype: str) -> bool:
+        """Whether products of `dtype` take the numbers as they are stored."""
+        scheme = self._scheme
+        return isinstance(scheme, Scaled) and scheme.block is None and scheme.of_products == dtype
+
+    @property
+    def scheme_label(self) -> str:
+        return self._scheme.label
 
     @property
     def label(self) -> str:

@@ -98,7 +98,7 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     if settings.transfer_compress != "none":
         layout += f" as {settings.transfer_compress}"
     dtypes = f"{sent.dtype} to {kv.dtype}"
-    return Identity(f"{deployment.model_name}:{model}", layout, dtypes, weights=settings.weight_dtype)
+    return Identity(f"{deployment.model_name}:{model}", layout, dtypes, weights=deployment.weight_dtype)
 
 
 def own_workers(deployment: Deployment, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
