@@ -38,7 +38,6 @@ WIDE_CLASSES = {
     "jdisagg/policy/request_state.py RequestState": 19,
     "jdisagg/serve/driver.py LiveDriver": 14,
     "jdisagg/serve/local.py LocalService": 17,
-    "jdisagg/serve/records.py RequestTrace": 14,
     "jdisagg/sim/outcome.py Record": 14,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -34,12 +35,22 @@ PART_BEGINNING_AT: dict[Mark, str] = {
 PARTS: tuple[str, ...] = ("queue", "reserve_wait", "prefill", "transfer", "first_step", "decode")
 
 
+Span = tuple[str, int, int]  # (part, when it began, when it ended)
+
+
+def parts_of(spans: Sequence[Span]) -> dict[str, int]:
+    """How long each part was in all."""
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for part, began, ended in spans:
+        parts[part] += ended - began
+    return parts
+
+
 @dataclass(slots=True)
 class Ledger:
     """Instants on the driver's clock as they happened; a repeated prefill simply appends."""
 
     marks: list[tuple[Mark, int]] = field(default_factory=list[tuple[Mark, int]])
-    cached_tokens: int = 0  # of its prompt, whose KV the worker that prefilled it first had already
     wire_ns: int = 0  # that parts of its KV were on their way, whatever else happened meanwhile
     cached_tokens: int = 0  # of the prompt: their KV was found and not computed
 
@@ -52,10 +63,14 @@ class Ledger:
 
     def parts_ns(self) -> dict[str, int]:
         """Nanoseconds of each part; they sum to `total_ns` by construction."""
-        parts: dict[str, int] = dict.fromkeys(PARTS, 0)
-        for (mark, began), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
-            parts[PART_BEGINNING_AT[mark]] += ended - began
-        return parts
+        return parts_of(self.spans())
+
+    def spans(self, now_ns: int | None = None) -> list[Span]:
+        """In nanoseconds, in order and without a gap; the last ends `now_ns` where it is told."""
+        ends = [at_ns for _, at_ns in self.marks[1:]]
+        if now_ns is not None and self.marks and self.marks[-1][0] is not Mark.ENDED:
+            ends.append(max(now_ns, self.marks[-1][1]))
+        return [(PART_BEGINNING_AT[mark], began, ended) for (mark, began), ended in zip(self.marks, ends, strict=False)]
 
     def transfer_ns(self) -> tuple[int, int]:
         """(hidden, exposed) nanoseconds of the transfer.

@@ -34,6 +34,14 @@ class SharedPages:
         """Pages that `take` could give: free ones, and kept ones that nobody reads."""
         return self.pool.free_pages + self.cache.evictable_pages
 
+    def by_use(self) -> dict[str, int]:
+        """Pages that are free, in flight, live (somebody computes with them or reads them), cached (nobody does now);
+        they sum to the pool."""
+        free, in_flight = self.pool.free_pages, self.pool.count(PageState.IN_FLIGHT)
+        cached = self.cache.evictable_pages
+        live = max(0, self.pool.num_pages - free - in_flight - cached)
+        return {"free": free, "in_flight": in_flight, "live": live, "cached": cached}
+
     def take(self, count: int, owner: Attempt, state: PageState) -> tuple[int, ...] | None:
         """`count` pages, for which the least recently used kept ones make room; None, and nothing changed, where
         fewer are available."""

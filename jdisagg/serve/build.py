@@ -15,6 +15,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.checkpoint import open_source, read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
@@ -24,6 +25,7 @@ from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.places import place_of
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.transfer_stats import transfer_stats_of
@@ -60,6 +62,8 @@ def build(
         load_executors(deployment, settings, devices, told=told)
     )  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
+    metrics.watch_pools(workers)
+    places = [place_of(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
     service = LocalService(
         Router(router_config(settings), deployment.workers, records.note),
         workers,
@@ -72,7 +76,9 @@ def build(
         observers=(journal.observe, metrics.observe, *debug_observers(records, settings), *observers),
         metrics=metrics,
         journal=journal,
-        debug_state=DebugState(records, lambda: transfer_stats_of(workers)) if settings.debug_keep else None,
+        debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places)
+        if settings.debug_keep
+        else None,
         recompiles=recompiles,
     )
     post_compression_costs(service.driver, deployment, machines)

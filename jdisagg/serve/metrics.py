@@ -8,12 +8,14 @@ Base units everywhere (seconds, bytes, tokens); every sample has the label `mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.worker import Worker
 from jdisagg.serve.metric_families import Families, by_kind, kind_of
 from jdisagg.serve.metrics_compat import Aliases
 from jdisagg.serve.remote_metrics import MergedRegistry
@@ -41,13 +43,14 @@ class Metrics:
         self._families = families = Families(registry, model_name)
         self._workers: Workers = {config.worker: config for config in workers}
         self._requests = RequestMetrics(families)
+        self._pools = PoolMetrics(families, self._workers)
         self._folds = by_kind(
             [
                 self._requests,
                 StepMetrics(families),
                 PrefixCacheMetrics(families, self._workers),
                 TransferMetrics(families, workers, page_bytes),
-                PoolMetrics(families, self._workers),
+                self._pools,
             ]
         )
         self._journal_drops = families.counter("journal_drops", "Journal files given up: they could not be written")
@@ -82,6 +85,11 @@ class Metrics:
     def journal_dropped(self) -> None:
         """The file of --record_dir takes no more."""
         self._journal_drops.of().inc()
+
+    def watch_pools(self, workers: Mapping[WorkerId, Worker]) -> None:
+        """What the pages of this process's workers are for."""
+        for name, worker in workers.items():
+            self._pools.watch(name, worker.shared)
 
     def watch_held(self, worker: str, held_bytes: Callable[[], tuple[int, int]]) -> None:
         """`held_bytes`: of KV offered to other processes, and of KV pulled from them; `worker` names ours."""

@@ -7,8 +7,9 @@ processes sees their messages, but not their chunks and parts: those lists are o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from jdisagg.core.events import (
@@ -24,8 +25,11 @@ from jdisagg.core.events import (
     Send,
     ShipKV,
     Submit,
+    WorkerJoined,
+    WorkerLeaving,
+    WorkerLost,
 )
-from jdisagg.core.ledger import Ledger
+from jdisagg.core.ledger import Ledger, Mark, parts_of
 from jdisagg.core.messages import (
     CacheChanged,
     CacheHeld,
@@ -36,17 +40,21 @@ from jdisagg.core.messages import (
     Progress,
     Renew,
     Reserve,
+    Reserved,
     StartPrefill,
     View,
 )
-from jdisagg.core.request import Phase, Request, RequestId
+from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.policy.decisions import Decision
 from jdisagg.policy.request_state import END_PHASE, PHASE_OF_MARK
+from jdisagg.serve.places import Place
 from jdisagg.serve.transfer_stats import TransferStats
 
 PHASE_OF_MESSAGE = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}
+MARK_OF_MESSAGE = {Reserve: Mark.RESERVE_SENT, Reserved: Mark.RESERVED, Preempted: Mark.REQUEUED}
 FAMILIES = ("", "cmpl-", "chatcmpl-")  # what the fronts put before a client's id
+MAX_CHANGES = 32
 MAX_ROWS = 200  # of one request, chunks and parts counted apart
 NOT_KEPT = (Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged)  # too many, and they explain nothing
 SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
@@ -63,8 +71,34 @@ def ledger_json(ledger: Ledger) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
+class TraceRows:
+    """What happened to one request, in order. Lists end at `MAX_ROWS`; the rest is counted."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0
+
+    def add(self, rows: list[Any], row: Any) -> None:
+        if len(rows) < MAX_ROWS:
+            rows.append(row)
+        else:
+            self.left_out += 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "decisions": [decision.to_json() for decision in list(self.decisions)],
+            "messages": list(self.messages),
+            "chunks": list(self.chunks),
+            "parts": list(self.parts),
+            "left_out": self.left_out,
+        }
+
+
+@dataclass(slots=True)
 class RequestTrace:
-    """One request's numbers, decisions, messages, chunks and parts. Lists end at `MAX_ROWS`; the rest is counted."""
+    """One request's numbers and what happened to it."""
 
     request_id: RequestId
     arrival_s: float
@@ -74,50 +108,78 @@ class RequestTrace:
     tokens: int = 0
     first_token_s: float | None = None
     last_token_s: float | None = None
-    decisions: list[Decision] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    chunks: list[dict[str, Any]] = field(default_factory=list)
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    left_out: int = 0
+    rows: TraceRows = field(default_factory=TraceRows)
+    ledger: Ledger = field(default_factory=Ledger)  # as far as messages tell; at its end, the router's own
     ending: Finish | Reject | None = None
 
-    def add(self, rows: list[Any], row: Any) -> None:
-        if len(rows) < MAX_ROWS:
-            rows.append(row)
-        else:
-            self.left_out += 1
+    def mark(self, mark: Mark, at_s: float) -> None:
+        """A reservation that is asked for again begins another try."""
+        if mark is Mark.RESERVE_SENT and self.ledger.marks[-1][0] not in (Mark.ARRIVED, Mark.REQUEUED):
+            self.ledger.mark(Mark.REQUEUED, at_s)
+        self.ledger.mark(mark, at_s)
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def workers(self) -> dict[str, WorkerId | None]:
+        """Those that have it, or had it last; None as long as nobody does."""
+        if isinstance(self.ending, Finish):
+            return {"prefill": self.ending.prefill_worker, "decode": self.ending.decode_worker}
+        choices = (each.choice for each in reversed(self.rows.decisions) if each.choice is not None)
+        taken = next((choice.taken for choice in choices if choice.taken is not None), None)
+        return {"prefill": taken and taken.prefill, "decode": taken and taken.decode}
+
+    def summary(self, now_s: float) -> dict[str, Any]:
+        """One row of a list. `parts_ns` of a request that runs reach to `now_s`."""
+        return {
+            "request_id": self.request_id,
+            "phase": self.phase.value,
+            "arrival_s": self.arrival_s,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.ledger.cached_tokens,
+            "tokens": self.tokens,
+            "workers": self.workers,
+            "finish": None if self.ending is None else _ending(self.ending)["reason"],
+            "parts_ns": parts_of(self.ledger.spans(None if self.ending else round(now_s * 1e9))),
+        }
+
+    def to_json(self, now_s: float | None = None) -> dict[str, Any]:
+        """All that is known. Where the request runs, its last span reaches to `now_s`."""
+        now_ns = None if self.ending or now_s is None else round(now_s * 1e9)
         shown: dict[str, Any] = {
             "request_id": self.request_id,
             "phase": self.phase.value,
             "arrival_s": self.arrival_s,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.ledger.cached_tokens,
             "max_tokens": self.max_tokens,
             "tokens": self.tokens,
             "first_token_s": self.first_token_s,
             "last_token_s": self.last_token_s,
-            "decisions": [decision.to_json() for decision in list(self.decisions)],
-            "messages": list(self.messages),
-            "chunks": list(self.chunks),
-            "parts": list(self.parts),
-            "left_out": self.left_out,
+            "workers": self.workers,
+            "marks": [{"mark": mark.value, "at_s": at_ns / 1e9} for mark, at_ns in list(self.ledger.marks)],
+            "spans": [
+                {"part": part, "start_s": began / 1e9, "end_s": ended / 1e9}
+                for part, began, ended in self.ledger.spans(now_ns)
+            ],
+            "finish": None if self.ending is None else _ending(self.ending),
         }
-        return shown | _ending(self.ending)
+        ledger = {"ledger": ledger_json(self.ledger)} if isinstance(self.ending, Finish) else {}
+        return shown | ledger | self.rows.to_json()
 
 
-def _ending(ending: Finish | Reject | None) -> dict[str, Any]:
-    if ending is None:
-        return {"finish": None}
+def _ending(ending: Finish | Reject) -> dict[str, Any]:
     if isinstance(ending, Reject):
-        return {"finish": {"reason": "rejected", "detail": ending.detail, "retry_after_s": ending.retry_after_s}}
-    marks = [{"mark": mark.value, "at_s": at_ns / 1e9} for mark, at_ns in ending.ledger.marks]
-    return {
-        "finish": {"reason": ending.reason.value, "detail": ending.detail},
-        "workers": {"prefill": ending.prefill_worker, "decode": ending.decode_worker},
-        "marks": marks,
-        "ledger": ledger_json(ending.ledger),
-    }
+        return {"reason": "rejected", "detail": ending.detail, "retry_after_s": ending.retry_after_s}
+    return {"reason": ending.reason.value, "detail": ending.detail}
+
+
+def _note_progress(trace: RequestTrace, message: Message, now_s: float) -> None:
+    """What a message says of where a running request is."""
+    if type(message) in MARK_OF_MESSAGE:
+        trace.mark(MARK_OF_MESSAGE[type(message)], now_s)
+    elif isinstance(message, Progress):
+        trace.phase = PHASE_OF_MARK.get(message.mark, trace.phase)
+        trace.mark(message.mark, message.at_s)
+        trace.ledger.cached_tokens = max(trace.ledger.cached_tokens, message.cached_tokens)
 
 
 class Records:
@@ -127,6 +189,7 @@ class Records:
         self._decisions: deque[Decision] = deque(maxlen=keep)
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
         self._keep = keep
+        self.changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)  # of who is there, as the router was told
         self._folds: dict[type, Callable[[str, Any, float], None]] = {
             Submit: self._submit,
             Send: self._send,
@@ -141,6 +204,9 @@ class Records:
             EmitTokens: self._emit,
             Finish: self._end,
             Reject: self._end,
+            WorkerJoined: lambda actor, item, now_s: self._change("joined", item.config.worker, now_s),
+            WorkerLeaving: lambda actor, item, now_s: self._change("leaving", item.worker, now_s),
+            WorkerLost: lambda actor, item, now_s: self._change("gone", item.worker, now_s),
         }
 
     # ------------------------------------------------------------ in
@@ -150,7 +216,7 @@ class Records:
         self._decisions.append(decision)
         trace = self._traces.get(decision.request_id)
         if trace is not None:
-            trace.add(trace.decisions, decision)
+            trace.rows.add(trace.rows.decisions, decision)
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
         """Folds one event or effect of `actor`; what is in no trace is ignored."""
@@ -160,9 +226,10 @@ class Records:
 
     def _submit(self, actor: str, item: Submit, now_s: float) -> None:
         request: Request = item.request
-        self._traces[request.request_id] = RequestTrace(
+        trace = self._traces[request.request_id] = RequestTrace(
             request.request_id, request.arrival_s, len(request.prompt), request.sampling.max_tokens
         )
+        trace.ledger.mark(Mark.ARRIVED, request.arrival_s)
         if len(self._traces) > self._keep:
             self._traces.popitem(last=False)
 
@@ -183,18 +250,18 @@ class Records:
             return
         if isinstance(message, tuple(PHASE_OF_MESSAGE)) and trace.ending is None:
             trace.phase = PHASE_OF_MESSAGE[type(message)]
-        if isinstance(message, Progress) and trace.ending is None:
-            trace.phase = PHASE_OF_MARK.get(message.mark, trace.phase)
+        if trace.ending is None:
+            _note_progress(trace, message, now_s)
         details = {name: getattr(message, name) for name in SHOWN_FIELDS if getattr(message, name, None)}
         named = {"message": type(message).__name__, "attempt": message.attempt.epoch}
-        trace.add(trace.messages, {"at_s": now_s, "from": speaker, "to": to} | named | details)
+        trace.rows.add(trace.rows.messages, {"at_s": now_s, "from": speaker, "to": to} | named | details)
 
     def _step(self, actor: str, item: RunStep, now_s: float) -> None:
         for chunk in item.plan.prefill.chunks if item.plan.prefill else ():
             trace = self._traces.get(chunk.request_id)
             if trace is not None:
                 row = {"at_s": now_s, "worker": actor, "start": chunk.start, "tokens": len(chunk.tokens)}
-                trace.add(trace.chunks, row)
+                trace.rows.add(trace.rows.chunks, row)
         for transfer in item.ships:
             self._part("to leave", transfer, now_s)
 
@@ -213,7 +280,7 @@ class Records:
             "wire": transfer.wire,
             "resends": transfer.resends,
         }
-        trace.add(trace.parts, row | more)
+        trace.rows.add(trace.rows.parts, row | more)
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
         trace = self._traces.get(item.request_id)
@@ -222,27 +289,39 @@ class Records:
             trace.first_token_s = now_s if trace.first_token_s is None else trace.first_token_s
             trace.last_token_s = now_s
 
+    def _change(self, what: str, worker: WorkerId, now_s: float) -> None:
+        self.changes.append({"at_s": now_s, "what": what, "worker": worker})
+
     def _end(self, actor: str, item: Finish | Reject, now_s: float) -> None:
         trace = self._traces.get(item.request_id)
         if trace is not None:
             trace.ending = item
+            trace.ledger = item.ledger if isinstance(item, Finish) else trace.ledger
             trace.phase = END_PHASE[item.reason] if isinstance(item, Finish) else Phase.FAILED
 
     # ------------------------------------------------------------ out
 
     def decisions(self, count: int) -> list[dict[str, Any]]:
         """The last `count`, latest first."""
-        return [decision.to_json() for decision in list(self._decisions)[: -count - 1 : -1]]
+        return [decision.to_json() for decision in self.last(count)]
+
+    def last(self, count: int) -> list[Decision]:
+        """As `decisions`, as values."""
+        return list(self._decisions)[: -count - 1 : -1]
 
     def requests(self) -> list[dict[str, Any]]:
         """The requests that are kept, latest first."""
         return [{"request_id": trace.request_id, "phase": trace.phase.value} for trace in self._latest()]
 
-    def request(self, name: str) -> list[dict[str, Any]]:
+    def summaries(self, count: int, now_s: float) -> list[dict[str, Any]]:
+        """The last `count` requests in short, latest first."""
+        return [trace.summary(now_s) for trace in islice(self._latest(), count)]
+
+    def request(self, name: str, now_s: float | None = None) -> list[dict[str, Any]]:
         """The traces of the request, or of all choices of a client's request, of this name; latest first."""
         starts = tuple(f"{family}{name}-" for family in FAMILIES)
         named = [trace for trace in self._latest() if trace.request_id == name or trace.request_id.startswith(starts)]
-        return [trace.to_json() for trace in named]
+        return [trace.to_json(now_s) for trace in named]
 
     def _latest(self) -> Iterable[RequestTrace]:
         return reversed(list(self._traces.values()))
@@ -254,3 +333,4 @@ class DebugState:
 
     records: Records
     transfer_stats: Callable[[], TransferStats]
+    places: Callable[[], Sequence[Place]] = tuple  # the workers that are there now

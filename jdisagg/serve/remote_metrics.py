@@ -7,7 +7,7 @@ workers' views already) and the router's process shows them beside its own. They
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
@@ -44,6 +44,13 @@ def read_samples(rows: Any) -> Samples:
     return found
 
 
+def family_of(name: str) -> str:
+    """The family that a sample of this name is of."""
+    for suffix in ("_total", "_sum", "_count"):
+        name = name.removesuffix(suffix)
+    return name
+
+
 class MergedRegistry(CollectorRegistry):
     """The samples of this process and, in the same families, those that others sent. Any thread may call."""
 
@@ -61,6 +68,16 @@ class MergedRegistry(CollectorRegistry):
     def forget(self, link: Any) -> None:
         with self._lock:
             self._remote.pop(link, None)
+
+    def values(self, names: Collection[str]) -> Iterator[Sample]:
+        """The samples of these names alone, of all processes: what is not asked for is not worked out."""
+        with self._lock:
+            remote = list(self._remote.values())
+        for family in self.local.restricted_registry(names).collect():
+            yield from family.samples
+        for samples in remote:
+            for name in names:
+                yield from (each for each in samples.get(family_of(name), ()) if each.name == name)
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jdisagg.core.events import EmitTokens, Finish, Reject, RunStep, Submit
-from jdisagg.core.ledger import Ledger
+from jdisagg.core.events import EmitTokens, Finish, Received, Reject, RunStep, Submit
+from jdisagg.core.ledger import Ledger, Mark
+from jdisagg.core.messages import Progress
 from jdisagg.core.request import Request, RequestId
 from jdisagg.serve.metric_families import SECONDS, TOKENS, Families, Fold, Kind
 
@@ -83,6 +84,7 @@ class RequestMetrics:
         return {
             Submit: self._submit,
             RunStep: self._step,
+            (Received, Progress): self._progress,
             EmitTokens: self._emit,
             Finish: self._finish,
             Reject: self._reject,
@@ -95,6 +97,12 @@ class RequestMetrics:
     def _step(self, actor: str, item: RunStep, now_s: float) -> None:
         for chunk in item.plan.prefill.chunks if item.plan.prefill else ():
             self._start(self._running.get(chunk.request_id))
+
+    def _progress(self, actor: str, item: Received, now_s: float) -> None:
+        """Of a worker of another process, whose steps are not seen here."""
+        assert isinstance(item.message, Progress)
+        if item.message.mark is Mark.PREFILL_STARTED:
+            self._start(self._running.get(item.message.attempt.request_id))
 
     def _start(self, times: RequestTimes | None) -> None:
         if times is not None and not times.started:

@@ -20,10 +20,12 @@ from jdisagg.core.messages import Ended, Preempted, Progress, Resend, Reserve, R
 from jdisagg.core.request import FinishReason
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.shared_pages import SharedPages
 from jdisagg.policy.worker_state import empty_view
 from jdisagg.serve.metric_families import SECONDS, SEQUENCES, Families, Fold, Kind
 
 Workers = dict[str, WorkerConfig]  # those that are there now, by name
+USES = ("free", "in_flight", "live", "cached")  # of a page
 
 
 class StepMetrics:
@@ -144,6 +146,12 @@ class PoolMetrics:
         self._pages = families.gauge(
             "kv_pages", "KV pages that a reservation may take (free), and the others (used)", "worker", "state"
         )
+        self._by_use = families.gauge(
+            "kv_pages_by_use",
+            "KV pages: free, in_flight, live (in use), cached (kept, unused)",
+            "worker",
+            "use",
+        )
         self._usage = families.gauge("kv_usage_ratio", "Share of KV pages that no reservation may take", "worker")
         self._sequences = families.gauge("decode_sequences", "Sequences decoding, and room for more", "worker", "state")
         self._backlog = families.gauge("prefill_backlog_tokens", "Prompt tokens not yet prefilled", "worker")
@@ -153,6 +161,11 @@ class PoolMetrics:
 
     def folds(self) -> Mapping[Kind, Fold]:
         return {(Received, View): self._received, WorkerJoined: self._joined, WorkerLost: self._lost}
+
+    def watch(self, worker: str, pages: SharedPages) -> None:
+        """A worker of this process: what its pages are for is read when somebody asks."""
+        for use in USES:
+            self._by_use.of(worker, use).set_function(lambda use=use: pages.by_use()[use])
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
         assert isinstance(item.message, View)
@@ -167,6 +180,7 @@ class PoolMetrics:
         if self._workers.pop(item.worker, None) is None:
             return
         states = [(self._pages, "free"), (self._pages, "used"), (self._sequences, "room"), (self._sequences, "running")]
+        states += [(self._by_use, use) for use in USES]
         gauges = [(gauge,) for gauge in (self._usage, self._backlog, self._stream_tokens)]
         for gauge, *state in [*states, *gauges]:
             with contextlib.suppress(KeyError):  # of the other phase

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jdisagg.core.events import StepDone
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
+from jdisagg.core.reshard import StageShape
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -20,6 +21,7 @@ from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.places import place_of
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from tests.serve.scripted import FIXTURE
@@ -78,6 +80,8 @@ def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: f
     records = Records(keep=40)
     workers = {config.worker: Worker(config) for config in configs}
     machines = {config.worker: SlowToy(config) for config in configs}
+    metrics.watch_pools(workers)
+    places = [place_of(config, [StageShape(range(2), 1, PAGE_SIZE)]) for config in configs]
     service = LocalService(
         Router(RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s), configs, records.note),
         workers,
@@ -88,7 +92,7 @@ def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: f
         tokenizer=tokenizer,
         observers=[metrics.observe, records.observe],
         metrics=metrics,
-        debug_state=DebugState(records, lambda: transfer_stats_of(workers)),
+        debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places),
     )
     service.start()
     try:

@@ -30,6 +30,7 @@ from jdisagg.serve.cluster.bodies import read_shift_s, read_status, read_word
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
 from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.places import Place, place_of
 from jdisagg.serve.readers import Readers
 from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
 from jdisagg.serve.transfer_stats import TransferStats, transfer_stats_of
@@ -248,6 +249,15 @@ class RouterNode(Node):
         """Every phase has a worker, here or elsewhere."""
         roles = [peer.config.role for peer in [*self.own, *self.peers.values()] if peer.worker not in self._leaving]
         return any(role.prefills for role in roles) and any(role.decodes for role in roles)
+
+    def places(self) -> list[Place]:
+        """Of the workers that are there now, in all processes."""
+        with self._lock:
+            present, own = [*self.own, *self.peers.values()], set(self.machines)
+            return [
+                place_of(each.config, each.stages, remote=each.worker not in own, leaving=each.worker in self._leaving)
+                for each in present
+            ]
 
     def recompiles(self) -> int:
         return super().recompiles() + sum([*self._recompiles.values()])

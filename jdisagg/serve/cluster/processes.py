@@ -201,9 +201,11 @@ def build_workers(
     warm(machines, progress, partial(remote_programs, deployment))
     node = WorkerNode(remote_kv, machines, peers_of(machines, remote_kv), ended)
     metrics = _metrics(deployment, settings, node)
+    workers = {name: Worker(machine.config) for name, machine in machines.items()}
+    metrics.watch_pools(workers)
     node.driver = LiveDriver(
         None,
-        {name: Worker(machine.config) for name, machine in machines.items()},
+        workers,
         machines,
         deliver=lambda outcomes: None,
         died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
@@ -282,9 +284,11 @@ def _service(
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = _metrics(deployment, settings, node)
     journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
+    workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
+    metrics.watch_pools(workers)
     return LocalService(
         router,
-        {name: Worker(machine.config) for name, machine in node.machines.items()},
+        workers,
         node.machines,
         model_name=deployment.model_name,
         model_config=deployment.model,
@@ -294,7 +298,7 @@ def _service(
         observers=(journal.observe, metrics.observe, *debug_observers(records, settings), node.observe),
         metrics=metrics,
         journal=journal,
-        debug_state=DebugState(records, node.transfer_stats) if settings.debug_keep else None,
+        debug_state=DebugState(records, node.transfer_stats, node.places) if settings.debug_keep else None,
         recompiles=node.recompiles,
         remote=node,
         able=lambda: node.able,

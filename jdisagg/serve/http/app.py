@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from jdisagg.core.errors import RequestError
 from jdisagg.serve import offload
+from jdisagg.serve.cluster_view import ClusterView
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.chat import chat_ids
@@ -23,6 +24,7 @@ from jdisagg.serve.http.gate import Gate, plain_id, read_body
 from jdisagg.serve.http.generation import Generation
 from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, decode, encode
 from jdisagg.serve.http.json_bounds import LIMITS
+from jdisagg.serve.http.page import add_page
 from jdisagg.serve.http.rendering import Renderer
 from jdisagg.serve.http.schema import (
     BODIES,
@@ -97,7 +99,8 @@ def create_app(
     _add_tokens(app, front)
     _add_state(app, front)
     if debug_state is not None:
-        add_debug(app, debug_state)
+        add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
+    add_page(app)
     app.add_middleware(Gate, api_key=settings.api_key)
     _describe_bodies(app)
     return app

@@ -5,17 +5,24 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Response
 
 from jdisagg.core.errors import RequestError
+from jdisagg.serve.cluster_view import ClusterView, SharedDocument
 from jdisagg.serve.http.errors import documented
 from jdisagg.serve.records import DebugState
 
 MOST = 10_000  # decisions of one answer
 
 
-def add_debug(app: FastAPI, debug_state: DebugState) -> None:
-    records = debug_state.records
+def add_debug(app: FastAPI, debug_state: DebugState, cluster: ClusterView) -> None:
+    records, shared = debug_state.records, SharedDocument(cluster.document)
+
+    @app.get("/debug/cluster", responses=documented(401))
+    async def whole_cluster() -> Response:
+        """Workers, pages by use, links, queues, the latest requests and decisions. Counters are totals: rates are the
+        differences of two documents over that of their `now_s`. One document a quarter of a second serves all."""
+        return Response(await shared.get(), media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/debug/decisions", responses=documented(400, 401))
     async def decisions(n: str = "100") -> dict[str, Any]:
@@ -32,7 +39,7 @@ def add_debug(app: FastAPI, debug_state: DebugState) -> None:
     @app.get("/debug/requests/{name:path}", responses=documented(401, 404))
     async def request(name: str) -> dict[str, Any]:
         """The trace of one request, by its id in answers and in x-request-id; each choice is a request of its own."""
-        lives = records.request(name)
+        lives = records.request(name, cluster.now_s())
         if not lives:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"no request {name[:128]!r} is remembered")
         return {"requests": lives}

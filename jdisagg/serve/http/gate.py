@@ -10,9 +10,11 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jdisagg.serve.http import page
 from jdisagg.serve.http.errors import BodyTooLarge, Unauthorized, error_response
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version"})  # need no key
+# What needs no key; the page asks for one.
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version"}) | page.PATHS
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
