@@ -100,6 +100,8 @@ class ToyShipment:
 class ToyExecutor:
     """Implements `Executor`. Plans whose ids are in `fail_plans` raise before they change anything."""
 
+    law = staticmethod(next_token)  # by which it draws
+
     def __init__(self, config: WorkerConfig, fail_plans: Collection[int] = ()) -> None:
         self.config, self.fail_plans = config, fail_plans
         self.layer_groups = config.layer_groups or ((0, 1),)
@@ -158,7 +160,7 @@ class ToyExecutor:
 
     def _first(self, chunk: PrefillChunk) -> Sampled:
         tokens = self._read(chunk.pages, chunk.start + len(chunk.tokens))
-        return Sampled(next_token(tokens, chunk.sampling, chunk.num_output))
+        return Sampled(self.law(tokens, chunk.sampling, chunk.num_output))
 
     # ------------------------------------------------------------ decode
 
@@ -175,13 +177,13 @@ class ToyExecutor:
         )
 
     def _draw(self, row: ToySlot, tokens: list[int], width: int) -> tuple[Sampled, ...]:
-        drawn = [_advance(row, tokens)]
+        drawn = [_advance(row, tokens, self.law)]
         for _ in range(row.position % width):
             if row.stopped:
                 break
             for group in self.groups:
                 self._write(group, row.table, row.position, row.token)
-            drawn.append(_advance(row, self._read(row.table, row.position + 1)))
+            drawn.append(_advance(row, self._read(row.table, row.position + 1), self.law))
         return tuple(drawn)
 
     def _take(self, plan: DecodeRows) -> dict[int, ToySlot]:
@@ -247,10 +249,10 @@ def _agreed(rows: list[list[int]]) -> list[int]:
     return [seen[0] if len(set(seen)) == 1 else NOTHING for seen in zip(*rows, strict=True)]
 
 
-def _advance(row: ToySlot, tokens: list[int]) -> Sampled:
+def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], SamplingParams, int], int]) -> Sampled:
     """Draws the slot's next token after `tokens`."""
     row.position += 1
-    row.token = next_token(tokens, row.sampling, row.num_output)
+    row.token = law(tokens, row.sampling, row.num_output)
     row.num_output += 1
     row.stopped = row.token in row.sampling.stop_token_ids
     return Sampled(row.token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from jdisagg.core.events import StepDone
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
-from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
@@ -31,7 +31,7 @@ MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
 
 @dataclass(frozen=True)
 class Paused:
-    """A pending decode that takes `pause_s` to read."""
+    """A pending step that takes `pause_s` to read."""
 
     step: PendingStep
     pause_s: float
@@ -42,17 +42,22 @@ class Paused:
 
 
 class SlowToy(ToyExecutor):
-    """A toy whose decode steps take `pause_s` seconds."""
+    """A toy whose decode steps take `pause_s` seconds, and whose chunks take `chunk_s`."""
 
-    pause_s = 0.0
+    pause_s, chunk_s = 0.0, 0.0
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         step = super().run(plan, group_done)
-        return Paused(step, self.pause_s) if self.pause_s and plan.decode else step
+        took_s = (self.pause_s if plan.decode else 0.0) + (self.chunk_s if plan.prefill else 0.0)
+        return Paused(step, took_s) if took_s else step
 
 
 def worker_config(name: str, role: Role, num_pages: int) -> WorkerConfig:
     return WorkerConfig(WorkerId(name), role, num_pages, PAGE_SIZE, MAX_LEN, num_slots=8, prefix_caching=True)
+
+
+def groups_of(config: WorkerConfig) -> list[StageShape]:
+    return [StageShape(range(*layers), 1, config.page_size) for layers in config.layer_groups or ((0, 2),)]
 
 
 @dataclass
@@ -69,26 +74,38 @@ class ToyStack:
 
 
 @contextmanager
-def toy_stack(decode_pages: int = 256, queue_limit: int = 64, queue_timeout_s: float = 60.0) -> Iterator[ToyStack]:
-    """One prefill and one decode worker, started; stopped at the end."""
-    configs = [
+def toy_stack(
+    decode_pages: int = 256,
+    queue_limit: int = 64,
+    queue_timeout_s: float = 60.0,
+    configs: Sequence[WorkerConfig] = (),
+    kind: type[SlowToy] = SlowToy,
+    routing: Routing = Routing.LEAST_LOADED,
+) -> Iterator[ToyStack]:
+    """These workers, or one that prefills and one that decodes, started; stopped at the end."""
+    configs = configs or (
         worker_config("prefill-0", Role.PREFILL, 256),
         worker_config("decode-0", Role.DECODE, decode_pages),
-    ]
+    )
+    max_len = configs[0].max_model_len
     tokenizer = Tokenizer(FIXTURE)
     metrics = Metrics("toy", configs, PAGE_BYTES, recompiles=lambda: 0.0, compat=("vllm", "jetstream"))
     records = Records(keep=40)
     workers = {config.worker: Worker(config) for config in configs}
-    machines = {config.worker: SlowToy(config) for config in configs}
+    machines = {config.worker: kind(config) for config in configs}
     metrics.watch_pools(workers)
-    places = [place_of(config, [StageShape(range(2), 1, PAGE_SIZE)]) for config in configs]
+    places = [place_of(config, groups_of(config)) for config in configs]
     service = LocalService(
-        Router(RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s), configs, records.note),
+        Router(
+            RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s, routing=routing),
+            configs,
+            records.note,
+        ),
         workers,
         machines,
         model_name="toy",
-        model_config=ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, MAX_LEN),
-        max_model_len=MAX_LEN,
+        model_config=ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, max_len),
+        max_model_len=max_len,
         tokenizer=tokenizer,
         observers=[metrics.observe, records.observe],
         metrics=metrics,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -166,8 +167,7 @@ def test_layer_groups_of_one_mesh_are_one_stage_and_stages_of_a_pipeline_are_sev
     groups = [StageShape(range(0, 3), 2, 16), StageShape(range(3, 5), 2, 16)]
     one = place_of(worker_config("prefill-0", Role.PREFILL, 8), groups).to_json()
     assert one["stages"] == [{"layers": [0, 5], "shards": 2}]
-    config = worker_config("decode-0", Role.DECODE, 8)
-    config = type(config)(**{name: getattr(config, name) for name in config.__slots__} | {"num_microbatches": 2})
+    config = replace(worker_config("decode-0", Role.DECODE, 8), num_microbatches=2)
     assert [each["layers"] for each in place_of(config, groups).to_json()["stages"]] == [[0, 3], [3, 5]]
 
 

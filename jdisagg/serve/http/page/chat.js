@@ -151,7 +151,7 @@ export class Chat {
     const log = byId("log");
     const busy = this.abort !== null;
     byId("stop").hidden = !busy;
-    byId("send").disabled = busy;
+    byId("send").hidden = busy;
     log.setAttribute("aria-busy", String(busy));
     if (!this.messages.length) {
       log.replaceChildren(el("p", { class: "empty", text: "Answers come with a ledger: where each one's time went." }));

@@ -8,6 +8,8 @@ import { drawList, makeCard, updateCard } from "./workers.js";
 
 const WATCHED_MS = 500;
 const UNWATCHED_MS = 5000; // the view is not open: only whether the server is there
+const SHOWN_REQUESTS = 10;
+const SHOWN_DECISIONS = 8;
 const GONE_S = 60; // that a worker that left is still shown
 const STEADY_S = 1.2; // workers of other processes report each second: rates are over longer
 
@@ -161,7 +163,7 @@ export class Cluster {
   }
 
   requests(document) {
-    keyed(byId("requests"), document.requests, (each) => each.request_id, (each) => {
+    keyed(byId("requests"), document.requests.slice(0, SHOWN_REQUESTS), (each) => each.request_id, (each) => {
       const parts = bar(each.parts_ns);
       const button = el("button", { type: "button", class: "row", on: { click: () => this.open.request(each.request_id) } },
         el("span", { class: "name" }), el("span", { class: "phase" }), el("span", { class: "where" }),
@@ -182,7 +184,7 @@ export class Cluster {
   }
 
   decisions(document) {
-    keyed(byId("decisions"), document.decisions, (each) => `${each.at_s} ${each.request_id}`, (each) => {
+    keyed(byId("decisions"), document.decisions.slice(0, SHOWN_DECISIONS), (each) => `${each.at_s} ${each.request_id}`, (each) => {
       const button = el("button", { type: "button", class: "row", on: { click: () => this.open.decision(each) } },
         el("span", { class: "when" }), el("span", { class: `phase ${each.decision}`, text: each.decision }),
         el("span", { class: "where", text: pair(each.taken) }), el("span", { class: "reason", text: each.reason }));

@@ -43,10 +43,11 @@ function drawMesh(mesh, worker) {
   const stages = worker.stages.map((stage, index) => {
     const [first, stop] = stage.layers;
     const shards = Array.from({ length: Math.min(stage.shards, MOST_SHARDS) }, () => el("i"));
-    const name = worker.stages.length > 1 ? `stage ${index + 1} · layers ${first}–${stop - 1}` : `layers ${first}–${stop - 1}`;
-    return el("div", { class: "stage" }, el("span", { class: "shards" }, ...shards), el("span", { text: `${name} · tp${stage.shards}` }));
+    return el("div", { class: "stage" }, index ? el("span", { text: "→" }) : null, el("span", { class: "shards" }, ...shards),
+      el("span", { text: `${index ? "" : "layers "}${first}–${stop - 1}` }));
   });
-  mesh.replaceChildren(...stages);
+  const shape = `${worker.stages.length > 1 ? `pp${worker.stages.length} ` : ""}tp${worker.stages[0]?.shards ?? 1}`;
+  mesh.replaceChildren(...stages, el("span", { class: "shape", text: shape }));
   mesh.setAttribute("aria-label", `${worker.stages.length} ${worker.stages.length === 1 ? "stage" : "stages"}, ${worker.stages[0]?.shards ?? 1} shards each`);
 }
 
