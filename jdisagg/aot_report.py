@@ -15,10 +15,10 @@ from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.roofline import Shard, Work
 from jdisagg.core.targets import GIB, Target
-from jdisagg.core.weight_format import number_bytes
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
+from jdisagg.model.weight_bytes import number_bytes
 from jdisagg.serve.deployment import Deployment
 
 # Rows of a table that stand together.
@@ -37,9 +37,9 @@ class Report:
     memory: list[StageMemory]
 
     def shard(self, place: WorkerMesh, stage: int) -> Shard:
-        weights = number_bytes(self.deployment.weight_dtype, DTYPE_BYTES[self.deployment.dtype])
-        sizes = weights, DTYPE_BYTES[self.deployment.kv.dtype]
-        return Shard(self.deployment.model, self.deployment.layers[stage], place.tp, *sizes)
+        kept = self.deployment
+        held = kept.model, kept.layers[stage], place.tp
+        return Shard(*held, number_bytes(*held, kept.dtype, kept.weights), DTYPE_BYTES[kept.kv.dtype])
 
     def work(self, each: Checked) -> Work | None:
         """Of one device; None for programs whose floor says nothing."""

@@ -38,11 +38,11 @@ class Shard:
     model: ModelConfig
     layers: range
     tp: int
-    weight_bytes: int
+    weight_bytes: float  # of the mean number
     kv_bytes: int
 
     @property
-    def held_bytes(self) -> int:
+    def held_bytes(self) -> float:
         """Bytes of the weights that this shard keeps: the embedding is whole on every shard of the first stage."""
         params = self._layers_params
         if self.layers.start == 0:

@@ -10,13 +10,6 @@ SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a t
 # shard would round a token by the scale of its own channels alone.
 SHARED = ".mlp.shared."
 
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
-
-
-def number_bytes(dtype: str, activation_bytes: int) -> int:
-    """Of one number of a matrix of `dtype`; "auto" counts as full."""
-    return NUMBER_BYTES.get(dtype, activation_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:

@@ -14,7 +14,6 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
-from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
@@ -22,6 +21,7 @@ from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, stored_weights, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
+from jdisagg.model.weight_bytes import shard_bytes
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
@@ -91,7 +91,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
             f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
         )
     layers = split_layers(model, mesh.decode_pp)
-    budget = Budget(model, layers, DTYPE_BYTES[dtype], device_bytes)
+    budget = Budget(model, layers, dtype, weights, device_bytes)
     name = settings.served_model_name or name_of(folder)
     workers = tuple(
         worker_config(
@@ -239,11 +239,15 @@ class NoRoom(MeshError):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is to be held, and one device's memory in bytes (None on the CPU: the host's is shared)."""
+    """What is to be held, and one device's memory in bytes (None on the CPU: the host's is shared).
+
+    Matrices that only loading finds to be better left full take of what --hbm_fraction leaves over.
+    """
 
     model: ModelConfig
     layers: tuple[range, ...]  # of the decode stages
-    weight_bytes: int  # of one number
+    dtype: str  # of activations
+    weights: WeightFormat
     device_bytes: int | None
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
@@ -254,10 +258,15 @@ class Budget:
         shares = max(len(on[device]) for device in place.device_ids)
         return replace(self, device_bytes=self.device_bytes // shares)
 
-    def shards(self, place: WorkerMesh) -> list[Shard]:
-        """One device of each stage; a prefill worker's devices hold all layers."""
-        runs = self.layers if place.pp > 1 else (range(self.model.num_layers),)
-        return [Shard(self.model, run, place.tp, self.weight_bytes, 0) for run in runs]
+    def stages(self, place: WorkerMesh) -> list[tuple[range, int]]:
+        """Layers and bytes of weights of one device of each stage; a prefill worker's devices hold all layers.
+
+        They hold them in as many groups as there are decode stages, and of tied tables one for each end.
+        """
+        groups = [(run, shard_bytes(self.model, run, place.tp, self.dtype, self.weights)) for run in self.layers]
+        if place.pp > 1:
+            return groups
+        return [(range(self.model.num_layers), sum(held for _, held in groups))]
 
 
 def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
@@ -281,13 +290,13 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
     """Pages that the fullest of the worker's devices holds beside its weights."""
     assert budget.device_bytes is not None
     allowed, found = int(budget.device_bytes * settings.hbm_fraction), []
-    for shard in budget.shards(place):
-        page_bytes = len(shard.layers) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
-        found.append(((allowed - int(shard.held_bytes)) // page_bytes, shard))
-    pages, fullest = min(found, key=lambda pair: pair[0])
+    for layers, held_bytes in budget.stages(place):
+        page_bytes = len(layers) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
+        found.append(((allowed - held_bytes) // page_bytes, held_bytes))
+    pages, held_bytes = min(found)
     if pages < kv.pages_for(longest):
         raise NoRoom(
-            f"{place.worker} does not fit: {fullest.held_bytes / GIB:.2f} GiB of weights on a device with"
+            f"{place.worker} does not fit: {held_bytes / GIB:.2f} GiB of weights on a device with"
             f" {budget.device_bytes / GIB:.2f} GiB (--hbm_fraction={settings.hbm_fraction:g} of it is"
             f" {allowed / GIB:.2f}) leave room for {max(pages, 0) * kv.page_size} KV tokens, and one sequence may have"
             f" {longest}; use more devices, or lower --max_model_len"

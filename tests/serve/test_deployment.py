@@ -7,10 +7,12 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.kv_layout import DTYPE_BYTES
-from jdisagg.core.roofline import Shard
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.declaration import local_bytes
+from jdisagg.model.params import abstract_stage_params
 from jdisagg.serve.deployment import Deployment, resolve_deployment
+from tests.model.sharded import mesh_of
 
 GIB = 1 << 30
 
@@ -26,7 +28,14 @@ def bytes_on_devices(deployment: Deployment, config: WorkerConfig) -> list[tuple
     found = []
     for run in deployment.layers if place.pp > 1 else (range(deployment.model.num_layers),):
         page = len(run) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
-        weights = int(Shard(deployment.model, run, place.tp, DTYPE_BYTES[deployment.dtype], 0).held_bytes)
+        groups = [run] if place.pp > 1 else deployment.layers
+        weights = sum(
+            local_bytes(leaf)
+            for group in groups
+            for leaf in abstract_stage_params(
+                deployment.model, group, mesh_of(place.tp), deployment.dtype, deployment.weights
+            ).leaves
+        )
         found.append((weights + config.num_pages * page, page))
     return found
 
@@ -40,8 +49,12 @@ def bytes_on_devices(deployment: Deployment, config: WorkerConfig) -> list[tuple
         ("prefill:tp1@1,decode:pp2@0", {"prefill-0": 0.5, "decode-0": 0.5}),  # its stages hold equally many pages
     ],
 )
-def test_the_fullest_device_of_a_worker_is_full_but_for_less_than_a_page(mesh: str, parts: dict[str, float]):
-    deployment = resolved(mesh)
+@pytest.mark.parametrize("weight_dtype", ["dtype", "int8", "fp8"])
+def test_the_fullest_device_of_a_worker_is_full_but_for_less_than_a_page(
+    mesh: str, parts: dict[str, float], weight_dtype: str
+):
+    """With weights as they lie there: a prefill worker holds tied tables twice, and in int8 a byte a number."""
+    deployment = resolved(mesh, weight_dtype=weight_dtype)
     for config in deployment.workers:
         used = bytes_on_devices(deployment, config)
         left = [parts[config.worker] * GIB - size for size, _ in used]

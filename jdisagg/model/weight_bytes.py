@@ -1,0 +1,83 @@
+"""Bytes of weights as they lie on one device, in every weight format: what pages are budgeted beside.
+
+One layer of each kind is drawn, without memory, and counted as often as there are such; a network of hundreds of
+layers takes minutes to draw.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.network import Stage
+from jdisagg.model.products import MatrixForm
+
+SCALE_BYTES = 4  # of an output channel, f32
+
+
+def shard_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
+    """Of all that one of `tp` shards of the stage of `layers` holds; activations are of `dtype`."""
+    table, norm = _table_bytes(config, dtype, weights), jnp.dtype(dtype).itemsize * config.hidden_size
+    embedding = table if layers.start == 0 else 0
+    found = _layers_bytes(config, layers, tp, dtype, weights) + embedding
+    if layers.stop < config.num_layers:
+        return found
+    head = 0 if embedding and _is_embedding(config, tp, weights) else _head_bytes(config, tp, dtype, weights)
+    return found + norm + head
+
+
+def number_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> float:
+    """Of the mean number that is multiplied by: of the layers, and behind the last of the head, tied or not."""
+    held = _layers_bytes(config, layers, tp, dtype, weights)
+    numbers = sum(config.layer_params(tp, layer) * count for layer, count in config.layer_kinds(layers))
+    if layers.stop == config.num_layers:
+        held, numbers = held + _head_bytes(config, tp, dtype, weights), numbers + config.head_params(tp)
+    return held / numbers
+
+
+def _layers_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
+    kinds = Counter((config.is_sparse(layer), _kept(weights, layer)) for layer in layers)
+    first = {(config.is_sparse(layer), _kept(weights, layer)): layer for layer in reversed(layers)}
+    return sum(count * _layer_bytes(config, first[kind], tp, dtype, weights) for kind, count in kinds.items())
+
+
+def _kept(weights: WeightFormat, layer: int) -> frozenset[str]:
+    """What of a layer stays full."""
+    prefix = f"{layer}."
+    return frozenset(path.removeprefix(prefix) for path in weights.full if path.startswith(prefix))
+
+
+def _layer_bytes(config: ModelConfig, layer: int, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
+    def formed() -> Stage:
+        stage = Stage(config, range(layer, layer + 1), tp=tp, dtype=dtype, rngs=nnx.Rngs(0))
+        stage.become(weights, out_first=False)
+        return stage
+
+    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(formed).layers))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _is_embedding(config: ModelConfig, tp: int, weights: WeightFormat) -> bool:
+    """Whether the head is the embedding's own leaf, on a device that holds both ends."""
+    whole = config.head_params(tp) == config.embedding_params
+    return config.tie_embeddings and whole and not MatrixForm(True, weights.of("head")).is_scaled
+
+
+def _head_bytes(config: ModelConfig, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
+    form = MatrixForm(True, weights.of("head"))
+    if not form.is_scaled:
+        return config.head_params(tp) * _table_bytes(config, dtype, weights) // config.embedding_params
+    rows = config.head_params(tp) // config.hidden_size
+    return config.head_params(tp) * jnp.dtype(form.stored(dtype)).itemsize + rows * SCALE_BYTES
+
+
+def _table_bytes(config: ModelConfig, dtype: DTypeLike, weights: WeightFormat) -> int:
+    """Of the embedding: scaled formats leave it as activations are."""
+    stored = dtype if weights.is_scaled else MatrixForm(True, weights.dtype).stored(dtype)
+    return config.embedding_params * jnp.dtype(stored).itemsize
