@@ -30,6 +30,9 @@ class Experts:
     clamped: bool = False  # the gate's activation is gpt-oss', in place of the model's
     dense_layers: tuple[int, ...] = ()  # that have the plain MLP instead
 
+    def __post_init__(self) -> None:
+        assert self.router in ROUTERS, f"router {self.router!r} is none of {', '.join(ROUTERS)}"
+
     @property
     def channels(self) -> int:
         """Of all of them, the MLP of every token among them."""

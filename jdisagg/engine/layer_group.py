@@ -22,6 +22,7 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
+from jdisagg.engine.expert_load import ExpertLoad, Tally
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
@@ -55,9 +56,11 @@ class LayerGroupPrograms:
     def __init__(self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams) -> None:
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, params
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
-        self.decode_program = self._program(self._decode, 3, 1)
-        self.prefill_program = self._program(self._prefill, 4, 1)
-        self.mixed_program = self._program(self._mixed, 6, 3 if self.is_last else 1)
+        self.sparse = [layer for layer in layers if config.is_sparse(layer)]
+        counts = 1 if self.sparse else 0  # i32[layers with experts, experts], see `expert_load.py`
+        self.decode_program = self._program(self._decode, 3, 1 + counts)
+        self.prefill_program = self._program(self._prefill, 4, 1 + counts)
+        self.mixed_program = self._program(self._mixed, 6, (3 if self.is_last else 1) + counts)
         self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
         self.score_program = submesh.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
 
@@ -80,25 +83,26 @@ class LayerGroupPrograms:
 
     def _slots(self, pools: list[Array], table: Array, state: Array) -> DecodeRows:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
-        return decode_rows(table, state[1], (state[3] == 1) & (state[2] == 0), pools[0].shape[3])
+        return decode_rows(table, state[1], running(state), pools[0].shape[3])
 
     def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:
         return ChunkRows(table, spans[0, :-1], spans[1], rows[2], rows[1] % pools[0].shape[3])
 
     def _decode(
         self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
-    ) -> tuple[list[Array], Array]:
+    ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, state[0])
-        attend = paged_attend(pools, self._slots(pools, table, state), None, stage.attention)
-        x = stage.run_layers(x, state[1], attend)
-        return pools, stage.logits(x) if self.is_last else x
+        slots, tally = self._slots(pools, table, state), Tally(self.config.experts, running(state))
+        x = stage.run_layers(x, state[1], paged_attend(pools, slots, None, stage.attention), tally)
+        return pools, stage.logits(x) if self.is_last else x, *tally.counts
 
     def _prefill(
         self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
-    ) -> tuple[list[Array], Array]:
+    ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, rows[0])
         attend = paged_attend(pools, None, self._chunks(pools, rows, spans, table), stage.attention)
-        return pools, stage.run_layers(x, rows[1], attend)
+        tally = Tally(self.config.experts, in_chunks(rows, spans))
+        return pools, stage.run_layers(x, rows[1], attend, tally), *tally.counts
 
     def _mixed(
         self,
@@ -115,13 +119,15 @@ class LayerGroupPrograms:
         each chunk [S, V], and the activations [T, hidden] of the chunks."""
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
         kinds = self._slots(pools, slot_table, state), self._chunks(pools, rows, spans, table)
-        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), paged_attend(pools, *kinds, stage.attention))
+        attend = paged_attend(pools, *kinds, stage.attention)
+        tally = Tally(self.config.experts, jnp.concatenate([running(state), in_chunks(rows, spans)]))
+        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), attend, tally)
         if not self.is_last:
-            return pools, x
+            return pools, x, *tally.counts
         slots, chunks = x[: state.shape[1]], x[state.shape[1] :]
         ends = jnp.maximum(spans[1, 1:] - 1, 0)
         logits = stage.logits(jnp.concatenate([slots, chunks[ends]]))
-        return pools, logits[: state.shape[1]], logits[state.shape[1] :], chunks
+        return pools, logits[: state.shape[1]], logits[state.shape[1] :], chunks, *tally.counts
 
     def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
         return self.params.merge(leaves).logits(x[rows])
@@ -143,6 +149,16 @@ class LayerGroupPrograms:
         return chosen, ids, values
 
 
+def running(state: Array) -> Array:
+    """bool[B]: slots that are stepped, of a decode state i32[4, B]."""
+    return (state[3] == 1) & (state[2] == 0)
+
+
+def in_chunks(rows: Array, spans: Array) -> Array:
+    """bool[T]: rows that are no padding."""
+    return jnp.arange(rows.shape[1]) < spans[1, -1]
+
+
 class LayerGroup(LayerGroupPrograms):
     """A layer group that runs: its weights are loaded and its pages allocated."""
 
@@ -159,23 +175,28 @@ class LayerGroup(LayerGroupPrograms):
     ) -> None:
         super().__init__(config, layers, submesh, load_stage(source, config, layers, submesh.mesh, dtype, weights))
         self.kv = StagePages(layout, layers, num_pages, submesh)
+        self.load = ExpertLoad(self.sparse, config.experts)
 
     def decode(self, table: Array, state: Array, x: Array | None) -> Array:
         """One step: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
-        self.kv.pools, result = self.decode_program(self.params.leaves, self.kv.pools, table, state, x)
+        self.kv.pools, result, *counts = self.decode_program(self.params.leaves, self.kv.pools, table, state, x)
+        self.load.leaves(counts)
         return result
 
     def prefill(self, chunks: Chunks, x: Array | None) -> Array:
         """One chunk: activations [T, hidden] of the group before (None at the first) -> those after this one."""
         batch = chunks.rows, chunks.spans, chunks.table
-        self.kv.pools, result = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
+        self.kv.pools, result, *counts = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
+        self.load.leaves(counts)
         return result
 
     def mixed(self, slot_table: Array, state: Array, chunks: Chunks, x: Array | None) -> MixedOut | Array:
         """Both: activations [B + T, hidden] -> those after this one, or what comes of the last group."""
         batch = slot_table, state, chunks.rows, chunks.spans, chunks.table
         self.kv.pools, *results = self.mixed_program(self.params.leaves, self.kv.pools, *batch, x)
-        return MixedOut(*results) if self.is_last else results[0]
+        made = 3 if self.is_last else 1
+        self.load.leaves(results[made:])
+        return MixedOut(*results[:made]) if self.is_last else results[0]
 
     def head(self, x: Array, rows: np.ndarray) -> Array:
         """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""

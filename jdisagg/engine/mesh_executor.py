@@ -26,6 +26,7 @@ from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.executor import GroupDone, PendingStep
+from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.programs import ProgramTable, submeshes_of, transfer_programs_of
 from jdisagg.engine.runner import Runner
@@ -137,6 +138,11 @@ class MeshExecutor:
     def pages(self) -> list[StagePages]:
         """The KV pages of each layer group, in layer order."""
         return [group.kv for group in self.layer_groups]
+
+    @property
+    def expert_loads(self) -> list[ExpertLoad]:
+        """What tokens its layers' experts were sent, group by group."""
+        return [group.load for group in self.layer_groups if group.sparse]
 
     # ------------------------------------------------------------ warm-up
 

@@ -17,6 +17,7 @@ from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.decode import Decoder, Microbatch, PendingRows
 from jdisagg.engine.executor import GroupDone, PendingStep
+from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
@@ -30,10 +31,13 @@ class Pending:
     step_id: int
     rows: PendingRows | None
     chunks: PendingChunks | None
+    counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ()  # of experts, by the programs up to this step
 
     def read(self) -> StepDone:
         decode = self.rows.read() if self.rows else ()
         first, prompt = self.chunks.read() if self.chunks else ((), ())
+        for load, taken in self.counts:
+            load.read(taken)
         return StepDone(self.step_id, decode, first, prompt)
 
 
@@ -119,4 +123,12 @@ class Runner:
             assert self.prefiller is not None
             logits = None if out.chunk_logits is None else out.chunk_logits.addressable_data(0)
             chunks = self.prefiller.finish(prompts.plan, prompts.packed, out.chunks, logits)
-        return Pending(plan.step_id, rows, chunks)
+        return Pending(plan.step_id, rows, chunks, self._counts() if draws(rows, chunks) else ())
+
+    def _counts(self) -> tuple[tuple[ExpertLoad, list[Array]], ...]:
+        return tuple((group.load, group.load.taken()) for group in self.layer_groups if group.sparse)
+
+
+def draws(rows: PendingRows | None, chunks: PendingChunks | None) -> bool:
+    """Whether reading the step waits for what its programs make."""
+    return rows is not None or (chunks is not None and chunks.tokens is not None)

@@ -20,6 +20,7 @@ from jdisagg.model.products import MatrixForm
 from pallas_kernels import grouped_product
 
 Gate = Callable[[Array, Array], Array]  # (gate channels, up channels) -> what goes down
+Routed = Callable[[Array], None]  # is told the experts of each token, i32[T, per_token]
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss' gate
 MATRICES = ("gate_up", "down")
 TINY = 1e-20  # added to the sum of a token's weights, which a sigmoid may make 0
@@ -106,9 +107,12 @@ class ExpertMLP(nnx.Module):
             setattr(self, name, nnx.Param(matrices.swapaxes(1, 2) if form.out_first else matrices))
         self.form = form
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, routed: Routed | None = None) -> Array:
         rows = x.reshape(-1, x.shape[-1])
-        y = self._routed(rows, *route(self.experts, self._logits(rows), _value(self.correction)))
+        chosen, weights = route(self.experts, self._logits(rows), _value(self.correction))
+        if routed is not None:
+            routed(chosen)
+        y = self._routed(rows, chosen, weights)
         if self.shared is not None:
             y = y + self.shared(rows)
         y = y if self.axis is None else jax.lax.psum(y, self.axis)

@@ -21,78 +21,19 @@ from jax.typing import DTypeLike
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
 from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.experts import ExpertMLP
-from jdisagg.model.latents import LatentQueries, halves_of
+from jdisagg.model.experts import ExpertMLP, Routed
+from jdisagg.model.latent_attention import LatentAttention
+from jdisagg.model.latents import LatentQueries
+from jdisagg.model.norms import RMSNorm, head_norm, normed
 from jdisagg.model.products import MatrixForm, filled, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
+from jdisagg.model.weight import Weight, summed
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D];
 # of latents (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
 Attend = Callable[[int, Array | LatentQueries, Array, Array | None, Array | None], Array]
 OptionsOf = Callable[[int], AttentionOptions]  # by layer within the stage
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
-
-
-class Weight(nnx.Module):
-    """A matrix and, where the family has one, its bias [out].
-
-    It is made [in, out] in the dtype of activations, which is what is trained; `become` gives it a machine's form.
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, scale: float, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
-        self.scale: nnx.Param | None = nnx.data(None)  # f32[out], of int8 and fp8
-        self.form = MatrixForm()
-
-    def __call__(self, x: Array) -> Array:
-        return summed(self, x, None)
-
-    def become(self, form: MatrixForm) -> None:
-        """The same matrix in another form, rounded where that is coarser."""
-        assert self.form == MatrixForm(), self.form
-        rows = self.kernel[...].T  # [out, in]
-        if form.is_scaled:
-            rows, scale = quantized(rows, form.dtype)
-            self.scale = nnx.Param(scale[:, 0])
-        rows = rows.astype(form.stored(rows.dtype))
-        self.kernel, self.form = nnx.Param(rows if form.out_first else rows.T), form
-
-
-class RMSNorm(nnx.Module):
-    """Root mean square norm (Zhang and Sennrich 2019), computed in f32 over the last dimension."""
-
-    def __init__(self, size: int, config: ModelConfig, dtype: DTypeLike):
-        self.offset, self.epsilon = config.norm_offset, config.rms_norm_eps
-        self.scale = nnx.Param(jnp.full((size,), 1 - self.offset, dtype))
-
-    def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        if self.offset:
-            return (over(self.scale[...].astype(jnp.float32) + self.offset, x) * wide).astype(x.dtype)
-        return over(self.scale[...], x) * wide.astype(x.dtype)
-
-
-class WideNorm(nnx.Module):
-    """RMSNorm over all heads of all shards at once (OLMo 2, section 3), of which this shard holds some.
-
-    copies: how many shards hold each of the heads. Heads that are padding are zeros and add nothing.
-    """
-
-    def __init__(self, heads: int, whole: int, copies: int, config: ModelConfig, axis: str | None, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((heads * config.head_dim,), dtype))
-        self.heads, self.numbers = heads, whole * copies * config.head_dim
-        self.axis, self.epsilon = axis, config.rms_norm_eps
-
-    def __call__(self, x: Array) -> Array:
-        """[..., H, D] of this shard."""
-        wide = x.astype(jnp.float32)
-        squares = jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)
-        squares = squares if self.axis is None else jax.lax.psum(squares, self.axis)
-        wide = wide * jax.lax.rsqrt(squares / self.numbers + self.epsilon)
-        scale = self.scale[...].reshape(self.heads, -1)
-        return (jnp.expand_dims(scale, tuple(range(x.ndim - 2))) * wide).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -120,53 +61,6 @@ class Attention(nnx.Module):
         return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * self.head_dim), self.axis)
 
 
-class LatentAttention(nnx.Module):
-    """Multi-head latent attention (`latents.py`); a shard has some of the heads, and every shard all of the latents."""
-
-    def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
-        assert config.latent is not None
-        self.latent, self.heads, self.axis = config.latent, config.heads_of_shard(tp), axis
-        hidden, rank, latents = config.hidden_size, config.latent.q_lora_rank, replace(config, rms_norm_eps=1e-6)
-        weight = partial(Weight, scale=hidden**-0.5, dtype=dtype, rngs=rngs)
-        self.q_down = None if rank is None else weight(hidden, rank, bias=config.qkv_bias)
-        self.q_norm = None if rank is None else RMSNorm(rank, latents, dtype)
-        self.q_up = weight(rank or hidden, self.heads * self.latent.q_head_dim, bias=False)
-        self.kv_down = weight(hidden, self.latent.row_size, bias=config.qkv_bias)
-        self.kv_norm = RMSNorm(self.latent.kv_lora_rank, latents, dtype)
-        up = self.heads * self.latent.up_size, self.latent.kv_lora_rank  # as the checkpoint has it: by heads
-        self.kv_up = nnx.Param(self.latent.kv_lora_rank**-0.5 * jax.random.normal(rngs.params(), up, dtype))
-        self.out = weight(self.heads * self.latent.v_head_dim, hidden, bias=config.o_bias)
-
-    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
-        latent, split = self.latent, [self.latent.qk_nope_head_dim]
-        q = self.q_up(x if self.q_down is None else normed(self.q_norm, self.q_down(x)))
-        nope, rope = jnp.split(q.reshape(*x.shape[:-1], self.heads, latent.q_head_dim), split, axis=-1)
-        row, shared = jnp.split(self.kv_down(x)[..., None, :], [latent.kv_lora_rank], axis=-1)
-        row = jnp.concatenate([self.kv_norm(row), self._rotated(shared, rotation)], axis=-1)
-        up = self.kv_up[...].reshape(self.heads, latent.up_size, latent.kv_lora_rank)
-        mixed = attend(layer, LatentQueries(nope, self._rotated(rope, rotation), up), row, None, None)
-        return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * latent.v_head_dim), self.axis)
-
-    def _rotated(self, x: Array, rotation: Rotation) -> Array:
-        return rotate(halves_of(x) if self.latent.interleaved else x, rotation)
-
-
-def head_norm(
-    config: ModelConfig, heads: int, whole: int, copies: int, axis: str | None, dtype: DTypeLike
-) -> RMSNorm | WideNorm | None:
-    """The norm of q or k of which a shard holds `heads` of `whole` heads; None where the family has none."""
-    if not config.qk_norm:
-        return None
-    if config.qk_norm_is_wide:
-        return WideNorm(heads, whole, copies, config, axis, dtype)
-    return RMSNorm(config.head_dim, config, dtype)
-
-
-def normed(norm: RMSNorm | WideNorm | None, x: Array) -> Array:
-    """`x` where there is no norm."""
-    return x if norm is None else norm(x)
-
-
 class MLP(nnx.Module):
     """A gated MLP (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
 
@@ -181,18 +75,6 @@ class MLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return summed(self.down, ACTIVATIONS[self.activation](gate) * up, self.axis)
-
-
-def summed(weight: Weight, x: Array, axis: str | None) -> Array:
-    """A row-sharded product: partial sums are added over the shards, then the bias once."""
-    scale = None if weight.scale is None else weight.scale[...]
-    y = product(x, weight.kernel[...], scale, weight.form, axis)
-    return y if weight.bias is None else y + over(weight.bias[...], y)
-
-
-def over(vector: Array, x: Array) -> Array:
-    """[size] with leading dimensions of 1, as many as [..., size] has."""
-    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 
 def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> ExpertMLP:
@@ -221,10 +103,12 @@ class Layer(nnx.Module):
         mlp = expert_mlp if config.is_sparse(number) else MLP
         self.mlp = mlp(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend, routed: Routed | None = None) -> Array:
         mixed = self.attention(normed(self.attention_norm, x), rotation, layer, attend)
         x = x + normed(self.attention_out_norm, mixed)
-        return x + normed(self.mlp_out_norm, self.mlp(normed(self.mlp_norm, x)))
+        inside = normed(self.mlp_norm, x)
+        made = self.mlp(inside, routed) if isinstance(self.mlp, ExpertMLP) else self.mlp(inside)
+        return x + normed(self.mlp_out_norm, made)
 
 
 class Stage(nnx.Module):
@@ -302,15 +186,16 @@ class Stage(nnx.Module):
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
-    def run_layers(self, x: Array, positions: Array, attend: Attend) -> Array:
-        """[..., hidden] -> [..., hidden]; `positions` is i32[...]."""
+    def run_layers(self, x: Array, positions: Array, attend: Attend, routed: Routed | None = None) -> Array:
+        """[..., hidden] -> [..., hidden]; `positions` is i32[...]. routed: is told of each layer with experts in turn
+        to which of them the tokens are sent, i32[tokens, experts a token]."""
         config = self.config
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         far = near = rotations(positions, inverse_frequencies(config), factor)
         if config.local_rope_theta is not None:
             near = rotations(positions, inverse_frequencies(config, local=True))
         for index, layer in enumerate(self.layers):
-            x = layer(x, far if config.window(self.first + index) is None else near, index, attend)
+            x = layer(x, far if config.window(self.first + index) is None else near, index, attend, routed)
         return x
 
     def logits(self, x: Array) -> Array:

@@ -54,6 +54,7 @@ def build(
 
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, deployment.workers, deployment.kv.bytes_per_page, recompiles, compat)
+    watch_experts(metrics, deployment, machines)
     header = Header(router_config(settings), deployment.workers)
     journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
     records = Records(settings.debug_keep)
@@ -83,6 +84,12 @@ def build(
     )
     post_compression_costs(service.driver, deployment, machines)
     return service
+
+
+def watch_experts(metrics: Metrics, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]) -> None:
+    """Where the model has experts; `machines` are asked at each scrape."""
+    if deployment.model.experts is not None:
+        metrics.watch_experts(lambda: {worker: machine.expert_loads for worker, machine in machines.items()})
 
 
 def debug_observers(records: Records, settings: Settings) -> tuple[Observer, ...]:

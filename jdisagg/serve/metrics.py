@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.expert_metrics import ExpertLoadCollector, Loads
 from jdisagg.serve.metric_families import Families, by_kind, kind_of
 from jdisagg.serve.metrics_compat import Aliases
 from jdisagg.serve.remote_metrics import MergedRegistry
@@ -96,6 +97,10 @@ class Metrics:
         gauge = self._families.gauge("transport_bytes", "KV that offers and pulls hold, a process", "worker", "side")
         for index, side in enumerate(("offered", "pulled")):
             gauge.of(worker, side).set_function(lambda index=index: held_bytes()[index])
+
+    def watch_experts(self, loads: Loads) -> None:
+        """Of a model with experts: what this process' machines have counted; another's comes to the same families."""
+        self.merged.local.register(ExpertLoadCollector(self._families.model, loads))
 
     def watch_connections(self, count: Callable[[], int], reasons: Collection[str]) -> Callable[[str], None]:
         """`count`: of open HTTP connections. What comes back is called with the reason when the server closes one."""

@@ -35,7 +35,7 @@ from jdisagg.model.checkpoint import read_defaults, weight_files
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import Progress, debug_observers, load_executors, router_config, warm
+from jdisagg.serve.build import Progress, debug_observers, load_executors, router_config, warm, watch_experts
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
@@ -227,6 +227,7 @@ def _metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
     metrics = Metrics(deployment.model_name, configs, deployment.kv.bytes_per_page, node.recompiles, compat)
     if configs:
         metrics.watch_held(configs[0].worker, node.remote_kv.held_bytes)
+    watch_experts(metrics, deployment, node.machines)
     node.merged = metrics.merged
     return metrics
 

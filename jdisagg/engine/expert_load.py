@@ -1,0 +1,78 @@
+"""How many tokens each expert is sent: counted by the programs that send them, read with what the steps draw.
+
+A program of layers with experts has one small result more, i32[those layers, experts]; rows that are padding or slots
+that stand still count nowhere. It starts for the host when the program is dispatched and is read behind the tokens of a
+step that waits for them anyway: nothing is waited for on its account.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jdisagg.core.experts import Experts
+
+MOST = 256  # counts that may wait for a step that draws
+
+
+class Tally:
+    """Collects, while a program is traced, what its layers' routers choose for the rows that are `live`, bool[T]."""
+
+    def __init__(self, experts: Experts | None, live: Array) -> None:
+        self._experts, self._live = experts, live
+        self._layers: list[Array] = []
+
+    def __call__(self, chosen: Array) -> None:
+        """i32[T, per_token], of the next layer."""
+        assert self._experts is not None
+        numbers = jnp.arange(self._experts.number)[None, None, :]
+        hits = (chosen[:, :, None] == numbers) & self._live[:, None, None]
+        self._layers.append(jnp.sum(hits, axis=(0, 1), dtype=jnp.int32))
+
+    @property
+    def counts(self) -> tuple[Array, ...]:
+        """i32[layers, experts], alone; nothing where no layer has experts."""
+        return (jnp.stack(self._layers),) if self._layers else ()
+
+
+class ExpertLoad:
+    """Of the layers `layers` of one worker's layer group, since it began. Counts leave on one thread and are read by
+    any."""
+
+    def __init__(self, layers: Sequence[int], experts: Experts | None) -> None:
+        self.layers = tuple(layers)
+        shape = len(self.layers), experts.number if experts else 0
+        self._tokens, self._busiest = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
+        self._leaving: deque[Array] = deque()
+        self._lock = Lock()
+
+    def leaves(self, counts: Sequence[Array]) -> None:
+        """The counts of a program that was dispatched, of one array or none."""
+        for each in counts:
+            shard = each.addressable_data(0)
+            shard.copy_to_host_async()
+            self._leaving.append(shard)
+        if len(self._leaving) > MOST:  # prompts that are given up draw nothing, and the oldest has ended long ago
+            self.read([self._leaving.popleft()])
+
+    def taken(self) -> list[Array]:
+        """All that has left and nobody has taken."""
+        return [self._leaving.popleft() for _ in range(len(self._leaving))]
+
+    def read(self, taken: Sequence[Array]) -> None:
+        """Adds them up; blocks until they are on the host."""
+        for each in taken:
+            counts = np.asarray(each)
+            with self._lock:
+                self._tokens += counts
+                self._busiest += counts.max(axis=1)
+
+    def totals(self) -> tuple[np.ndarray, np.ndarray]:
+        """i64[layers, experts] tokens of each expert, and i64[layers] those of each program's busiest one."""
+        with self._lock:
+            return self._tokens.copy(), self._busiest.copy()

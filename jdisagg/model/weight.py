@@ -1,0 +1,47 @@
+"""A matrix of the network, whole or one shard's part of it, and the product with it."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jdisagg.model.products import MatrixForm, product, quantized
+
+
+class Weight(nnx.Module):
+    """A matrix and, where the family has one, its bias [out].
+
+    It is made [in, out] in the dtype of activations, which is what is trained; `become` gives it a machine's form.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, scale: float, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+        self.scale: nnx.Param | None = nnx.data(None)  # f32[out], of int8 and fp8
+        self.form = MatrixForm()
+
+    def __call__(self, x: Array) -> Array:
+        return summed(self, x, None)
+
+    def become(self, form: MatrixForm) -> None:
+        """The same matrix in another form, rounded where that is coarser."""
+        assert self.form == MatrixForm(), self.form
+        rows = self.kernel[...].T  # [out, in]
+        if form.is_scaled:
+            rows, scale = quantized(rows, form.dtype)
+            self.scale = nnx.Param(scale[:, 0])
+        rows = rows.astype(form.stored(rows.dtype))
+        self.kernel, self.form = nnx.Param(rows if form.out_first else rows.T), form
+
+
+def summed(weight: Weight, x: Array, axis: str | None) -> Array:
+    """A row-sharded product: partial sums are added over the shards, then the bias once."""
+    scale = None if weight.scale is None else weight.scale[...]
+    y = product(x, weight.kernel[...], scale, weight.form, axis)
+    return y if weight.bias is None else y + over(weight.bias[...], y)
+
+
+def over(vector: Array, x: Array) -> Array:
+    """[size] with leading dimensions of 1, as many as [..., size] has."""
+    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
