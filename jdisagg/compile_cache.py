@@ -6,18 +6,16 @@ finds what the first one compiled; a file that was cut off is compiled again.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import platform
 import zlib
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.parallel.machine_name import machine_name
 
 AUTO, OFF = "auto", "off"
 MOST_BYTES = 1 << 30  # of all programs together, of every machine and version: the embedded model's have 1.2 MB
@@ -84,21 +82,6 @@ def _refuse_strangers(folder: Path, *, shared: bool) -> None:
     if found.st_uid != os.getuid() or writable:
         whose = f"of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
         raise PermissionError(None, f"others may write programs into {folder} ({whose}), which would be run here")
-
-
-def machine_name() -> str:
-    """Programs are for one kind of processor and one compiler: a home folder that machines share has one for each."""
-    words = [platform.machine(), _processor(), jax.__version__, version("jaxlib")]
-    return f"jax-{jax.__version__}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
-
-
-def _processor() -> str:
-    """What the processor can do, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def sweep(root: Path, most_bytes: int) -> None:

@@ -9,6 +9,7 @@ SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a t
 # The expert of all tokens is never scaled, as the others are not: its shards' sums are added with theirs, and each
 # shard would round a token by the scale of its own channels alone.
 SHARED = ".mlp.shared."
+NAMES = (AS_ACTIVATIONS, "float32", "bfloat16", *SCALED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.places import place_of
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
+from jdisagg.serve.remembered_weights import choices_folder
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from jdisagg.serve.weight_choice import choose_weights
 
@@ -115,7 +116,7 @@ def load_executors(
     ids = sorted({device for name in own for device in deployment.place(name).device_ids})
     here = dict(zip(ids, devices, strict=False))
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
-    weights = choose_weights(deployment, settings, source, told)
+    weights = choose_weights(deployment, settings, source, told, choices_folder())
     return {
         config.worker: MeshExecutor(
             config,

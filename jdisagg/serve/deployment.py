@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from jdisagg.core.stages import split_layers
 from jdisagg.core.targets import GIB
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
-from jdisagg.model.checkpoint import read_model, stored_weights, why_no_model
+from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.model.weight_bytes import shard_bytes
 
@@ -106,6 +108,13 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
     return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers)
+
+
+def model_fingerprint(deployment: Deployment, settings: Settings) -> str:
+    """Of the model's numbers and its weights, by their files' sizes."""
+    text = json.dumps(asdict(deployment.model), sort_keys=True) + settings.load_format + str(settings.seed)
+    files = sorted((path.name, path.stat().st_size) for path in weight_files(deployment.model_folder))
+    return hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
 
 
 def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: str) -> WeightFormat:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
 
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
@@ -14,6 +16,7 @@ from jdisagg.model.product_times import ProductTimes, time_products
 from jdisagg.model.sources import Source
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.deployment import AUTO, STORED, Deployment
+from jdisagg.serve.remembered_weights import Choice, ChoiceMemory
 
 LARGEST_KL = 1e-3  # nats a token that "auto" may lose
 GAIN = 0.85  # of f32's time that a coarser dtype may take to be worth it: far beyond what timings differ by
@@ -23,9 +26,12 @@ CALIBRATION_TOKENS = 96
 
 
 def choose_weights(
-    deployment: Deployment, settings: Settings, source: Source, told: Callable[[str], None]
+    deployment: Deployment, settings: Settings, source: Source, told: Callable[[str], None], folder: Path | None
 ) -> WeightFormat:
-    """`told` is called with one line where anything was decided."""
+    """`told` is called with one line where anything was decided, and whether it was measured now or before.
+
+    What was measured is remembered in `folder`, where there is one: a second start is served with the same weights.
+    """
     asked = deployment.weight_dtype
     if asked in SCALED and settings.weight_dtype in (AUTO, STORED):
         weights = deployment.weights
@@ -33,20 +39,31 @@ def choose_weights(
         return weights
     if asked != AUTO and asked not in SCALED:
         return WeightFormat(asked)
+    memory = ChoiceMemory.of(deployment, settings, folder)
+    choice, when = memory.find(), "measured"
+    if choice is None:
+        choice = Choice(*_measured(deployment, settings, source), date.today().isoformat())
+        memory.keep(choice)
+    else:
+        when = f"remembered from {choice.date}"
+    weights = choice.weights
+    told(f"{choice.why}; {when}{kept_experts(deployment.model, weights, deployment.dtype)}")
+    return weights
+
+
+def _measured(deployment: Deployment, settings: Settings, source: Source) -> tuple[WeightFormat, str]:
+    """What is served, and why in one line."""
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     tokens = tokenizer.encode(TEXT)[:CALIBRATION_TOKENS]
 
     def loss_of(dtype: str) -> Loss:
         return measure_loss(source, deployment.model, dtype, tokens)
 
-    if asked == AUTO:
-        rows = (settings.max_num_seqs, CHUNK)
-        times = {each: time_products(deployment.model, each, rows) for each in (AS_ACTIVATIONS, *CANDIDATES)}
-        weights, why = chosen(deployment.dtype, times, loss_of)
-    else:
-        weights, why = _asked(loss_of(asked))
-    told(f"{why}{kept_experts(deployment.model, weights, deployment.dtype)}")
-    return weights
+    if deployment.weight_dtype != AUTO:
+        return _asked(loss_of(deployment.weight_dtype))
+    rows = (settings.max_num_seqs, CHUNK)
+    times = {each: time_products(deployment.model, each, rows) for each in (AS_ACTIVATIONS, *CANDIDATES)}
+    return chosen(deployment.dtype, times, loss_of)
 
 
 def kept_experts(model: ModelConfig, weights: WeightFormat, dtype: str) -> str:

@@ -81,7 +81,7 @@ def test_a_run_with_scaled_matrices_says_that_its_experts_are_not():
     settings = Settings(model=str(folder), weight_dtype="int8", tokenizer=str(ROOT / "qwen2"))
     deployment = resolve_deployment(settings, "cpu", None)
     told: list[str] = []
-    choose_weights(deployment, settings, open_source(folder, "hf", deployment.model), told.append)
+    choose_weights(deployment, settings, open_source(folder, "hf", deployment.model), told.append, None)
     (line,) = told
     assert line.startswith("int8: KL ") and "; experts stay float32: 0." in line and line.endswith("in each worker")
 

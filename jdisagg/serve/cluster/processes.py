@@ -7,14 +7,12 @@ back is another worker to everybody, and late messages for its former self find 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +29,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
-from jdisagg.model.checkpoint import read_defaults, weight_files
+from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
@@ -43,7 +41,7 @@ from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
 from jdisagg.serve.compression_costs import post_compression_costs
-from jdisagg.serve.deployment import Deployment
+from jdisagg.serve.deployment import Deployment, model_fingerprint
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
@@ -87,9 +85,7 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
 
     The mesh and the wires as well: what a worker compiles before it joins is for the shapes of the others.
     """
-    text = json.dumps(asdict(deployment.model), sort_keys=True) + settings.load_format + str(settings.seed)
-    files = sorted((path.name, path.stat().st_size) for path in weight_files(deployment.model_folder))
-    model = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
+    model = model_fingerprint(deployment, settings)
     kv, sent = deployment.kv, deployment.prefill_kv
     layout = (
         f"{kv.num_layers}x{kv.num_kv_heads}x{kv.parts}x{kv.head_dim} in {sent.page_size} to {kv.page_size}"
