@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from jdisagg.policy.client_limits import Rates
+
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
@@ -15,6 +17,8 @@ class FrontSettings:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # SamplingParams fields of silent requests
     served_names: tuple[str, ...] = ()  # further names the model answers to
     api_key: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)  # more of them, by name
+    rates: Rates = field(default_factory=Rates)  # of each client
     max_body_bytes: int = 8 << 20
     max_connections: int = 1000  # each of HTTP and gRPC
     client_timeout_s: float = 30.0  # to ask for something, and to read what it was sent

@@ -55,6 +55,7 @@ class Metrics:
             ]
         )
         self._journal_drops = families.counter("journal_drops", "Journal files given up: they could not be written")
+        self._limited = families.counter("requests_limited", "Requests over a limit of their client", "limit")
         lag = families.histogram(
             "event_loop_lag_seconds", "By how much timers of the servers' event loop were late", LAGS
         )
@@ -91,6 +92,10 @@ class Metrics:
         """What the pages of this process's workers are for."""
         for name, worker in workers.items():
             self._pools.watch(name, worker.shared)
+
+    def limited(self, limit: str) -> None:
+        """A request was over this limit of its client."""
+        self._limited.of(limit).inc()
 
     def watch_held(self, worker: str, held_bytes: Callable[[], tuple[int, int]]) -> None:
         """`held_bytes`: of KV offered to other processes, and of KV pulled from them; `worker` names ours."""

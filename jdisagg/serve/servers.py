@@ -20,7 +20,9 @@ import jdisagg
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.listener import split_address
+from jdisagg.policy.client_limits import Rates
 from jdisagg.serve import lag
+from jdisagg.serve.clients import Clients, read_keys
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
@@ -144,18 +146,20 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
     front = front_settings(service, settings)
     gc.collect()
     gc.freeze()  # a full collection looked through JAX's million objects too: streams stood still for most of a second
+    note = service.metrics.limited if service.metrics is not None else lambda limit: None
+    clients = Clients(front, service.now_s, note)
     running = Running(None, None, None, [])
     if service.metrics is not None:
         running.lag_watch = asyncio.create_task(lag.watch(service.metrics.lagged))
     if sockets.http is not None:
         _listen(sockets.http, settings)
-        running.http = _http_server(service, front, settings.log_level)
+        running.http = _http_server(service, front, clients, settings.log_level)
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
         await _until(lambda: running.http is not None and running.http.started, running.http_task)
         host, port = sockets.http.getsockname()[:2]
         running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; also /metrics, /health, /openapi.json)")
     if sockets.grpc_port is not None:
-        running.grpc_server = create_grpc_server(service, front)
+        running.grpc_server = create_grpc_server(service, front, clients)
         address = f"{settings.host}:{sockets.grpc_port}"
         try:
             running.grpc_server.add_insecure_port(address)
@@ -166,10 +170,10 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
     return running
 
 
-def _http_server(service: LocalService, front: FrontSettings, log_level: str) -> HTTPServer:
+def _http_server(service: LocalService, front: FrontSettings, clients: Clients, log_level: str) -> HTTPServer:
     limiter = ConnectionLimiter(Limits(front.max_connections, front.client_timeout_s))
     config = uvicorn.Config(
-        create_app(service, front, service.metrics, service.debug_state),
+        create_app(service, front, service.metrics, service.debug_state, clients),
         http=partial(Connection, limiter),  # type: ignore[arg-type]  # it is called as the class would be
         ws="none",
         log_level=log_level,
@@ -198,6 +202,8 @@ def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
         api_key=settings.api_key or None,
+        api_keys=read_keys(settings.api_keys_file) if settings.api_keys_file else {},
+        rates=Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests),
         max_body_bytes=settings.max_body_bytes,
         max_connections=max_connections(settings),
         client_timeout_s=settings.client_timeout_s,

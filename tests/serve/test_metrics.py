@@ -71,6 +71,7 @@ def ran() -> Iterator[ToyStack]:
         observe("decode-0", Send(WorkerId("prefill-0"), Resend(A1, 0)), now_s)
         observe("decode-0", EngineFailed(1, "fault"), now_s)
         stack.metrics.journal_dropped()
+        stack.metrics.limited("requests_per_minute")
         observe(
             "decode-0",
             Send(ROUTER, Ended(A1, FinishReason.ERROR, now_s, 0, "no numbers")),

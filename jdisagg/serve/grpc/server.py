@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.serve import offload
+from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, answers, check_work, failure_of
 from jdisagg.serve.grpc.health import HealthOfService
@@ -50,11 +50,14 @@ FAILED_STATUS = {
 }
 
 
-def create_grpc_server(service: Service, settings: FrontSettings | None = None) -> grpc.aio.Server:
+def create_grpc_server(
+    service: Service, settings: FrontSettings | None = None, clients: Clients | None = None
+) -> grpc.aio.Server:
     """A server without a port yet: `add_insecure_port`, then `await start()`."""
     settings = settings or FrontSettings()
+    clients = clients or Clients(settings, service.now_s)
     server = grpc.aio.server(options=_options(settings))
-    add_OrchestratorServicer_to_server(Orchestrator(service, settings), server)
+    add_OrchestratorServicer_to_server(Orchestrator(service, settings, clients), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", NAME)), server)
     reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
@@ -77,20 +80,21 @@ def _options(settings: FrontSettings) -> list[tuple[str, int]]:
 class Orchestrator(OrchestratorServicer):
     """`jetstream_proto.Orchestrator` over a running stack."""
 
-    def __init__(self, service: Service, settings: FrontSettings) -> None:
-        self._service, self._settings, self._numbers = service, settings, itertools.count()
+    def __init__(self, service: Service, settings: FrontSettings, clients: Clients) -> None:
+        self._service, self._settings, self._numbers, self._clients = service, settings, itertools.count(), clients
 
     async def HealthCheck(self, request: HealthCheckRequest, context: Call) -> HealthCheckResponse:
         return HealthCheckResponse(is_live=self._service.ready)
 
     async def Decode(self, request: DecodeRequest, context: Call) -> None:
         """One answer is greedy; several are drawn at temperature 1, each with its own seed."""
-        await self._check_key(context)
+        client = await self._recognised(context)
         try:
             requests = await self._requests(request)
             options, settings = self._options(requests[0].sampling), self._settings
             drawn = answers(self._service, requests, options, settings.choices_at_once, settings.queue_timeout_s)
-            async with aclosing(drawn) as batches:
+            metered = self._clients.metered(client, len(requests[0].prompt), requests, drawn)
+            async with aclosing(metered) as batches:
                 async for batch in batches:
                     for index, piece in batch:
                         failure = failure_of(piece)
@@ -110,12 +114,12 @@ class Orchestrator(OrchestratorServicer):
         except TimeoutError:
             await context.abort(grpc.StatusCode.CANCELLED, f"the client read nothing for {timeout_s:g} s")
 
-    async def _check_key(self, context: Call) -> None:
-        if self._settings.api_key is None:
-            return
+    async def _recognised(self, context: Call) -> str:
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(given).encode(), f"Bearer {self._settings.api_key}".encode()):
+        client = self._clients.recognised(str(given), context.peer().rpartition(":")[0])
+        if client is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+        return client
 
     async def _requests(self, asked: DecodeRequest) -> list[Request]:
         """The samples' requests, all checked. Raises RequestError."""

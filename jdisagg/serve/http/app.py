@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from jdisagg.core.errors import RequestError
 from jdisagg.serve import offload
+from jdisagg.serve.clients import Clients
 from jdisagg.serve.cluster_view import ClusterView
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
@@ -51,8 +52,8 @@ EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
 class Front:
     """The routes' shared state."""
 
-    def __init__(self, service: Service, settings: FrontSettings, metrics: Metrics) -> None:
-        self.service, self.settings, self.metrics = service, settings, metrics
+    def __init__(self, service: Service, settings: FrontSettings, metrics: Metrics, clients: Clients) -> None:
+        self.service, self.settings, self.metrics, self.clients = service, settings, metrics, clients
         self.created, self._limits = int(time.time()), LIMITS.with_room_for(service.max_model_len)
         self._names = {as_ids: TokenNames(service.tokenizer, as_ids) for as_ids in (False, True)}
 
@@ -70,7 +71,7 @@ class Front:
 
     def respond(self, job: Job) -> Response:
         renderer = Renderer(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
-        return Generation(job, renderer, self.service, self.settings)
+        return Generation(job, renderer, self.service, self.settings, self.clients)
 
     def model(self, name: str) -> dict[str, Any]:
         return {
@@ -89,11 +90,13 @@ def create_app(
     settings: FrontSettings | None = None,
     metrics: Metrics | None = None,
     debug_state: DebugState | None = None,
+    clients: Clients | None = None,
 ) -> FastAPI:
     """The HTTP front of a running stack; `GET /metrics` shows `metrics`, and `GET /debug/...` show `debug_state`."""
     settings = settings or FrontSettings()
+    clients = clients or Clients(settings, service.now_s)
     app = FastAPI(title="jdisagg", version=settings.version, redirect_slashes=False)  # it would trust the Host header
-    front = Front(service, settings, metrics or Metrics(service.model_name))
+    front = Front(service, settings, metrics or Metrics(service.model_name), clients)
     errors.install(app)
     _add_generation(app, front)
     _add_tokens(app, front)
@@ -101,7 +104,7 @@ def create_app(
     if debug_state is not None:
         add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
     add_page(app)
-    app.add_middleware(Gate, api_key=settings.api_key)
+    app.add_middleware(Gate, clients=clients)
     _describe_bodies(app)
     return app
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +14,8 @@ from starlette.exceptions import HTTPException
 
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason
+from jdisagg.policy.client_limits import Allowance
+from jdisagg.serve.clients import RateLimited
 from jdisagg.serve.generation import AnswerFailed
 from jdisagg.serve.service import Draining, Rejected
 
@@ -35,6 +38,7 @@ RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (RequestError, 400, "invalid_request_error", None),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Rejected, 429, "rate_limit_error", "queue_full"),
     (Draining, 503, "service_unavailable_error", "not_ready"),
 )
@@ -45,7 +49,7 @@ MEANINGS: dict[int, str] = {
     404: "There is no such model or thing here",
     408: "The request waited, or stood still, for longer than is allowed, or its body was too slow",
     413: "The body is over --max_body_bytes",
-    429: "The queue is full; Retry-After says when to come again",
+    429: "The queue is full, or the client over its limits; Retry-After says when to come again",
     431: "The headers are too large",
     500: "A mistake of ours; the server's log has the details",
     503: "The server is not ready, is going down, or has too many connections",
@@ -80,11 +84,22 @@ def error_response(error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, Rejected):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, RateLimited):
+        headers |= allowance_headers(error.allowances)
     if isinstance(error, BodyTooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+def allowance_headers(allowances: Iterable[Allowance]) -> dict[str, str]:
+    """What is left to a client, in the headers that clients of OpenAI read."""
+    found: dict[str, str] = {}
+    for each in allowances:
+        values = {"limit": str(each.limit), "remaining": str(each.remaining), "reset": f"{each.reset_s:.3f}s"}
+        found |= {f"x-ratelimit-{word}-{each.name}": value for word, value in values.items()}
+    return found
 
 
 class ErrorDetail(BaseModel):

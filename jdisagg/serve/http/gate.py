@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 
@@ -10,6 +9,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jdisagg.serve.clients import Clients
 from jdisagg.serve.http import page
 from jdisagg.serve.http.errors import BodyTooLarge, Unauthorized, error_response
 
@@ -19,11 +19,10 @@ PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 class Gate:
-    """ASGI middleware: `scope["state"]["request_id"]` in, `x-request-id` out, 401 without the key."""
+    """ASGI middleware: `request_id` and `client` of `scope["state"]` in, `x-request-id` out, 401 without a key."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._key = f"Bearer {api_key}".encode() if api_key else None
+    def __init__(self, app: ASGIApp, clients: Clients) -> None:
+        self._app, self._clients = app, clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,15 +38,12 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             await send(message)
 
-        if self._may_pass(scope["path"], headers):
+        address = (scope.get("client") or ("unknown",))[0]
+        state["client"] = self._clients.recognised(headers.get("authorization", ""), address)
+        if state["client"] is not None or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, marked)
         else:
             await error_response(Unauthorized("the API key is missing or wrong"))(scope, receive, marked)
-
-    def _may_pass(self, path: str, headers: Headers) -> bool:
-        if self._key is None or path in OPEN_PATHS:
-            return True
-        return hmac.compare_digest(headers.get("authorization", "").encode(), self._key)
 
 
 def plain_id(text: str | None) -> str | None:

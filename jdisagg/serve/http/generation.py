@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
+from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, Batch, answers, failure_of
-from jdisagg.serve.http.errors import describe
+from jdisagg.serve.http.errors import allowance_headers, describe
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.http.rendering import DONE, Renderer
 from jdisagg.serve.offload import dump, dump_slowly, event
@@ -38,11 +39,14 @@ class Generation(Response):
         renderer: Renderer,
         service: Service,
         settings: FrontSettings,
+        clients: Clients,
     ) -> None:
         super().__init__()
         self._job, self._renderer, self._service, self._settings = job, renderer, service, settings
+        self._clients, self._client = clients, ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._client = scope["state"]["client"]
         work = asyncio.create_task(self._streamed(send) if self._job.stream else self._whole(send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
@@ -57,7 +61,13 @@ class Generation(Response):
     def _batches(self) -> AsyncGenerator[Batch]:
         job, settings = self._job, self._settings
         requests = [each.request for each in job.choices]
-        return answers(self._service, requests, job.options, settings.choices_at_once, settings.queue_timeout_s)
+        batches = answers(self._service, requests, job.options, settings.choices_at_once, settings.queue_timeout_s)
+        return self._clients.metered(self._client, job.prompt_tokens, requests, batches)
+
+    def _left(self) -> list[tuple[bytes, bytes]]:
+        """Headers: what the client may yet ask for."""
+        left = allowance_headers(self._clients.allowances(self._client))
+        return [(name.encode(), value.encode()) for name, value in left.items()]
 
     async def _whole(self, send: Send) -> None:
         renderer = self._renderer
@@ -68,7 +78,7 @@ class Generation(Response):
                 _raise_if_failed(batch)
         self.body = (await dump_slowly(renderer.whole())).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
-        headers += _instances(renderer.answers[0].finish)
+        headers += _instances(renderer.answers[0].finish) + self._left()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self.body})
 
@@ -79,7 +89,8 @@ class Generation(Response):
                 async for batch in batches:
                     if not started:
                         _raise_if_failed(batch)
-                        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                        headers = STREAM_HEADERS + self._left()
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
                     body = b"".join([await renderer.opening(*each) + renderer.chunk(*each) for each in batch])
                     failure = failure or _failure_in(batch)

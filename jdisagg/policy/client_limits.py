@@ -1,0 +1,138 @@
+"""How much each client may ask for: requests and tokens a minute, and requests at once.
+
+Rates are token buckets: a client may ask for a minute's allowance at once, which then fills again evenly. Tokens are
+charged as a request may need them (prompt and output limit) and given back where it needed fewer. A request that is
+larger than a whole minute's allowance is taken when the allowance is full, and the ones after it wait for its debt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MINUTE_S = 60.0
+MOST_CLIENTS = 10_000  # remembered: who asked for nothing for longest is forgotten first
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one client; 0: no limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_requests: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrent_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What is left of one rate: at most `limit`, all of it again after `reset_s`."""
+
+    name: str
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Which limit a request was over, and when it would not be."""
+
+    limit: str
+    allowed: int
+    wait_s: float
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Filled at `per_minute`; may be in debt. No bucket where the rate is 0."""
+
+    per_minute: int
+    level: float
+    at_s: float
+
+    def fill(self, now_s: float) -> None:
+        self.level = min(self.per_minute, self.level + max(0.0, now_s - self.at_s) * self.per_minute / MINUTE_S)
+        self.at_s = max(self.at_s, now_s)
+
+    def wait_s(self, amount: float) -> float:
+        """Until so much is there, or all that can be; to the microsecond, so that sums of parts come to the whole."""
+        return round(max(0.0, min(amount, self.per_minute) - self.level) * MINUTE_S / self.per_minute, 6)
+
+
+@dataclass(slots=True)
+class Client:
+    buckets: dict[str, Bucket]
+    running: int = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        return not self.running and all(each.level >= each.per_minute for each in self.buckets.values())
+
+
+@dataclass(slots=True)
+class ClientLimits:
+    """The book of all clients. Times are of any clock that does not go back."""
+
+    rates: Rates
+    most_clients: int = MOST_CLIENTS
+    _clients: dict[str, Client] = field(default_factory=dict[str, Client])  # who asked last is last
+
+    def admit(self, name: str, tokens: int, now_s: float) -> Refusal | None:
+        """Charges a request of at most `tokens` tokens to the client; nothing where it is refused."""
+        client, limit = self._client(name, now_s), self.rates.concurrent_requests
+        if limit and client.running >= limit:
+            return Refusal("concurrent_requests", limit, 1.0)
+        asked = {"requests": 1, "tokens": tokens}
+        for rate, bucket in client.buckets.items():
+            if (wait_s := bucket.wait_s(asked[rate])) > 0:
+                return Refusal(f"{rate}_per_minute", bucket.per_minute, wait_s)
+        for rate, bucket in client.buckets.items():
+            bucket.level -= asked[rate]
+        client.running += 1
+        return None
+
+    def settle(self, name: str, charged: int, used: int, now_s: float) -> None:
+        """The end of a request that was admitted for `charged` tokens and took `used`."""
+        client = self._client(name, now_s)
+        client.running = max(0, client.running - 1)
+        if bucket := client.buckets.get("tokens"):
+            bucket.level = min(bucket.per_minute, bucket.level + max(0, charged - used))
+
+    def allowances(self, name: str, now_s: float) -> list[Allowance]:
+        """What is left to the client, as it may be told."""
+        buckets = self._client(name, now_s).buckets
+        return [
+            Allowance(rate, each.per_minute, max(0, int(each.level)), each.wait_s(each.per_minute))
+            for rate, each in buckets.items()
+        ]
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._clients)
+
+    def _client(self, name: str, now_s: float) -> Client:
+        client = self._clients.pop(name, None) or self._newcomer(now_s)
+        self._clients[name] = client
+        for bucket in client.buckets.values():
+            bucket.fill(now_s)
+        return client
+
+    def _newcomer(self, now_s: float) -> Client:
+        if len(self._clients) >= self.most_clients:
+            self._forget(now_s)
+        limits = {"requests": self.rates.requests_per_minute, "tokens": self.rates.tokens_per_minute}
+        return Client({rate: Bucket(limit, limit, now_s) for rate, limit in limits.items() if limit})
+
+    def _forget(self, now_s: float) -> None:
+        """Those who are owed nothing, or else the one that has run nothing for the longest."""
+        for client in self._clients.values():
+            for bucket in client.buckets.values():
+                bucket.fill(now_s)
+        kept = {name: client for name, client in self._clients.items() if not client.is_fresh}
+        if len(kept) >= self.most_clients:
+            idle = next((name for name, client in kept.items() if not client.running), None)
+            if idle is not None:
+                del kept[idle]
+        self._clients = kept
