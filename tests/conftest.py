@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data_dir", default="", help="folder of the public traces that tests/published reads")
+    parser.addoption("--screenshots", default="", help="folder for the pictures that tests of the page make")
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
+from tests.serve.chromium import chromium
 from tests.serve.live_http import Front, serving
 from tests.serve.scripted import ScriptedService, echo
 
@@ -27,3 +29,15 @@ def front(served: Front) -> Front:
     service.script, service.ready, service.draining = echo, True, False
     service.seen.clear()
     return served
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def screenshots(request: pytest.FixtureRequest) -> str:
+    """Where pictures for the docs go; empty where none are asked for."""
+    return str(request.config.getoption("--screenshots"))
