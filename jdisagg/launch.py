@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     interrupts.end_at_once("starting")
 
 import asyncio
-import logging
 import os
 import queue
 import signal
@@ -48,9 +47,8 @@ from jdisagg.serve.cluster.processes import (
 )
 from jdisagg.serve.deployment import AUTO, mesh_of, resolve_deployment
 from jdisagg.serve.local import LocalService
-from jdisagg.serve.log_lines import OneLine
+from jdisagg.serve.log_lines import write_logs
 
-LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 FAILED = 1
 FLUSH_S = 2.0  # for answers to end with the error after the driver has died
 
@@ -61,9 +59,7 @@ def declare() -> flags.FlagValues:
 
 def run(settings: Settings) -> int:
     """Builds the stack and does what the settings ask of it."""
-    lines = logging.StreamHandler()
-    lines.setFormatter(OneLine(LOG_FORMAT))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[lines], force=True)
+    write_logs(settings.log_level, settings.log_format)
     console = Console(stderr=bool(settings.prompt or settings.chat), soft_wrap=True)
     if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)

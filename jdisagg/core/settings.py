@@ -174,7 +174,9 @@ class Settings:
     record_dir: str = _setting("", "running", "keep the journal of every event here, for jdisagg.replay")
     compile_cache_dir: str = _setting("auto", "running", "folder of compiled programs, for the next start; auto: in"
                                       " the user's cache folder; off: none")  # fmt: skip
-    log_level: str = _setting("warning", "running", "of the servers", ("debug", "info", "warning", "error"))
+    log_level: str = _setting("warning", "running", "of the servers; info: also a line for every HTTP request",
+                              ("debug", "info", "warning", "error"))  # fmt: skip
+    log_format: str = _setting("text", "running", "json: an object a line, with the request's id", ("text", "json"))
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot be, with its value."""

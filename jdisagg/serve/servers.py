@@ -177,6 +177,7 @@ def _http_server(service: LocalService, front: FrontSettings, clients: Clients, 
         http=partial(Connection, limiter),  # type: ignore[arg-type]  # it is called as the class would be
         ws="none",
         log_level=log_level,
+        log_config=None,  # its lines are written as ours
         access_log=False,
         lifespan="off",
         server_header=False,

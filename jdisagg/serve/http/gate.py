@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.http import page
 from jdisagg.serve.http.errors import BodyTooLarge, Unauthorized, error_response
+from jdisagg.serve.log_lines import SERVED
 
 # What needs no key; the page asks for one.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version"}) | page.PATHS
@@ -32,6 +33,7 @@ class Gate:
         request_id = plain_id(headers.get("x-request-id")) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         state = scope["state"]  # a body may name another
+        SERVED.set(state)
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
