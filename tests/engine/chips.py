@@ -13,6 +13,7 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import Latent, ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.targets import Target
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.compile_check import Checked, check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
@@ -61,8 +62,9 @@ def devices(target: Target) -> tuple[Device, ...]:
 
 
 def few_layers(
-    model: str, role: Role, target: str, tp: int, stages: int, layers: int, num_pages: int, chunk_tokens: int = 128
-) -> ProgramTable:
+    model: str, role: Role, target: str, tp: int, stages: int, layers: int, num_pages: int, chunk_tokens: int = 128,
+    weights: WeightFormat = AS_MADE,
+) -> ProgramTable:  # fmt: skip
     """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups."""
     config = replace(MODELS[model], num_layers=stages * layers)
     layout = KVLayout.of(config, PAGE_SIZE, "bfloat16")
@@ -70,7 +72,8 @@ def few_layers(
     buckets = (chunk_tokens,), (WIDEST_PAGES,)
     places = stages if role.decodes else 1
     sizes = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, places, *buckets, 4)
-    return abstract_table(sizes, config, layout, runs, devices(Target.parse(target))[: tp * places], jnp.bfloat16)
+    chips = devices(Target.parse(target))[: tp * places]
+    return abstract_table(sizes, config, layout, runs, chips, jnp.bfloat16, weights)
 
 
 def checked_kinds(table: ProgramTable, declared: Sequence[DeclaredProgram], *kinds: str) -> list[Checked]:
