@@ -31,6 +31,11 @@ class Times:
     best_s: float
     median_s: float
     cpu_s: float
+    turns_s: tuple[float, ...] = ()  # of each round: contestants' turns of one round are minutes of the same machine
+
+    def over(self, other: Times) -> float:
+        """How many times as long as another contestant it took: the median of the rounds' own ratios."""
+        return statistics.median(ours / theirs for ours, theirs in zip(self.turns_s, other.turns_s, strict=True))
 
 
 def burst_of(contestant: Contestant) -> int:
@@ -54,4 +59,4 @@ def race(contestants: Sequence[Contestant], rounds: int) -> list[Times]:
             operations = burst * each.operations
             wall[index].append((time.perf_counter() - began) / operations)
             cpu[index].append((time.process_time() - began_cpu) / operations)
-    return [Times(min(w), statistics.median(w), min(c)) for w, c in zip(wall, cpu, strict=True)]
+    return [Times(min(w), statistics.median(w), min(c), tuple(w)) for w, c in zip(wall, cpu, strict=True)]
