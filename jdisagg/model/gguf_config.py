@@ -17,7 +17,15 @@ from jdisagg.core.model_config import ModelConfig, RopeScaling
 from jdisagg.core.request import MAX_STOP_TOKENS
 from jdisagg.model.families import FAMILIES
 from jdisagg.model.files import shown
-from jdisagg.model.gguf_families import EXTRA, KNOWN_KEYS, SHORT_FACTORS, factors_of
+from jdisagg.model.gguf_families import (
+    EXTRA,
+    KNOWN_KEYS,
+    LATENTS,
+    NONE_MEANS_NONE,
+    SHORT_FACTORS,
+    factors_of,
+    family_of,
+)
 from jdisagg.model.gguf_file import GGUFFile
 from jdisagg.model.hf_config import OPEN, SAMPLING_RANGES, GenerationDefaults, parse_config
 from jdisagg.model.rope import inverse_frequencies
@@ -34,7 +42,13 @@ SAME = {  # config.json's names of the architecture's own keys
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-READ = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")  # families whose files are read
+READ = {  # families whose files are read, and the architectures that llama.cpp calls them by
+    **{each: each for each in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")},
+    **dict.fromkeys(("mistral", "mixtral"), "llama"),
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2"),
+}
 REFUSED = (  # keys with which llama.cpp computes something else
     "attention.scale",
     "attention.clamp_kqv",
@@ -61,22 +75,21 @@ ORIGINAL_POSITIONS = [1 << power for power in range(5, 20)]  # that a llama3 sca
 def model_config(file: GGUFFile) -> ModelConfig:
     """Numbers of the model. Raises `UnsupportedModel` and its kin, naming the file."""
     arch = file.architecture
-    known = {family: name for name, family in FAMILIES.items() if family in READ}
-    supported = sorted(known.keys() & set(MODEL_ARCH_NAMES.values()))
+    supported = sorted(set(READ.values()) & set(MODEL_ARCH_NAMES.values()))
     if arch not in supported:
         raise UnsupportedModel(
             f"{file.path}: architecture {shown(arch)} is not supported; supported: {', '.join(supported)}"
         )
-    for key in (file.own(key) for key in REFUSED if key not in KNOWN_KEYS.get(arch, ())):
+    for key in (file.own(key) for key in REFUSED if key not in KNOWN_KEYS.get(family_of(file), ())):
         if file.metadata.get(key):
             raise UnsupportedModel(
                 f"{file.path}: {key} = {shown(file.metadata[key])} is not supported; supported: none"
             )
     raw = {name: file.metadata.get(file.own(key)) for name, key in SAME.items()}
     head_dim = _head_dim(file, raw)
-    family = "mistral" if arch == "llama" and file.metadata.get(file.own("attention.sliding_window")) else arch
+    family = family_of(file)
     raw |= {
-        "architectures": [known[family]],
+        "architectures": [next(name for name, each in FAMILIES.items() if each == family)],
         "head_dim": head_dim,
         "partial_rotary_factor": _rotated(file, head_dim),
         "sliding_window": file.metadata.get(file.own("attention.sliding_window")),
@@ -89,11 +102,10 @@ def model_config(file: GGUFFile) -> ModelConfig:
     }
     if raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = raw["num_attention_heads"]
-    if arch in EXTRA:
-        raw |= EXTRA[arch](file, raw)
-    config = parse_config(
-        {key: value for key, value in raw.items() if value is not None}, f"{file.path}, as config.json,"
-    )
+    if family in EXTRA:
+        raw |= EXTRA[family](file, raw)
+    said = {key: value for key, value in raw.items() if value is not None or key in NONE_MEANS_NONE}
+    config = parse_config(said, f"{file.path}, as config.json,")
     return _with_rope_factors(file, config)
 
 
@@ -111,6 +123,8 @@ def _rows(file: GGUFFile) -> int:
 def _head_dim(file: GGUFFile, raw: dict[str, Any]) -> int | None:
     """`key_length`, or what llama.cpp takes where it is not said; values must be as long."""
     key, value = (file.fields.whole(file.own(f"attention.{which}_length"), 1, 1 << 16) for which in ("key", "value"))
+    if file.architecture == LATENTS:  # what lies in pages, and no head
+        return None
     if key is not None and value not in (None, key):
         raise UnsupportedModel(f"{file.path}: keys of {key} numbers a head and values of {value} are not supported")
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]

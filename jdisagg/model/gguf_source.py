@@ -8,24 +8,23 @@ adds. Both are undone here.
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from math import prod
 from pathlib import Path
 
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from jdisagg.core.errors import CheckpointError, MissingTensor, UnsupportedModel
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.files import first_line
+from jdisagg.model.gguf_blocks import Blocks, has_definition
 from jdisagg.model.gguf_config import NO_WEIGHTS, model_config
 from jdisagg.model.gguf_families import NORMS_PLUS_ONE
 from jdisagg.model.gguf_file import Tensor, read_gguf
+from jdisagg.model.gguf_views import views_of
 from jdisagg.model.names import Index, stage_leaves
 
-STRIP_BYTES = 1 << 15  # dequantised at once: with its temporaries, about what a cache holds
+CORRECTION = ".e_score_correction_bias"
 INTERLEAVED = ("llama",)  # architectures whose q and k llama.cpp stores for rotation of neighbours
 
 
@@ -40,10 +39,16 @@ class GGUFSource:
         self._norm_offset = np.float32(file.architecture in NORMS_PLUS_ONE)
         names = _names(config, file.architecture)
         self._tensors = {name: file.tensors[stored] for name, stored in names.items() if stored in file.tensors}
-        unread = file.tensors.keys() - names.values() - NO_WEIGHTS
+        self._views, self._blocks = views_of(file, config), Blocks()
+        found = [*self._tensors.values(), *(tensor for view in self._views.values() for tensor in view.tensors)]
+        self._used = {(tensor.path, tensor.start): tensor for tensor in found}  # each once
+        unread = [
+            name
+            for name, tensor in file.tensors.items()
+            if (tensor.path, tensor.start) not in self._used and name not in NO_WEIGHTS
+        ]
         if unread:
             raise UnsupportedModel(f"{self.place}: tensor {min(unread)} has no place in a {config.family} model here")
-        self._maps: dict[Path, np.ndarray] = {}
 
     @property
     def place(self) -> str:
@@ -51,52 +56,54 @@ class GGUFSource:
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._tensors)
+        return sorted(self._tensors.keys() | self._views.keys())
 
     @property
     def label(self) -> str:
         """How the numbers are stored: the kinds of blocks, the one that most bytes are of first."""
         kinds = Counter[str]()
-        for tensor in self._tensors.values():
+        for tensor in self._used.values():
             kinds[tensor.kind.name] += tensor.num_bytes
         return f"gguf of {', '.join(kind for kind, _ in kinds.most_common())}"
 
     def stored_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self._tensors.values())
+        return sum(tensor.num_bytes for tensor in self._used.values())
 
     def num_weights(self) -> int:
         """Numbers in all the network's tensors."""
-        return sum(prod(tensor.shape) for tensor in self._tensors.values())
+        return sum(prod(tensor.shape) for tensor in self._used.values())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._tensors[name].shape if name in self._tensors else None
+        found = self._views.get(name) or self._tensors.get(name)
+        return None if found is None else found.shape
 
     def dtype(self, name: str) -> str:
-        kind = self._tensor(name).kind
-        return "float32" if _has_definition(kind) else kind.name
+        view = self._views.get(name)
+        tensors = (self._tensor(name),) if view is None else view.tensors
+        unknown = [tensor.kind.name for tensor in tensors if not has_definition(tensor.kind)]
+        return unknown[0] if unknown else "float32"
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        tensor, rows = self._tensor(name), index[0]
+        view = self._views.get(name)
+        place = self._tensor(name).path if view is None else view.tensors[0].path
+        try:
+            return self._read(name, index) if view is None else view.read(self._blocks, index)
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(f"cannot read tensor {name} of {place}: {first_line(error)}") from error
+
+    def _read(self, name: str, index: Index) -> np.ndarray:
+        tensor, rows = self._tensors[name], index[0]
         order = self._order(name)
         picked = rows if order is None else order[rows]
-        stored = self._bytes(tensor)
-        try:
-            if len(tensor.shape) == 1:
-                found = _numbers(stored, tensor.kind)[picked]
-                return found - self._norm_offset if name.endswith("norm.weight") else found
-            return _columns(stored.reshape(tensor.shape[0], -1)[picked], tensor.kind, index[1])
-        except (ValueError, IndexError) as error:
-            raise CheckpointError(f"cannot read tensor {name} of {tensor.path}: {first_line(error)}") from error
+        if len(index) > 1:
+            return self._blocks.rows(tensor, picked, index[1])
+        found = self._blocks.rows(tensor, slice(0, 1), slice(0, prod(tensor.shape)))[0][picked]
+        return found - self._norm_offset if name.endswith("norm.weight") else found
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
             raise MissingTensor(f"tensor {name} is not in {self.place}")
         return self._tensors[name]
-
-    def _bytes(self, tensor: Tensor) -> np.ndarray:
-        if tensor.path not in self._maps:
-            self._maps[tensor.path] = np.memmap(tensor.path, np.uint8, "r")
-        return self._maps[tensor.path][tensor.start : tensor.start + tensor.num_bytes]
 
     def _order(self, name: str) -> np.ndarray | None:
         """Which stored row each of the tensor's rows is; None where they are the same."""
@@ -109,43 +116,28 @@ class GGUFSource:
 
 
 def _names(config: ModelConfig, architecture: str) -> dict[str, str]:
-    """Hugging Face name -> GGUF name of every tensor that the model may be made of."""
+    """Hugging Face name -> GGUF name of every tensor that the model may be made of, one of one."""
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(arch, config.num_layers)
     leaves = stage_leaves(config, range(config.num_layers), 1).values()
-    parts = [part.name for leaf in leaves for part in leaf.parts if _is_read(config, part.name)]
-    named = {name: table.get_name(name, (".weight", ".bias")) for name in parts}
+    parts = {part.name for leaf in leaves for part in leaf.parts if _is_read(config, part.name)}
+    named = {name: _own_name(name) or table.get_name(name, (".weight", ".bias")) for name in parts}
     return {name: stored for name, stored in named.items() if stored is not None}
+
+
+def _own_name(name: str) -> str | None:
+    """Of tensors that the table of names does not know, or not whole."""
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    if rest.endswith(CORRECTION):
+        return f"blk.{layer}.exp_probs_b.bias"
+    return f"blk.{layer}.attn_sinks.weight" if rest == "self_attn.sinks" else None
 
 
 def _is_read(config: ModelConfig, name: str) -> bool:
     """Whether the network has it: biases are for some families only."""
     if not name.endswith(".bias"):
         return True
-    return config.mlp_bias if ".mlp." in name else config.o_bias if ".o_proj." in name else config.qkv_bias
-
-
-@cache
-def _has_definition(kind: GGMLQuantizationType) -> bool:
-    try:
-        _numbers(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _columns(rows: np.ndarray, kind: GGMLQuantizationType, columns: slice) -> np.ndarray:
-    """f32[rows, columns] of rows of blocks; only the blocks that hold some of the columns are looked at."""
-    block, size = GGML_QUANT_SIZES[kind]
-    first, last = columns.start // block, -(-columns.stop // block)
-    found = _numbers(rows[:, first * size : last * size], kind).reshape(len(rows), -1)
-    return found[:, columns.start - first * block : columns.stop - first * block]
-
-
-def _numbers(stored: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """f32[all of them] of blocks, a strip of them at a time."""
-    size = GGML_QUANT_SIZES[kind][1]
-    blocks = np.ascontiguousarray(stored).reshape(-1, size)
-    step = max(1, STRIP_BYTES // size)
-    strips = [dequantize(blocks[at : at + step].reshape(1, -1), kind) for at in range(0, len(blocks), step)]
-    return np.concatenate([strip.ravel() for strip in strips]).astype(np.float32, copy=False)
+    if ".mlp." in name:
+        router = config.experts is not None and config.experts.router_bias and name.endswith(".router.bias")
+        return config.mlp_bias or router
+    return config.o_bias if ".o_proj." in name else config.qkv_bias
