@@ -95,7 +95,16 @@ def test_on_eighty_columns_nothing_that_counts_is_cut(url: str) -> None:
     watch = Watch()
     watch.take(fetch(url, "k"))
     said = drawn(picture(watch, 80), 80)
-    for words in ("prefill-0 ", "in flight", "hits", "0/8", "finished ", "prefill-0 → decode-0", " ms", " s ago  least_loaded"):
+    for words in (
+        "prefill-0 ",
+        "in flight",
+        "hits",
+        "0/8",
+        "finished ",
+        "prefill-0 → decode-0",
+        " ms",
+        " s ago  least_loaded",
+    ):
         assert words in said
     assert max(map(len, said.splitlines())) <= 80 and "…" not in said.partition("decisions")[0]
 

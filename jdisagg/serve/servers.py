@@ -157,7 +157,8 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
         await _until(lambda: running.http is not None and running.http.started, running.http_task)
         host, port = sockets.http.getsockname()[:2]
-        running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; also /metrics, /health, /openapi.json)")
+        others = "a page at /; /metrics, /health, /openapi.json"
+        running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; {others})")
     if sockets.grpc_port is not None:
         running.grpc_server = create_grpc_server(service, front, clients)
         address = f"{settings.host}:{sockets.grpc_port}"
