@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import tables as measured
-from docs.generate import api_page, flags_page, handoff_table, metrics_page, published_page
+from docs.generate import alerts_table, api_page, dashboard, flags_page, handoff_table, metrics_page, published_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -25,7 +25,11 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics_page.text,
     "published_gates.md": published_page.text,
 }
-TABLES: Mapping[str, Callable[[], str]] = {"handoff_states": handoff_table.text, **measured.TABLES}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "alerts": alerts_table.text,
+    "handoff_states": handoff_table.text,
+    **measured.TABLES,
+}
 MARKED = re.compile(r"(<!-- table: (?!end)(\S+) -->\n).*?(<!-- table: end -->)", re.DOTALL)
 
 
@@ -46,7 +50,8 @@ def renewed(text: str) -> str:
 
 
 def fresh() -> Iterator[tuple[Path, str]]:
-    """(page, what it should hold) of all."""
+    """(file, what it should hold) of all."""
+    yield ROOT / "launch" / "grafana" / "jdisagg.json", dashboard.text()
     for name, make in PAGES.items():
         yield DOCS / name, NOTE + make().rstrip() + "\n"
     for path in written():
