@@ -143,7 +143,8 @@ def test_every_refusal_has_its_own_name(tmp_path):
 def test_another_architecture_is_refused_by_name(tmp_path):
     path = replace(TINY, architecture="rwkv7").write(tmp_path / "model.gguf")
     assert why_refused(path, UnsupportedModel) == (
-        f"{path}: architecture 'rwkv7' is not supported; supported: deepseek2, gemma2, gemma3, gpt-oss, llama, olmo2, phi3, qwen2, qwen3, qwen3moe"
+        f"{path}: architecture 'rwkv7' is not supported; supported: deepseek2, gemma2, gemma3, gpt-oss, llama,"
+        " olmo2, phi3, qwen2, qwen3, qwen3moe"
     )
 
 
