@@ -38,8 +38,9 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> 
     compile_cache.use(compile_cache_dir)
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        raise MeshError(f"--platform={platform}: no such devices here ({error})") from error
+    except (RuntimeError, AssertionError) as error:  # the latter where no plugin for the platform is installed
+        why = str(error) or "this jax has no plugin for them"
+        raise MeshError(f"--platform={platform}: no such devices here ({why})") from error
     if len(devices) < num_devices:
         raise MeshError(
             f"the mesh needs devices 0 to {num_devices - 1}, this machine has {len(devices)} ({devices[0].platform})"

