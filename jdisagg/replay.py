@@ -1,18 +1,21 @@
 """Takes a recorded journal through fresh actors and compares every decision.
 
-    python -m jdisagg.replay JOURNAL [--virtual]
+    python -m jdisagg.replay JOURNAL [--virtual] [--perfetto=FILE]
 
 With --virtual its events are not handed over: the simulator makes them again from the actors' own effects, and takes of
-the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`).
+the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`). With --perfetto=FILE
+the run is written as a trace for Perfetto, as far as its decisions are the same.
 
 Exit code 0 and "N events, same decisions", or 1 and the first event that led to something else, or 2.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -20,14 +23,21 @@ from jdisagg import command, flags
 from jdisagg.core.codec import encode
 from jdisagg.core.errors import ConfigError, FlagError, JournalError
 from jdisagg.core.journal import Header, Recorded, digest, read_lines
+from jdisagg.serve.offload import dump
+from jdisagg.serve.records import Records
 from jdisagg.sim.follow import actors_of, decide
 from jdisagg.sim.rerun import rerun
 
 DIFFERENT = 1
+Observer = Callable[[str, Any, float], None]  # (actor, event or effect, when)
+MOST_REQUESTS, MOST_STEPS = 10_000, 1_000_000  # of a trace: the last ones
 
 
-def replay(header: Header, entries: Iterable[Recorded]) -> int:
-    """The number of events whose decisions were the same. Raises JournalError at the first that differs."""
+def replay(header: Header, entries: Iterable[Recorded], observe: Observer = lambda actor, item, at_s: None) -> int:
+    """The number of events whose decisions were the same. Raises JournalError at the first that differs.
+
+    `observe` is told every event, and every effect that followed.
+    """
     actors = actors_of(header)
     number = 0
     for number, entry in enumerate(entries, 1):
@@ -38,6 +48,8 @@ def replay(header: Header, entries: Iterable[Recorded]) -> int:
                 f"led to effects with the digest {entry.decided}; now it leads to {digest(effects)}:\n"
                 + "\n".join(f"  {encode(effect)}" for effect in effects)
             )
+        for item in (entry.event, *effects):
+            observe(entry.actor, item, entry.at_s)
     return number
 
 
@@ -45,6 +57,7 @@ def declare() -> flags.FlagValues:
     values = flags.own()
     absl_flags.DEFINE_string("journal", "", "a file that --record_dir kept; needs no name", flag_values=values)
     absl_flags.DEFINE_bool("virtual", False, "decide again in the simulator, on measured durations", flag_values=values)
+    absl_flags.DEFINE_string("perfetto", "", "file for a trace that ui.perfetto.dev opens", flag_values=values)
     return values
 
 
@@ -61,12 +74,24 @@ def body(values: flags.FlagValues) -> int:
             if values.virtual:
                 print(f"{len(rerun(*read_lines(lines)).entries)} events, same decisions in virtual time")
             else:
-                print(f"{replay(*read_lines(lines))} events, same decisions")
+                print(f"{_replayed(lines, values.perfetto)} events, same decisions")
         except (JournalError, OSError, UnicodeDecodeError) as error:
             what = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
             print(f"{path}: {what}", file=sys.stderr)
             return DIFFERENT
     return 0
+
+
+def _replayed(lines: Iterable[str], perfetto: str) -> int:
+    """As `replay`, with the trace written where one is asked for. Raises ConfigError where it cannot be."""
+    records = Records(keep=MOST_REQUESTS, steps=MOST_STEPS)
+    count = replay(*read_lines(lines), records.observe if perfetto else lambda actor, item, at_s: None)
+    if perfetto:
+        try:
+            Path(perfetto).write_text(dump(records.window(-math.inf, math.inf)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--perfetto={perfetto}: {error.strerror}") from error
+    return count
 
 
 def main(argv: Sequence[str] | None = None) -> int:

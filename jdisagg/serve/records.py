@@ -6,6 +6,7 @@ processes sees their messages, but not their chunks and parts: those lists are o
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from jdisagg.core.events import (
     ROUTER,
     DropKV,
     EmitTokens,
+    EngineFailed,
     Finish,
     InsertKV,
     KVArrived,
@@ -24,6 +26,7 @@ from jdisagg.core.events import (
     RunStep,
     Send,
     ShipKV,
+    StepDone,
     Submit,
     WorkerJoined,
     WorkerLeaving,
@@ -48,7 +51,9 @@ from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.policy.decisions import Decision
 from jdisagg.policy.request_state import END_PHASE, PHASE_OF_MARK
+from jdisagg.serve.perfetto import chrome_trace, overlapping
 from jdisagg.serve.places import Place
+from jdisagg.serve.step_log import KEPT, StepLog
 from jdisagg.serve.transfer_stats import TransferStats
 
 PHASE_OF_MESSAGE = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}
@@ -185,16 +190,18 @@ def _note_progress(trace: RequestTrace, message: Message, now_s: float) -> None:
 class Records:
     """The last `keep` requests and as many decisions."""
 
-    def __init__(self, keep: int = 512) -> None:
+    def __init__(self, keep: int = 512, steps: int = KEPT) -> None:
         self._decisions: deque[Decision] = deque(maxlen=keep)
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
-        self._keep = keep
+        self._keep, self.steps = keep, StepLog(steps)
         self.changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)  # of who is there, as the router was told
         self._folds: dict[type, Callable[[str, Any, float], None]] = {
             Submit: self._submit,
             Send: self._send,
             Received: self._received,
             RunStep: self._step,
+            StepDone: lambda actor, item, now_s: self.steps.ended(actor, item.step_id, now_s),
+            EngineFailed: lambda actor, item, now_s: self.steps.ended(actor, item.step_id, now_s),
             ShipKV: lambda actor, item, now_s: self._part("left", item.transfer, now_s),
             KVArrived: lambda actor, item, now_s: self._part(
                 "arrived" if item.intact else "arrived broken", item.transfer, now_s, wire_s=item.wire_s
@@ -257,6 +264,7 @@ class Records:
         trace.rows.add(trace.rows.messages, {"at_s": now_s, "from": speaker, "to": to} | named | details)
 
     def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        self.steps.began(actor, item.plan, now_s)
         for chunk in item.plan.prefill.chunks if item.plan.prefill else ():
             trace = self._traces.get(chunk.request_id)
             if trace is not None:
@@ -316,6 +324,11 @@ class Records:
     def summaries(self, count: int, now_s: float) -> list[dict[str, Any]]:
         """The last `count` requests in short, latest first."""
         return [trace.summary(now_s) for trace in islice(self._latest(), count)]
+
+    def window(self, begin_s: float, end_s: float) -> dict[str, Any]:
+        """What happened between two times, as a trace for Perfetto."""
+        traces = [trace.to_json(end_s if math.isfinite(end_s) else None) for trace in self._latest()]
+        return chrome_trace(overlapping(traces, begin_s), self.steps.since(begin_s), begin_s, end_s)
 
     def request(self, name: str, now_s: float | None = None) -> list[dict[str, Any]]:
         """The traces of the request, or of all choices of a client's request, of this name; latest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from typing import Any
 
@@ -10,8 +11,10 @@ from fastapi import FastAPI, HTTPException, Response
 from jdisagg.core.errors import RequestError
 from jdisagg.serve.cluster_view import ClusterView, SharedDocument
 from jdisagg.serve.http.errors import documented
+from jdisagg.serve.offload import dump
 from jdisagg.serve.records import DebugState
 
+LONGEST_S = 3600  # of one trace
 MOST = 10_000  # decisions of one answer
 
 
@@ -43,6 +46,15 @@ def add_debug(app: FastAPI, debug_state: DebugState, cluster: ClusterView) -> No
         if not lives:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"no request {name[:128]!r} is remembered")
         return {"requests": lives}
+
+    @app.get("/debug/trace", responses=documented(400, 401))
+    async def trace(seconds: str = "5") -> Response:
+        """The last `seconds` as a trace for Perfetto: a process a worker, rows for steps, chunks, KV and requests."""
+        if not (seconds.isdecimal() and len(seconds) <= 4 and 1 <= int(seconds) <= LONGEST_S):
+            raise RequestError(f"seconds is {seconds[:20]!r}, must be a number from 1 to {LONGEST_S}", param="seconds")
+        now_s = cluster.now_s()
+        body = await asyncio.to_thread(lambda: dump(records.window(now_s - int(seconds), now_s)).encode())
+        return Response(body, media_type="application/json")
 
     @app.get("/debug/transfer", responses=documented(401))
     async def transfer() -> dict[str, Any]:

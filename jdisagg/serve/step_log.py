@@ -1,0 +1,52 @@
+"""When the last steps of this process's workers ran: from the plan's way to its executor until its results were read.
+
+Written on the driver's thread, read from any other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from jdisagg.core.steps import StepPlan
+
+KEPT = 4096  # steps that ended, and at most as many that never do
+
+
+@dataclass(frozen=True, slots=True)
+class RanStep:
+    """One step. Several of a worker overlap: the next ones are dispatched before the first is read."""
+
+    worker: str
+    step_id: int
+    began_s: float
+    ended_s: float
+    chunk_tokens: int
+    rows: int
+    microbatch: int | None  # of its rows; None: it had none
+
+
+class StepLog:
+    """The last steps, oldest first."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._open: OrderedDict[tuple[str, int], tuple[float, int, int, int | None]] = OrderedDict()
+        self._done: deque[RanStep] = deque(maxlen=kept)
+        self._kept = kept
+
+    def began(self, worker: str, plan: StepPlan, now_s: float) -> None:
+        tokens = plan.prefill.num_tokens if plan.prefill else 0
+        rows, microbatch = (len(plan.decode.active), plan.decode.microbatch) if plan.decode else (0, None)
+        self._open[worker, plan.step_id] = (now_s, tokens, rows, microbatch)
+        if len(self._open) > self._kept:
+            self._open.popitem(last=False)
+
+    def ended(self, worker: str, step_id: int | None, now_s: float) -> None:
+        found = self._open.pop((worker, step_id), None) if step_id is not None else None
+        if found is not None:
+            began_s, tokens, rows, microbatch = found
+            self._done.append(RanStep(worker, step_id or 0, began_s, now_s, tokens, rows, microbatch))
+
+    def since(self, at_s: float) -> list[RanStep]:
+        """Those that ended after `at_s`."""
+        return [step for step in list(self._done) if step.ended_s >= at_s]
