@@ -22,6 +22,7 @@ from jdisagg.serve.metrics_compat import Aliases
 from jdisagg.serve.remote_metrics import MergedRegistry
 from jdisagg.serve.request_metrics import RequestMetrics
 from jdisagg.serve.service import Capacity
+from jdisagg.serve.troubles import Troubles
 from jdisagg.serve.worker_metrics import PoolMetrics, PrefixCacheMetrics, StepMetrics, TransferMetrics, Workers
 
 LAGS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -43,11 +44,12 @@ class Metrics:
         registry = CollectorRegistry()
         self._families = families = Families(registry, model_name)
         self._workers: Workers = {config.worker: config for config in workers}
-        self._requests = RequestMetrics(families)
+        self._requests, self.troubles = RequestMetrics(families), Troubles(families)
         self._pools = PoolMetrics(families, self._workers)
         self._folds = by_kind(
             [
                 self._requests,
+                self.troubles,
                 StepMetrics(families),
                 PrefixCacheMetrics(families, self._workers),
                 TransferMetrics(families, workers, page_bytes),
@@ -87,6 +89,7 @@ class Metrics:
     def journal_dropped(self) -> None:
         """The file of --record_dir takes no more."""
         self._journal_drops.of().inc()
+        self.troubles.journal_ended()
 
     def watch_pools(self, workers: Mapping[WorkerId, Worker]) -> None:
         """What the pages of this process's workers are for."""

@@ -179,8 +179,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/health", responses=STATE)
     async def health() -> Response:
-        """200 once the stack runs, also while it drains: a process that finishes its work is healthy."""
-        return _state("ok" if service.ready else "draining" if service.draining else "unready", bad=("unready",))
+        """200 once the stack runs, also while it drains: a process that finishes its work is healthy. `degraded` is
+        served with less than there was, for what `why` says."""
+        why = front.metrics.troubles.told(service.now_s())
+        state = "draining" if service.draining else "unready" if not service.ready else "degraded" if why else "ok"
+        return _state(state, ("unready",), live=service.alive, ready=service.ready and not service.draining, why=why)
 
     @app.get("/ready", responses=STATE)
     async def ready() -> Response:
@@ -205,8 +208,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
         return Response(front.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _state(state: str, bad: tuple[str, ...]) -> Response:
-    return JSONResponse({"status": state}, status_code=503 if state in bad else 200)
+def _state(state: str, bad: tuple[str, ...], **more: object) -> Response:
+    return JSONResponse({"status": state, **more}, status_code=503 if state in bad else 200)
 
 
 def _takes(kind: type[BaseModel]) -> dict[str, Any]:
