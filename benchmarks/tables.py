@@ -131,6 +131,22 @@ def weight_loss() -> str:
     return f"{origin(report)}\n\n{rows_of(['weights', 'mean KL, nats', 'same greedy token', 'kept full'], rows)}"
 
 
+def products() -> str:
+    """Of a step's matrices alone, by the form they are kept in."""
+    report = result("products_smollm2_cpu")
+    steps = {
+        step: [each for each in report["rows"] if each["step"] == step]
+        for step in (row["step"] for row in report["rows"])
+    }
+    forms = list(dict.fromkeys(each["form"] for each in report["rows"]))
+    rows = []
+    for step, mine in steps.items():
+        best_ms = {each["form"]: each["best_ms"] for each in mine}
+        rows.append([step, *(short(best_ms[form]) if form in best_ms else "" for form in forms)])
+    head = ["step, rows", *(f"{form}, ms" for form in forms)]
+    return f"{origin(report)} Best of {report['rounds']} turns, {report['layers']} layers.\n\n{rows_of(head, rows)}"
+
+
 def calibration() -> str:
     report = result("calibration_cpu")
     rows = []
@@ -237,6 +253,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         transfer,
         compression,
         weight_loss,
+        products,
         calibration,
         crossover,
         mixed_steps,
