@@ -19,7 +19,7 @@ def ragged_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool) 
     )
     rows = x.astype(matrices.dtype)
     product = jax.lax.ragged_dot_general(rows, matrices, sizes, numbers, preferred_element_type=jnp.float32)
-    return jnp.where(_grouped(x, sizes), product, 0).astype(x.dtype)
+    return jnp.where(grouped(x, sizes), product, 0).astype(x.dtype)
 
 
 def product_by_blocks(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
@@ -41,7 +41,7 @@ def product_by_blocks(x: Array, matrices: Array, sizes: Array, *, out_first: boo
 
     outputs = matrices.shape[1 if out_first else 2]
     out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros((len(rows), outputs), x.dtype))
-    return jnp.where(_grouped(x, sizes), out[: x.shape[0]], 0)
+    return jnp.where(grouped(x, sizes), out[: x.shape[0]], 0)
 
 
 def _of_one(rows: Array, matrix: Array, out_first: bool) -> Array:
@@ -63,6 +63,6 @@ def block_rows(rows: int, groups: int) -> int:
     return min(1 << (wanted.bit_length() - 1), WIDEST)
 
 
-def _grouped(x: Array, sizes: Array) -> Array:
+def grouped(x: Array, sizes: Array) -> Array:
     """bool[M, 1]: rows of some group."""
     return (jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None]

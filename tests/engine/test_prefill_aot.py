@@ -14,6 +14,8 @@ PREFILL = [
     ("v6e:2x4", "DeepSeek-V3", 8, ("prefill",)),
     ("h100:4", "8B", 4, ("prefill", "head", "score")),
     ("v6e:2x4", "Qwen3-30B-A3B", 4, ("prefill",)),
+    ("h100:8", "Qwen3-30B-A3B", 1, ("prefill",)),
+    ("h100:8", "gpt-oss-20b", 1, ("prefill",)),
 ]
 
 
