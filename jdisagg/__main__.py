@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from jdisagg.command import BAD_USE
+from jdisagg.command import BAD_USE, pipe_closed
 
 HERE = Path(__file__).parent
 RUN = "if __name__ =="
@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the command; 2 with one line for one that there is not."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("--help", "-h", "help"):
-        print(help_text())
+        try:
+            print(help_text(), flush=True)
+        except BrokenPipeError:
+            return pipe_closed()
         return 0
     if words[0] == "--version":
         print(version("jdisagg"))

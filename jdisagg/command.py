@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,7 @@ from jdisagg import config, flags, interrupts
 from jdisagg.core.errors import JdisaggError
 
 BAD_USE = 2
+PIPE_CLOSED = 141  # as a shell calls SIGPIPE
 Body = Callable[[flags.FlagValues], int]
 
 
@@ -31,17 +33,27 @@ def run(
     try:
         flags.read(values, sys.argv if argv is None else argv, positional)
         if values["help"].value:
-            print(f"{(law or '').rstrip()}\n{flags.help_of(values, settings)}")
+            print(f"{(law or '').rstrip()}\n{flags.help_of(values, settings)}", flush=True)
             return 0
         if not own_file:
             config.fill(values)
         if settings and values["print_config"].value:
             print(config.as_toml(config.settings_of(values)))
             return 0
-        return body(values)
+        code = body(values)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return pipe_closed()
     except JdisaggError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return BAD_USE
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return interrupts.INTERRUPTED
+
+
+def pipe_closed() -> int:
+    """Exit code where nobody reads any more what is printed, as after `| head`; nothing is flushed into it later."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PIPE_CLOSED

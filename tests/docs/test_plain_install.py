@@ -12,6 +12,7 @@ import pytest
 
 from jdisagg import devices
 from jdisagg.__main__ import commands
+from jdisagg.command import PIPE_CLOSED
 from jdisagg.core.errors import MeshError
 from tests.docs.pages import ROOT
 
@@ -27,6 +28,7 @@ OF_EXTRAS = (
     "pyarrow",
     "torch",
 )
+OF_RICH = 1  # its console ends the process with this
 PRESCRIBED = ("absl-py", "flax", "grpcio", "jax", "optax", "orbax-checkpoint")
 ASKED = """
 import contextlib, importlib, io, sys
@@ -60,6 +62,15 @@ def test_a_platform_that_jax_has_no_plugin_for_is_one_line(monkeypatch: pytest.M
     monkeypatch.setattr(devices.jax, "devices", without_plugin)
     with pytest.raises(MeshError, match=r"--platform=cpu: no such devices here \(this jax has no plugin for them\)"):
         devices.prepare("cpu", 1)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["calc", "--help"], ["calc"]], ids=" ".join)
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(words: list[str]):
+    command = [sys.executable, "-m", "jdisagg", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.wait(timeout=60) in (PIPE_CLOSED, OF_RICH) and not process.stderr.read()
 
 
 def test_the_console_script_is_the_list_of_commands():
