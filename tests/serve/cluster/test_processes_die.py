@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -146,6 +147,35 @@ def test_what_is_left_after_the_grace_goes_on_elsewhere(fixture: ClusterFixture,
     for body, answer in enumerate(answers):
         fixture.assert_undisturbed(answer.result(), body)
     fixture.cluster.await_all_free()
+
+
+def test_workers_are_replaced_one_after_the_other_under_load_and_no_client_notices(fixture: ClusterFixture, pool):
+    """An upgrade: the new process serves before the old one is told to go."""
+    answers: list[tuple[int, Future[Answer]]] = []
+    before = len(fixture.router.log.read_text())
+
+    def busy() -> None:
+        """At any time three streams run, on whichever workers there are."""
+        while sum(not answer.done() for _, answer in answers) < 3:
+            body = len(answers) % len(BODIES)
+            answers.append((body, fixture.cluster.begin(pool, pieces=0, **BODIES[body])))
+
+    def replace(living: list[Process], new: Process) -> None:
+        old = living.pop(0)
+        living.append(new)
+        until(lambda: busy() or new.said("joined the router"), "the new process")
+        old.send(signal.SIGTERM)
+        until(lambda: busy() or old.popen.poll() is not None, "the old one to end")
+        assert old.popen.returncode == 0 and old.said("nothing is left here")
+
+    decode, prefill = (fixture.cluster.start(role) for role in ("decode", "prefill"))
+    replace(fixture.decodes, decode)
+    replace(fixture.prefills, prefill)
+    for body, answer in answers:
+        fixture.assert_undisturbed(answer.result(), body)
+    fixture.cluster.await_all_free()
+    told = fixture.router.log.read_text()[before:]
+    assert len(re.findall("is gone: it left", told)) == len(re.findall("is gone", told)) == 2
 
 
 def test_a_prefill_process_leaves_by_a_signal_and_a_decode_process_at_once_by_a_second(fixture: ClusterFixture, pool):
