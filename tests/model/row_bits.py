@@ -16,10 +16,11 @@ from jax import Array
 
 from jdisagg.model.network import scored
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
+from pallas_kernels import grouped_product
 
-INPUTS, OUTPUTS = 96, 160
+INPUTS, OUTPUTS, EXPERTS = 96, 160, 8
 COUNTS = (2, 4, 8, 12, 16, 72, 128, 136, 520)  # of decode alone, beside chunks, and of chunks in every bucket
-FORMS = ("float32", "bfloat16", "int8", "fp8", "head", "head in bfloat16")
+FORMS = ("float32", "bfloat16", "int8", "fp8", "head", "head in bfloat16", "experts", "experts in bfloat16")
 
 
 def bits_of(form: str) -> dict[int, str]:
@@ -34,13 +35,23 @@ def _matrix(rows: Array, form: str) -> tuple[Array, ...]:
     if form in ("int8", "fp8"):
         kernel, scale = quantized(rows, form)
         return kernel, scale[:, 0]
-    return (rows.astype(STORED.get(form.rpartition(" ")[2], jnp.float32)),)
+    rows = rows.astype(STORED.get(form.rpartition(" ")[2], jnp.float32))
+    return (jnp.stack([rows] * EXPERTS) if form.startswith("experts") else rows,)
 
 
 def _call(form: str) -> Callable[..., Array]:
     if form.startswith("head"):
         return scored
+    if form.startswith("experts"):
+        return _of_experts
     return lambda x, kernel, scale=None: product(x, kernel, scale, MatrixForm(True, form))
+
+
+def _of_experts(x: Array, matrices: Array) -> Array:
+    """Rows sent to each expert in turn."""
+    group = np.arange(len(x)) % EXPERTS
+    order, sizes = np.argsort(group, kind="stable"), np.bincount(group, minlength=EXPERTS)
+    return grouped_product(x[order], matrices, jnp.asarray(sizes, jnp.int32), out_first=True)[np.argsort(order)]
 
 
 if __name__ == "__main__":

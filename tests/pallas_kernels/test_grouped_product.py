@@ -87,10 +87,6 @@ def test_rows_are_rounded_to_the_dtype_of_the_matrices_and_sums_are_not(variant:
     np.testing.assert_allclose(found, exact, atol=1e-5)
 
 
-def test_blocks_grow_with_the_rows_of_a_group_up_to_a_width():
-    assert [xla.block_rows(rows, 16) for rows in (1, 2, 4, 16, 64, 512, 8192)] == [1, 2, 4, 4, 8, 32, 32]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
