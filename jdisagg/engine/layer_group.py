@@ -23,6 +23,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
 from jdisagg.engine.expert_load import ExpertLoad, Tally
+from jdisagg.engine.lookup import by_rows
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
@@ -54,7 +55,7 @@ class LayerGroupPrograms:
     """The programs of layers `layers` of the model on `submesh`, whether or not weights and pages exist."""
 
     def __init__(self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams) -> None:
-        self.config, self.layers, self.submesh, self.params = config, layers, submesh, params
+        self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.sparse = [layer for layer in layers if config.is_sparse(layer)]
         counts = 1 if self.sparse else 0  # i32[layers with experts, experts], see `expert_load.py`

@@ -274,8 +274,14 @@ def _gathers(group: LayerGroupPrograms) -> dict[str, int]:
 
 
 def _abstract(arrays: Any) -> Any:
-    """The same as shapes where they lie."""
-    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding), arrays)
+    """The same as shapes where they lie; those that are shapes already may say how as well."""
+
+    def shape_of(each: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(each, jax.ShapeDtypeStruct):
+            return each
+        return jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding)
+
+    return jax.tree.map(shape_of, arrays)
 
 
 def _traits(wire: str) -> tuple[str, ...]:
