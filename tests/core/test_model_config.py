@@ -78,6 +78,18 @@ def test_latent_attention_counts_its_own_matrices_and_pairs():
 
 
 MIXTRAL = ModelConfig("mixtral", 32000, 4096, 14336, 32, 32, 8, 128, 32768, experts=Experts(8, 2, 14336))
+QWEN3_30B = ModelConfig("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, experts=Experts(128, 8, 768))
+GPT_OSS_20B = ModelConfig("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 64, 131072, experts=Experts(32, 4, 2880))
+
+
+@pytest.mark.parametrize(
+    ("config", "all_of_them", "active"),
+    [(MIXTRAL, 46.70e9, 12.88e9), (QWEN3_30B, 30.53e9, 3.35e9), (GPT_OSS_20B, 20.91e9, 4.19e9)],
+)
+def test_models_with_experts_have_as_many_weights_and_active_ones_as_their_shapes_say(config, all_of_them, active):
+    """gpt-oss' 3.61 B active ones leave its embedding out, 0.58 B."""
+    assert config.num_params() == pytest.approx(all_of_them, rel=2e-3)
+    assert config.num_active_params() == pytest.approx(active, rel=5e-3)
 
 
 def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_be_sent_to():
