@@ -54,6 +54,7 @@ class Benchmark:
     module: str
     flags: str = ""
     small: str = ""
+    knows_its_file: bool = False  # it takes no --output
 
     def needs(self) -> list[str]:
         """Names of `GIVEN` in its flags."""
@@ -61,7 +62,7 @@ class Benchmark:
 
     def command(self, output: Path, given: Mapping[str, str], small: bool = False) -> list[str]:
         words = shlex.split((self.small if small else self.flags).format(**given))
-        return [sys.executable, "-m", self.module, *words, f"--output={output}"]
+        return [sys.executable, "-m", self.module, *words, *([] if self.knows_its_file else [f"--output={output}"])]
 
 
 ALL = (
@@ -83,6 +84,7 @@ ALL = (
     Benchmark("calibration_cpu", "benchmarks.calibration"),
     Benchmark("mixed_steps", "benchmarks.mixed_steps", "--model={models}/small --rounds=5"),
     Benchmark("prefix_reuse", "benchmarks.prefix_reuse", "--model={models}/small --turns=6"),
+    Benchmark("published", "tests.published.table", "{data_dir}", knows_its_file=True),
     Benchmark("simulator_cpu", "benchmarks.simulator", "--data_dir={data_dir}"),
     Benchmark(
         "peers_cpu_f32",
