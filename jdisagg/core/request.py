@@ -118,6 +118,7 @@ class Request:
     priority: int = 0  # each step down is a head start of some seconds
     queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
     cache_salt: str = ""  # KV is shared between requests of one salt only: a tenant's, say
+    traceparent: str = ""  # the W3C trace context of who asked; nothing is decided by it
 
     @property
     def prompt_tokens(self) -> int:

@@ -158,6 +158,7 @@ class Settings:
         30.0, "server", "a client's time to ask for something, for a header, and to read what it was sent"
     )
     debug_keep: int = _setting(512, "server", "requests and decisions that /debug remembers; 0: no /debug")
+    otlp_endpoint: str = _setting("", "server", "collector of traces by OTLP over HTTP, as http://localhost:4318")
     metrics_compat: str = _setting("", "server", "also export metrics under these names, as vllm,jetstream")
     # one-shot
     prompt: str = _setting("", "one-shot", "stream one answer to the terminal and stop")
@@ -203,6 +204,8 @@ class Settings:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must lie in [-1, 65535]")
         if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key == self.api_key.strip()):
             raise ConfigError("--api_key must be printable ASCII without a space at its ends: headers hold no other")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp_endpoint is {self.otlp_endpoint!r}, must begin with http:// or https://")
         if bool(self.prompts) != bool(self.output):
             raise ConfigError(f"--prompts={self.prompts!r} and --output={self.output!r}: give both or neither")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jdisagg import __version__
 from jdisagg.core.journal import Header
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
@@ -25,6 +26,7 @@ from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.otlp import Exporter, Tracer
 from jdisagg.serve.places import place_of
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
@@ -75,7 +77,7 @@ def build(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *debug_observers(records, settings), *observers),
+        observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), *observers),
         metrics=metrics,
         journal=journal,
         debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places)
@@ -93,9 +95,12 @@ def watch_experts(metrics: Metrics, deployment: Deployment, machines: Mapping[Wo
         metrics.watch_experts(lambda: {worker: machine.expert_loads for worker, machine in machines.items()})
 
 
-def debug_observers(records: Records, settings: Settings) -> tuple[Observer, ...]:
-    """The observers that keep what /debug shows, where --debug_keep asks for any."""
-    return (records.observe,) if settings.debug_keep else ()
+def asked_observers(records: Records, deployment: Deployment, settings: Settings) -> tuple[Observer, ...]:
+    """What keeps what /debug shows, where --debug_keep asks for any, and what traces, where --otlp_endpoint says to."""
+    kept = (records.observe,) if settings.debug_keep else ()
+    if not settings.otlp_endpoint:
+        return kept
+    return (*kept, Tracer(deployment.model_name, Exporter(settings.otlp_endpoint, __version__).put).observe)
 
 
 def load_executors(

@@ -204,6 +204,7 @@ def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
         api_key=settings.api_key or None,
+        tracing=bool(settings.otlp_endpoint),
         api_keys=read_keys(settings.api_keys_file) if settings.api_keys_file else {},
         rates=Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests),
         max_body_bytes=settings.max_body_bytes,

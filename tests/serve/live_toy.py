@@ -19,6 +19,7 @@ from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.places import place_of
@@ -81,6 +82,7 @@ def toy_stack(
     configs: Sequence[WorkerConfig] = (),
     kind: type[SlowToy] = SlowToy,
     routing: Routing = Routing.LEAST_LOADED,
+    observers: Sequence[Observer] = (),
 ) -> Iterator[ToyStack]:
     """These workers, or one that prefills and one that decodes, started; stopped at the end."""
     configs = configs or (
@@ -107,7 +109,7 @@ def toy_stack(
         model_config=ModelConfig("llama", tokenizer.vocab_size, 8, 16, 1, 1, 1, 8, max_len),
         max_model_len=max_len,
         tokenizer=tokenizer,
-        observers=[metrics.observe, records.observe],
+        observers=[metrics.observe, records.observe, *observers],
         metrics=metrics,
         debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places),
     )

@@ -33,7 +33,14 @@ from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import Progress, debug_observers, load_executors, router_config, warm, watch_experts
+from jdisagg.serve.build import (
+    Progress,
+    asked_observers,
+    load_executors,
+    router_config,
+    warm,
+    watch_experts,
+)
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
@@ -292,7 +299,7 @@ def _service(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *debug_observers(records, settings), node.observe),
+        observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), node.observe),
         metrics=metrics,
         journal=journal,
         debug_state=DebugState(records, node.transfer_stats, node.places) if settings.debug_keep else None,

@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from jdisagg.core.errors import RequestError
+from jdisagg.core.traceparent import parse_traceparent, span_id_of
 from jdisagg.serve import offload
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.cluster_view import ClusterView
@@ -24,7 +25,7 @@ from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.gate import Gate, plain_id, read_body
 from jdisagg.serve.http.generation import Generation
-from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, decode, encode
+from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, decode, encode, traced
 from jdisagg.serve.http.json_bounds import LIMITS
 from jdisagg.serve.http.page import add_page
 from jdisagg.serve.http.rendering import Renderer
@@ -70,7 +71,11 @@ class Front:
             await asyncio.sleep(0)
         return texts
 
-    def respond(self, job: Job) -> Response:
+    def respond(self, job: Job, request: Request) -> Response:
+        context = parse_traceparent(request.headers.get("traceparent", "")) if self.settings.tracing else None
+        if context is not None:
+            job = traced(job, context.header(context.parent_id))
+            request.state.traceresponse = context.header(span_id_of(job.choices[0].request.request_id))
         renderer = Renderer(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
         return Generation(job, renderer, self.service, self.settings, self.clients)
 
@@ -124,12 +129,12 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", openapi_extra=_takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
         body = await front.body(request, CompletionBody)
-        return front.respond(await completion_job(body, service, settings, _request_name(request, body)))
+        return front.respond(await completion_job(body, service, settings, _request_name(request, body)), request)
 
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:
         body = await front.body(request, ChatBody)
-        return front.respond(await chat_job(body, service, settings, _request_name(request, body)))
+        return front.respond(await chat_job(body, service, settings, _request_name(request, body)), request)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: Exception) -> Response:

@@ -37,7 +37,10 @@ class Gate:
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
+                more = [(b"x-request-id", state["request_id"].encode())]
+                if "traceresponse" in state:
+                    more.append((b"traceresponse", state["traceresponse"].encode()))
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         address = (scope.get("client") or ("unknown",))[0]

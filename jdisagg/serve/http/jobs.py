@@ -112,6 +112,12 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
     return _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
 
 
+def traced(job: Job, traceparent: str) -> Job:
+    """The job, its requests in the trace of whoever asked."""
+    choices = tuple(replace(each, request=replace(each.request, traceparent=traceparent)) for each in job.choices)
+    return replace(job, choices=choices)
+
+
 async def _prompts(given: Sequence[str] | Sequence[list[int]], body: CompletionBody, service: Service) -> list[Prompt]:
     texts = [each for each in given if isinstance(each, str)]
     if texts:
