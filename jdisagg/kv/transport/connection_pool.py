@@ -9,7 +9,7 @@ import ssl
 import threading
 from typing import Any
 
-from jdisagg.core.errors import PeerDead, PeerMismatch
+from jdisagg.core.errors import PeerDead, PeerMismatch, TransferTimeout
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.connection import Connection, tune
 from jdisagg.kv.transport.deadline import Deadline
@@ -91,11 +91,20 @@ class ConnectionPool:
         connection = Connection(sock, f"the source at {address}")
         try:
             self._secure(connection, address, deadline)
-            greet(connection, self._config, deadline)
+            self._greet(connection, deadline)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _greet(self, connection: Connection, deadline: Deadline) -> None:
+        """A source that takes the connection and then says nothing holds up no pull for longer than a control word."""
+        most_s = self._config.control_timeout_s
+        try:
+            greet(connection, self._config, deadline.within(most_s))
+        except TransferTimeout as error:
+            deadline.left_s()  # where the whole pull is over, that is what it is
+            raise PeerDead(f"{deadline.what}: {connection.peer} did not greet us within {most_s:g} s") from error
 
     def _secure(self, connection: Connection, address: str, deadline: Deadline) -> None:
         if self._config.tls_client is not None and not address.startswith(UNIX):

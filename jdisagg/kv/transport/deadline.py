@@ -26,11 +26,17 @@ class Deadline:
     def __init__(self, what: str, deadline_s: float, clock: Clock = time.monotonic) -> None:
         self.what, self.deadline_s, self.clock = what, deadline_s, clock
         self._off = threading.Event()
-        self._why = ""
+        self._reasons: list[str] = []  # why it was called off; the first counts
 
     def call_off(self, why: str) -> None:
-        self._why = self._why or why
+        self._reasons.append(why)
         self._off.set()
+
+    def within(self, seconds: float) -> Deadline:
+        """For a part of the operation: over after so many seconds from now, or with the whole."""
+        part = Deadline(self.what, min(self.deadline_s, self.clock() + seconds), self.clock)
+        part._off, part._reasons = self._off, self._reasons
+        return part
 
     @property
     def is_off(self) -> bool:
@@ -39,7 +45,7 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds left. Raises TransferCancelled or TransferTimeout where there are none."""
         if self._off.is_set():
-            raise TransferCancelled(f"{self.what}: {self._why}")
+            raise TransferCancelled(f"{self.what}: {self._reasons[0]}")
         now_s = self.clock()
         if now_s >= self.deadline_s:
             raise TransferTimeout(f"{self.what}: not over at {now_s:.3f} s, the deadline was {self.deadline_s:.3f} s")

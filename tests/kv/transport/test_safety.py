@@ -20,10 +20,18 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.errors import BadTicket, ConfigError, PeerDead, PeerMismatch, TransferRefused
+from jdisagg.core.errors import (
+    BadTicket,
+    ConfigError,
+    PeerDead,
+    PeerMismatch,
+    TransferCancelled,
+    TransferRefused,
+)
 from jdisagg.kv.transport import handshake
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.connection import MAX_RECORD_BYTES, Connection
+from jdisagg.kv.transport.connection_pool import ConnectionPool
 from jdisagg.kv.transport.deadline import Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import split_address
@@ -158,6 +166,22 @@ def test_a_peer_that_says_nothing_is_cut_off_after_the_control_timeout():
     assert time.monotonic() - started_s < 20.0
     connection.close()
     transport.close()
+
+
+def test_a_source_that_says_nothing_is_given_up_after_the_control_timeout():
+    """However long the pull itself may take; called off, it ends at once."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = "{}:{}".format(*listener.getsockname())
+    pool, whole = ConnectionPool(QUICK), Deadline("a pull", time.monotonic() + 120.0)
+    started_s = time.monotonic()
+    with pytest.raises(PeerDead, match="did not greet us within 1 s"):
+        pool.ask(address, {}, whole)
+    assert time.monotonic() - started_s < 20.0
+    whole.call_off("nobody wants it any more")
+    with pytest.raises(TransferCancelled, match="nobody wants it"):
+        pool.ask(address, {}, whole)
+    pool.close()
+    listener.close()
 
 
 def test_half_open_connections_do_not_keep_a_peer_out():
