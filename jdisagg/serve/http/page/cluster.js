@@ -212,7 +212,7 @@ function state(name) {
 /** Without what the server put around the client's own id. */
 export function short(id) {
   const own = id.replace(/^(chatcmpl|cmpl)-/, "").replace(/-[0-9a-f]{8}-\d+$/, "");
-  return own.length > 20 ? `${own.slice(0, 13)}…${own.slice(-4)}` : own;
+  return own.length > 16 ? `${own.slice(0, 9)}…${own.slice(-5)}` : own;
 }
 
 export function pair(workers) {
