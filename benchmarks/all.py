@@ -36,7 +36,8 @@ QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # of small editions: their f
 OF_NO_MACHINE = ("published",)  # arithmetic and virtual time: the same everywhere
 GIVEN = {
     "data_dir": "folder of the public traces (azure_llm_2023_conv.csv.gz and others)",
-    "models": "folder of benchmarks.peers.make_models' checkpoints, small and base",
+    "models": "folder of benchmarks.peers.make_models' checkpoints, small and base, and of smollm2 as jdisagg.convert"
+    " --format=hf writes it",
     "vllm_python": "interpreter of an environment with vLLM",
     "hf_python": "interpreter of an environment with transformers",
     "profiles": "two profiles of jdisagg.profile, with a comma, for the simulated lines of the crossover",
@@ -91,6 +92,12 @@ ALL = (
         "benchmarks.peers.compare",
         "--models={models}/small,{models}/base --vllm_python={vllm_python} --hf_python={hf_python}"
         " --peers=eager,generate,pair --rounds=2 --repeats=3",
+    ),
+    Benchmark(
+        "peers_smollm2_cpu",
+        "benchmarks.peers.compare",
+        "--models={models}/smollm2 --vllm_python={vllm_python} --peers=eager,default"
+        " '--meshes=colocated:1xtp1;prefill:tp1,decode:tp1' --rounds=1 --repeats=3 --vocab_size=40000",
     ),
     Benchmark(
         "kernels_cpu",

@@ -52,8 +52,16 @@ def small(value: float) -> str:
 
 
 def peers() -> str:
-    """Output tokens/s and latencies: medians of bursts, with the range of tokens/s."""
-    report = result("peers_cpu_f32")
+    return _in_turns("peers_cpu_f32")
+
+
+def peers_smollm2() -> str:
+    return _in_turns("peers_smollm2_cpu")
+
+
+def _in_turns(name: str) -> str:
+    """Output tokens/s and latencies of engines: medians of bursts, with the range of tokens/s."""
+    report = result(name)
     rows = []
     for model, bursts in report["models"].items():
         for engine in dict.fromkeys(each["engine"] for each in bursts):
@@ -249,6 +257,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         peers,
+        peers_smollm2,
         demo_load,
         transfer,
         compression,
