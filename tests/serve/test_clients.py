@@ -164,9 +164,9 @@ def test_a_file_of_keys_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 def test_keys_and_rates_of_the_flags_are_those_of_the_servers(tmp_path: Path, keys: dict[str, str]) -> None:
     path = keys_file(tmp_path, "ann ann-key\nbob bob-key\n")
-    flags = {"requests_per_minute": 1, "tokens_per_minute": 2, "concurrent_requests": 3}
+    flags = Settings(api_keys_file=path, requests_per_minute=1, tokens_per_minute=2, concurrent_requests=3)
     with toy_stack() as stack:
-        front = front_settings(stack.service, Settings(api_keys_file=path, **flags))
+        front = front_settings(stack.service, flags)
     assert front.api_keys == keys and front.rates == Rates(1, 2, 3)
     with pytest.raises(ConfigError, match="--tokens_per_minute is -1"):
         Settings(tokens_per_minute=-1).check()
