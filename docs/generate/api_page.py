@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jdisagg
 from docs.generate.markdown import table
+from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.http.schema import BODIES, REFUSED
 from tests.serve.scripted import ScriptedService
@@ -22,7 +23,7 @@ INTRO = """# HTTP, gRPC, Python
 Any client of the OpenAI API works with `http://HOST:8000/v1`, any client of JetStream's
 `Orchestrator` with the gRPC port (health and reflection are served too). `GET /openapi.json` is the machine's edition
 of the HTTP part. Every answer has `x-request-id`; a body with `"ledger": true` gets back where its time went. With
-`--api_key` every request sends `Authorization: Bearer KEY`."""
+`--api_key` every request sends `Authorization: Bearer KEY`; `/admin` is there with `--admin_key_file`, for that key."""
 DOES = {
     "/v1/completions": "A completion, or several; `stream` for server-sent events.",
     "/v1/chat/completions": "The answer to messages, by the model's own template.",
@@ -35,8 +36,9 @@ DOES = {
 
 
 def document() -> Mapping[str, Any]:
-    """The OpenAPI document of a router with /debug."""
-    return create_app(ScriptedService(), debug_state=cast(Any, SimpleNamespace(records=None, transfer=None))).openapi()
+    """The OpenAPI document of a router with /debug and /admin."""
+    settings, records = FrontSettings(admin_key="any"), SimpleNamespace(records=None, transfer=None)
+    return create_app(ScriptedService(), settings, debug_state=cast(Any, records)).openapi()
 
 
 def text() -> str:

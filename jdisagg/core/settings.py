@@ -146,6 +146,7 @@ class Settings:
     grpc_port: int = _setting(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
     api_key: str = _setting("", "server", "key that clients must send; empty: none")
     api_keys_file: str = _setting("", "server", "file of more keys: a name and a key a line")
+    admin_key_file: str = _setting("", "server", "file with the key of /admin/...; empty: no such routes")
     requests_per_minute: int = _setting(0, "server", "of each key; where there are none, of each address; 0: no limit")
     tokens_per_minute: int = _setting(
         0, "server", "likewise: prompts, and what answers may take until they end; 0: no limit"

@@ -14,6 +14,8 @@ from jdisagg.serve.generation import Batch
 from jdisagg.serve.private_files import read_private
 from jdisagg.serve.service import Rejected
 
+SHORTEST_ADMIN_KEY = 16
+
 
 class RateLimited(Rejected):
     """A client is over what it may ask for; `allowances` are what is left to it (HTTP 429)."""
@@ -79,3 +81,12 @@ def read_keys(path: str) -> Mapping[str, str]:
     if not found:
         raise ConfigError(f"--api_keys_file={path}: holds no key")
     return found
+
+
+def read_admin_key(path: str) -> str:
+    """Of a file that its owner alone may read. Raises ConfigError."""
+    key = read_private("admin_key_file", path).strip()
+    if len(key) < SHORTEST_ADMIN_KEY or not key.isascii() or not key.decode("ascii").isprintable():
+        least = f"{SHORTEST_ADMIN_KEY} or more characters of printable ASCII"
+        raise ConfigError(f"--admin_key_file={path}: {len(key)} bytes, needs {least}")
+    return key.decode("ascii")

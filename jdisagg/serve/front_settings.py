@@ -18,6 +18,7 @@ class FrontSettings:
     served_names: tuple[str, ...] = ()  # further names the model answers to
     api_key: str | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)  # more of them, by name
+    admin_key: str | None = None  # of /admin; without one it is not there
     rates: Rates = field(default_factory=Rates)  # of each client
     max_body_bytes: int = 8 << 20
     max_connections: int = 1000  # each of HTTP and gRPC

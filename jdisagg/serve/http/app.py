@@ -21,6 +21,7 @@ from jdisagg.serve.cluster_view import ClusterView
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.access_log import AccessLog
+from jdisagg.serve.http.admin import add_admin
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.gate import Gate, plain_id, read_body
@@ -110,6 +111,8 @@ def create_app(
     if debug_state is not None:
         add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
     add_page(app)
+    if settings.admin_key is not None:
+        add_admin(app, settings.admin_key)
     app.add_middleware(Gate, clients=clients)
     app.add_middleware(AccessLog)
     _describe_bodies(app)

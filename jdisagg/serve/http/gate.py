@@ -10,11 +10,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jdisagg.serve.clients import Clients
-from jdisagg.serve.http import page
+from jdisagg.serve.http import admin, page
 from jdisagg.serve.http.errors import BodyTooLarge, Unauthorized, error_response
 from jdisagg.serve.log_lines import SERVED
 
-# What needs no key; the page asks for one.
+# What needs no key of a client; the page asks for one, and /admin for its own.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version"}) | page.PATHS
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -45,7 +45,7 @@ class Gate:
 
         address = (scope.get("client") or ("unknown",))[0]
         state["client"] = self._clients.recognised(headers.get("authorization", ""), address)
-        if state["client"] is not None or scope["path"] in OPEN_PATHS:
+        if state["client"] is not None or scope["path"] in OPEN_PATHS or scope["path"].startswith(admin.PREFIX):
             await self._app(scope, receive, marked)
         else:
             await error_response(Unauthorized("the API key is missing or wrong"))(scope, receive, marked)

@@ -1,0 +1,35 @@
+"""The routes under /admin, for who operates the server: they have a key of their own, and are not there without one."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+
+from fastapi import FastAPI, Request, Response
+
+from jdisagg.core.errors import RequestError
+from jdisagg.serve.device_trace import LONGEST_S, device_trace
+from jdisagg.serve.http.errors import Unauthorized, documented
+
+PREFIX = "/admin/"
+
+
+def add_admin(app: FastAPI, key: str) -> None:
+    expected = f"Bearer {key}".encode()
+
+    def check(request: Request) -> None:
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            raise Unauthorized("the admin key is missing or wrong")
+
+    @app.post("/admin/profile", responses=documented(400, 401, 409))
+    async def profile(request: Request, seconds: str = "3") -> Response:
+        """A zip of what JAX's profiler sees of the router's process for `seconds`: open it with TensorBoard or XProf.
+        Programs run slower meanwhile, and the trace takes some seconds more to write."""
+        check(request)
+        if not (seconds.isdecimal() and len(seconds) <= 3 and 1 <= int(seconds) <= LONGEST_S):
+            raise RequestError(f"seconds is {seconds[:20]!r}, must be a number from 1 to {LONGEST_S}", param="seconds")
+        body = await asyncio.to_thread(device_trace, int(seconds))
+        name = time.strftime("jdisagg-profile-%Y%m%d-%H%M%S.zip", time.gmtime())
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(body, media_type="application/zip", headers=headers)
