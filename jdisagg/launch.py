@@ -1,7 +1,6 @@
 """`python -m jdisagg.launch`: one command from nothing to a running stack. See --help.
 
-Settings are resolved, ports bound and the deployment printed before anything is loaded, so that a mistake costs a
-second and one line: exit code 2, no traceback.
+Settings, ports and the deployment are settled before anything is loaded: a mistake costs a second, and one line.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ INTRO = """# HTTP, gRPC, Python
 Any client of the OpenAI API works with `http://HOST:8000/v1`, any client of JetStream's
 `Orchestrator` with the gRPC port (health and reflection are served too). `GET /openapi.json` is the machine's edition
 of the HTTP part. Every answer has `x-request-id`; a body with `"ledger": true` gets back where its time went. With
-`--api_key` every request sends `Authorization: Bearer KEY`; `/admin` is there with `--admin_key_file`, for that key."""
+`--api_key` every request sends `Authorization: Bearer KEY`; `/admin` is for the key named `admin`."""
 DOES = {
     "/v1/completions": "A completion, or several; `stream` for server-sent events.",
     "/v1/chat/completions": "The answer to messages, by the model's own template.",

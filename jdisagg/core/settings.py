@@ -38,9 +38,6 @@ NOT_NEGATIVE = (
     "temperature",
     "prefill_page_size",
     "transfer_error_bound",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "concurrent_requests",
 )
 MIN_SILENCE_S = 0.5  # it is broken five times in this
 MIN_LEASE_S = 0.1  # it is renewed three times in this
@@ -145,13 +142,11 @@ class Settings:
     http_port: int = _setting(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
     grpc_port: int = _setting(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
     api_key: str = _setting("", "server", "key that clients must send; empty: none")
-    api_keys_file: str = _setting("", "server", "file of more keys: a name and a key a line")
-    admin_key_file: str = _setting("", "server", "file with the key of /admin/...; empty: no such routes")
-    requests_per_minute: int = _setting(0, "server", "of each key; where there are none, of each address; 0: no limit")
-    tokens_per_minute: int = _setting(
-        0, "server", "likewise: prompts, and what answers may take until they end; 0: no limit"
+    api_keys_file: str = _setting(
+        "", "server", "file of more keys: a name and a key a line; the one named admin is for /admin"
     )
-    concurrent_requests: int = _setting(0, "server", "likewise: running or waiting at once; 0: no limit")
+    client_limits: str = _setting("", "server", "of each key, or address where there is none, as requests=60,"
+                                  "tokens=90000,running=4 (the first two a minute); empty: none")  # fmt: skip
     drain_s: float = _setting(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")
     max_body_bytes: int = _setting(4 << 20, "server", "largest HTTP body")
     max_connections: int = _setting(1000, "server", "open HTTP and gRPC connections each; fewer where ulimit -n is low")

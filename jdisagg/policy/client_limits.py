@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jdisagg.core.errors import ConfigError
+
 MINUTE_S = 60.0
+WORDS = ("requests", "tokens", "running")  # of --client_limits, in the order of Rates
 MOST_CLIENTS = 10_000  # remembered: who asked for nothing for longest is forgotten first
 
 
@@ -21,8 +24,18 @@ class Rates:
     tokens_per_minute: int = 0
     concurrent_requests: int = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrent_requests)
+    @classmethod
+    def parse(cls, text: str) -> Rates:
+        """Of --client_limits. Raises ConfigError with what cannot be."""
+        found: dict[str, int] = {}
+        for part in filter(None, text.split(",")):
+            name, _, number = part.partition("=")
+            if name not in WORDS or name in found or not (number.isdecimal() and int(number) > 0):
+                raise ConfigError(
+                    f"--client_limits={text}: {part!r} must be one of {', '.join(WORDS)}, once, with a number over 0"
+                )
+            found[name] = int(number)
+        return cls(*(found.get(word, 0) for word in WORDS))
 
 
 @dataclass(frozen=True, slots=True)

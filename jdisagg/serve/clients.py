@@ -14,6 +14,7 @@ from jdisagg.serve.generation import Batch
 from jdisagg.serve.private_files import read_private
 from jdisagg.serve.service import Rejected
 
+ADMIN = "admin"  # the name of the key that opens /admin, and is no client's
 SHORTEST_ADMIN_KEY = 16
 
 
@@ -78,15 +79,10 @@ def read_keys(path: str) -> Mapping[str, str]:
         if words[0] in found or words[1] in found.values():
             raise ConfigError(f"--api_keys_file={path}: line {number} has the name {words[0]!r}, or its key, again")
         found[words[0]] = words[1]
+    if len(found.get(ADMIN, " " * SHORTEST_ADMIN_KEY)) < SHORTEST_ADMIN_KEY:
+        raise ConfigError(
+            f"--api_keys_file={path}: the key of admin has {len(found[ADMIN])} characters, needs {SHORTEST_ADMIN_KEY}"
+        )
     if not found:
         raise ConfigError(f"--api_keys_file={path}: holds no key")
     return found
-
-
-def read_admin_key(path: str) -> str:
-    """Of a file that its owner alone may read. Raises ConfigError."""
-    key = read_private("admin_key_file", path).strip()
-    if len(key) < SHORTEST_ADMIN_KEY or not key.isascii() or not key.decode("ascii").isprintable():
-        least = f"{SHORTEST_ADMIN_KEY} or more characters of printable ASCII"
-        raise ConfigError(f"--admin_key_file={path}: {len(key)} bytes, needs {least}")
-    return key.decode("ascii")

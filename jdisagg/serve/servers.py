@@ -22,7 +22,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.policy.client_limits import Rates
 from jdisagg.serve import lag
-from jdisagg.serve.clients import Clients, read_admin_key, read_keys
+from jdisagg.serve.clients import ADMIN, Clients, read_keys
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
@@ -198,16 +198,17 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
 
 
 def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
-    """The front ends' limits, with the model's sampling defaults."""
+    """The front ends' limits, with the model's sampling defaults. Raises ConfigError."""
+    keys = read_keys(settings.api_keys_file) if settings.api_keys_file else {}
     return FrontSettings(
         sampling_defaults=service.sampling_defaults,
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
         api_key=settings.api_key or None,
         tracing=bool(settings.otlp_endpoint),
-        api_keys=read_keys(settings.api_keys_file) if settings.api_keys_file else {},
-        admin_key=read_admin_key(settings.admin_key_file) if settings.admin_key_file else None,
-        rates=Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests),
+        api_keys={name: key for name, key in keys.items() if name != ADMIN},
+        admin_key=keys.get(ADMIN),
+        rates=Rates.parse(settings.client_limits),
         max_body_bytes=settings.max_body_bytes,
         max_connections=max_connections(settings),
         client_timeout_s=settings.client_timeout_s,

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import Settings
 from jdisagg.serve import device_trace
-from jdisagg.serve.clients import read_admin_key
+from jdisagg.serve.clients import read_keys
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
+from jdisagg.serve.servers import front_settings
 from tests.serve.live_http import eventually, serving
+from tests.serve.live_toy import toy_stack
 from tests.serve.scripted import ScriptedService
 
 KEY = "an admin key of some length"
@@ -81,14 +84,13 @@ def test_without_an_admin_key_there_is_no_admin() -> None:
         assert httpx.post(f"{url}/admin/profile", headers=ADMIN).status_code == 404
 
 
-def test_an_admin_key_is_read_from_a_file_of_its_owner_and_long_enough(tmp_path: Path) -> None:
-    path = tmp_path / "key"
+def test_the_key_named_admin_is_that_of_admin_and_no_clients(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
     path.touch(0o600)
-    path.write_text(KEY + "\n")
-    assert read_admin_key(str(path)) == KEY
-    path.write_text("short")
-    with pytest.raises(ConfigError, match="5 bytes, needs 16 or more"):
-        read_admin_key(str(path))
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read it"):
-        read_admin_key(str(path))
+    path.write_text("ann ann-key\nadmin a-key-of-some-length\n")
+    with toy_stack() as stack:
+        front = front_settings(stack.service, Settings(api_keys_file=str(path)))
+    assert front.admin_key == "a-key-of-some-length" and front.api_keys == {"ann": "ann-key"}
+    path.write_text("admin short\n")
+    with pytest.raises(ConfigError, match="the key of admin has 5 characters, needs 16"):
+        read_keys(str(path))

@@ -164,9 +164,14 @@ def test_a_file_of_keys_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 def test_keys_and_rates_of_the_flags_are_those_of_the_servers(tmp_path: Path, keys: dict[str, str]) -> None:
     path = keys_file(tmp_path, "ann ann-key\nbob bob-key\n")
-    flags = Settings(api_keys_file=path, requests_per_minute=1, tokens_per_minute=2, concurrent_requests=3)
+    flags = Settings(api_keys_file=path, client_limits="tokens=2,running=3,requests=1")
     with toy_stack() as stack:
         front = front_settings(stack.service, flags)
     assert front.api_keys == keys and front.rates == Rates(1, 2, 3)
-    with pytest.raises(ConfigError, match="--tokens_per_minute is -1"):
-        Settings(tokens_per_minute=-1).check()
+    assert front.admin_key is None
+
+
+@pytest.mark.parametrize("text", ["requests", "requests=", "requests=0", "tokens=-1", "requests=1,requests=2", "x=1"])
+def test_limits_that_cannot_be_are_refused_with_what_there_is(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be one of requests, tokens, running, once, with a number over 0"):
+        Rates.parse(text)
