@@ -121,10 +121,6 @@ class ClientLimits:
             for rate, each in buckets.items()
         ]
 
-    @property
-    def num_clients(self) -> int:
-        return len(self._clients)
-
     def _client(self, name: str, now_s: float) -> Client:
         client = self._clients.pop(name, None) or self._newcomer(now_s)
         self._clients[name] = client
@@ -139,13 +135,13 @@ class ClientLimits:
         return Client({rate: Bucket(limit, limit, now_s) for rate, limit in limits.items() if limit})
 
     def _forget(self, now_s: float) -> None:
-        """Those who are owed nothing, or else the one that has run nothing for the longest."""
+        """Those whose allowance is whole; and until a tenth is free, those who run nothing and asked longest ago, so
+        that a flood of addresses does not have all looked through for each."""
         for client in self._clients.values():
             for bucket in client.buckets.values():
                 bucket.fill(now_s)
         kept = {name: client for name, client in self._clients.items() if not client.is_fresh}
-        if len(kept) >= self.most_clients:
-            idle = next((name for name, client in kept.items() if not client.running), None)
-            if idle is not None:
-                del kept[idle]
+        over = len(kept) - (self.most_clients - 1 - self.most_clients // 10)
+        for name in [name for name, client in kept.items() if not client.running][: max(0, over)]:
+            del kept[name]
         self._clients = kept

@@ -65,8 +65,19 @@ def test_no_more_clients_are_remembered_than_may_be_and_those_that_run_something
     for number in range(50):
         limits.admit(f"stranger-{number}", 1, 0.0)
         limits.settle(f"stranger-{number}", 1, 1, 0.0)
-        assert limits.num_clients <= 3
+        assert len(limits._clients) <= 3
     assert limits.admit("ann", 1, 0.0) == Refusal("concurrent_requests", 1, 1.0)
+
+
+def test_a_flood_of_addresses_has_the_book_looked_through_once_for_many_of_them():
+    limits, looked = ClientLimits(Rates(requests_per_minute=2), most_clients=100), 0
+    for number in range(1000):
+        before = len(limits._clients)
+        limits.admit(f"stranger-{number}", 1, 0.0)
+        limits.settle(f"stranger-{number}", 1, 1, 0.0)
+        looked += len(limits._clients) <= before
+        assert len(limits._clients) <= 100
+    assert 0 < looked <= 1000 / 10
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40)), max_size=60))
