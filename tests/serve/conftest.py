@@ -11,6 +11,7 @@ from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from tests.serve.chromium import chromium
 from tests.serve.live_http import Front, serving
+from tests.serve.live_toy import ToyStack, toy_stack
 from tests.serve.scripted import ScriptedService, echo
 
 
@@ -41,3 +42,10 @@ def browser() -> Iterator[Any]:
 def screenshots(request: pytest.FixtureRequest) -> str:
     """Where pictures for the docs go; empty where none are asked for."""
     return str(request.config.getoption("--screenshots"))
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[ToyStack]:
+    """The file's toy workers, without a server."""
+    with toy_stack() as stack:
+        yield stack

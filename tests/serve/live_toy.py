@@ -20,14 +20,18 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.driver import Observer
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.http.app import create_app
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.places import place_of
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.transfer_stats import transfer_stats_of
+from tests.serve.live_http import serving
 from tests.serve.scripted import FIXTURE
 
 MAX_LEN, PAGE_SIZE, PAGE_BYTES = 256, 8, 1000
+KEY = {"authorization": "Bearer k"}  # of `watched`
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,11 @@ def toy_stack(
         yield ToyStack(service, metrics, workers, machines)
     finally:
         service.stop()
+
+
+@contextmanager
+def watched(stack: ToyStack) -> Iterator[str]:
+    """The URL of an HTTP front that has /debug, and asks for the key in `KEY`."""
+    settings = FrontSettings(api_key="k")
+    with serving(create_app(stack.service, settings, stack.metrics, stack.service.debug_state)) as url:
+        yield url

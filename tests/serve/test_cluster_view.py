@@ -19,31 +19,21 @@ from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, Wo
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.worker_config import Role
 from jdisagg.serve.cluster_view import DECISIONS, REQUESTS, Counted, SharedDocument
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
 from jdisagg.serve.metric_families import Families
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.places import place_of
 from jdisagg.serve.records import MAX_CHANGES, Records
 from jdisagg.serve.remote_metrics import MergedRegistry
-from tests.serve.live_http import eventually, serving
-from tests.serve.live_toy import PAGE_BYTES, ToyStack, toy_stack, worker_config
+from tests.serve.live_http import eventually
+from tests.serve.live_toy import KEY, PAGE_BYTES, ToyStack, watched, worker_config
 
-KEY = {"authorization": "Bearer k"}
 PROMPT = list(range(5, 37))
 ROUTER, DECODE, PREFILL = WorkerId("router"), WorkerId("decode-0"), WorkerId("prefill-0")
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[ToyStack]:
-    with toy_stack() as stack:
-        yield stack
-
-
-@pytest.fixture(scope="module")
 def url(stack: ToyStack) -> Iterator[str]:
-    app = create_app(stack.service, FrontSettings(api_key="k"), stack.metrics, stack.service.debug_state)
-    with serving(app) as url:
+    with watched(stack) as url:
         yield url
 
 

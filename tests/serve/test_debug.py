@@ -12,30 +12,19 @@ from jdisagg.core.errors import BadTicket
 from jdisagg.core.events import Received, Reject, Submit
 from jdisagg.core.messages import Abort
 from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
-from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.records import MAX_ROWS, Records
 from jdisagg.serve.transfer_stats import read_transfer_stats
 from tests.serve.live_http import serving
-from tests.serve.live_toy import ToyStack, toy_stack
+from tests.serve.live_toy import KEY, ToyStack, watched
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[ToyStack]:
-    with toy_stack() as stack:
-        yield stack
-
-
-@pytest.fixture(scope="module")
 def url(stack: ToyStack) -> Iterator[str]:
-    app = create_app(stack.service, FrontSettings(api_key="k"), stack.metrics, stack.service.debug_state)
-    with serving(app) as url:
+    with watched(stack) as url:
         yield url
-
-
-KEY = {"authorization": "Bearer k"}
 
 
 def get(url: str, path: str) -> Any:

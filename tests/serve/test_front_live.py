@@ -13,15 +13,9 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.engine.toy import toy_output
 from jdisagg.serve.http.app import create_app
 from tests.serve.live_http import eventually, serving
-from tests.serve.live_toy import ToyStack, toy_stack
+from tests.serve.live_toy import ToyStack
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[ToyStack]:
-    with toy_stack() as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")

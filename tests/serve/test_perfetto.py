@@ -20,18 +20,12 @@ from jdisagg.serve.perfetto import chrome_trace
 from jdisagg.serve.records import Records
 from jdisagg.serve.step_log import RanStep, StepLog
 from tests.serve.live_http import eventually, serving
-from tests.serve.live_toy import ToyStack, toy_stack
+from tests.serve.live_toy import ToyStack
 from tests.sim.cases import pair
 from tests.sim.fault_injector import Faults
 from tests.test_replay import record
 
 PROMPT = list(range(5, 45))
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[ToyStack]:
-    with toy_stack() as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")

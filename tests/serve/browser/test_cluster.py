@@ -101,6 +101,7 @@ def test_a_life_that_goes_on_is_followed_to_its_end(somebody: Reader) -> None:
     life = somebody.page.locator(".life")
     life.get_by_text("decoding").wait_for()
     life.get_by_text("finished (stop)").wait_for()
+    assert not life.get_by_text("decoding", exact=True).count()
 
 
 def test_nothing_is_asked_while_nobody_looks(somebody: Reader) -> None:
