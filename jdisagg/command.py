@@ -32,7 +32,7 @@ def run(
     settings = "print_config" in values
     try:
         flags.read(values, sys.argv if argv is None else argv, positional)
-        if values["help"].value:
+        if values["help"].value or values["helpfull"].value:
             print(f"{(law or '').rstrip()}\n{flags.help_of(values, settings)}", flush=True)
             return 0
         if not own_file:

@@ -17,7 +17,7 @@ from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, Settings
 
 FlagValues = flags.FlagValues
 GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "cluster", "server", "one-shot", "running")
-NO_SETTINGS = ("help", "h", "config", "print_config")  # neither a key of a file nor a variable
+NO_SETTINGS = ("help", "helpfull", "h", "config", "print_config")  # neither a key of a file nor a variable
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def own() -> FlagValues:
     """Flags apart from those that imported libraries declare; none yet but those that every command has."""
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
+    flags.DEFINE_bool("helpfull", False, "show this, and every setting of a run with its meaning", flag_values=values)
     flags.DEFINE_string("config", "", "TOML file with any of these as keys; flags win", flag_values=values)
     return values
 
@@ -135,19 +136,23 @@ def help_of(values: FlagValues, settings: bool = False) -> str:
     """One line a flag, in the order of the alphabet; where it has all `settings`, these last and by group."""
     shown = [values[name] for name in sorted(values) if len(name) > 1]
     shown = [flag for flag in shown if not settings or flag.name not in {*FIELDS, *NO_SETTINGS}]
-    lines = [_help_line(flag.name, flag.default, flag.help or "", ()) for flag in shown]
-    return "\n".join([*lines, help_text()] if settings else lines)
+    lines = [_help_line(flag.name, flag.default, flag.help or "", ()) for flag in shown if flag.name != "helpfull"]
+    return "\n".join([*lines, help_text(bool(values["helpfull"].value))] if settings else lines)
 
 
-def help_text() -> str:
-    """One line a setting, grouped."""
+def help_text(full: bool = False) -> str:
+    """One line a setting, grouped; where it is not `full`, one line a group names those that are not for every day."""
     lines = []
     for group in GROUPS:
         lines.append(f"\n{group}:")
-        for each in fields(Settings):
-            if each.metadata["group"] == group:
-                lines.append(_help_line(each.name, each.default, each.metadata["help"], each.metadata["choices"]))
-    lines.append("\n  --config=FILE, --print_config, --help   (every flag is also a key of the --config file)")
+        found = [each for each in fields(Settings) if each.metadata["group"] == group]
+        shown = [each for each in found if full or each.metadata["everyday"]]
+        lines += [_help_line(e.name, e.default, e.metadata["help"], e.metadata["choices"]) for e in shown]
+        if rest := " ".join(f"--{each.name}" for each in found if each not in shown):
+            lines.append(f"  also: {rest} (--helpfull explains)")
+    lines.append(
+        "\n  --config=FILE, --print_config, --help, --helpfull   (every flag is also a key of the --config file)"
+    )
     return "\n".join(lines)
 
 

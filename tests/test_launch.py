@@ -230,3 +230,9 @@ def test_help_is_short_and_grouped():
     done = launch("--help")
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) < 100 and "cluster:" in done.stdout
+    assert "--lease_s=" not in done.stdout and "--lease_s" in done.stdout
+
+
+def test_helpfull_explains_every_setting():
+    done = launch("--helpfull")
+    assert done.returncode == 0 and "\n  --lease_s=15.0 " in done.stdout and "also:" not in done.stdout

@@ -31,7 +31,7 @@ def test_printed_settings_read_back_are_the_same(tmp_path):
 
 
 def test_every_setting_is_a_flag_and_stands_in_the_help():
-    text = flags.help_text()
+    text = flags.help_text(full=True)
     for each in fields(Settings):
         assert f"--{each.name}=" in text
         assert each.metadata["group"] in flags.GROUPS
@@ -93,3 +93,16 @@ def test_a_key_that_no_header_can_hold_is_refused_at_the_start(key):
     with pytest.raises(ConfigError, match="--api_key must be printable ASCII"):
         replace(Settings(), api_key=key).check()
     replace(Settings(), api_key="open sesame!").check()
+
+
+def test_help_explains_what_is_for_every_day_and_names_the_rest():
+    short, full = flags.help_text(), flags.help_text(full=True)
+    everyday = {each.name for each in fields(Settings) if each.metadata["everyday"]}
+    assert {"model", "mesh", "role", "router", "secret_file", "http_port"} <= everyday
+    for each in fields(Settings):
+        assert (f"  --{each.name}=" in short) == (each.name in everyday) and f"  --{each.name}=" in full
+        assert f"--{each.name}" in short
+    assert short.count("(--helpfull explains)") == sum(
+        any(e.metadata["group"] == group and e.name not in everyday for e in fields(Settings)) for group in flags.GROUPS
+    )
+    assert "also:" not in full

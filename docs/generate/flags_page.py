@@ -58,7 +58,8 @@ def command_text(name: str, law: str) -> str:
 
 def rows_of(values: flags.FlagValues, all_settings: bool) -> Iterator[tuple[str, str, str]]:
     for name in sorted(values):
-        if len(name) > 1 and name != "help" and not (all_settings and name in {*flags.FIELDS, *flags.NO_SETTINGS}):
+        hidden = {"help", "helpfull", *([*flags.FIELDS, *flags.NO_SETTINGS] if all_settings else [])}
+        if len(name) > 1 and name not in hidden:
             flag = values[name]
             choices = tuple(flag.parser.enum_values) if isinstance(flag, absl_flags.EnumFlag) else ()
             yield f"`--{name}`", shown(flag.default), meaning(flag.help or "", choices)

@@ -3,14 +3,21 @@ are all made from these fields (see `jdisagg/flags.py` and `jdisagg/config.py`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jdisagg.core.errors import ConfigError, FlagError
 
 
-def _setting(default: Any, group: str, help: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
+def _setting(default: Any, group: str, help: str, choices: tuple[str, ...] = (), everyday: bool = False) -> Any:
+    metadata = {"group": group, "help": help, "choices": choices, "everyday": everyday}
+    return field(default=default, metadata=metadata)
+
+
+def _everyday(default: Any, group: str, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """One that --help explains; of the others it has the names, and --helpfull all."""
+    return _setting(default, group, help, choices, everyday=True)
 
 
 AT_LEAST_ONE = (
@@ -38,7 +45,9 @@ NOT_NEGATIVE = (
     "temperature",
     "prefill_page_size",
     "transfer_error_bound",
+    "group_size",
 )
+_GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MIN_SILENCE_S = 0.5  # it is broken five times in this
 MIN_LEASE_S = 0.1  # it is renewed three times in this
 MIN_CLIENT_TIMEOUT_S = 0.2  # it is looked at every tenth of a second
@@ -49,16 +58,16 @@ class Settings:
     """One run's settings; `check()` says which value cannot be."""
 
     # model
-    model: str = _setting("", "model", "Hugging Face or Orbax folder, or GGUF file; smollm2: a small real one, fetched"
+    model: str = _everyday("", "model", "Hugging Face or Orbax folder, or GGUF file; smollm2: a small real one, fetched"
                           " once; empty, embedded: the code model here; demo: whichever of these is there;"
                           " llama3-70b and its like where nothing is loaded")  # fmt: skip
     cache: str = _setting("", "model", "folder of models that were fetched; empty: in the user's cache folder")
-    tokenizer: str = _setting("", "model", "folder of the tokenizer; empty: the model's")
-    served_model_name: str = _setting("", "model", "name clients use; empty: the folder's name")
-    load_format: str = _setting("hf", "model", "how weights are read", ("hf", "orbax", "random"))
-    dtype: str = _setting("auto", "model", "of weights, activations and KV; auto: float32 on CPU, else bfloat16",
+    tokenizer: str = _everyday("", "model", "folder of the tokenizer; empty: the model's")
+    served_model_name: str = _everyday("", "model", "name clients use; empty: the folder's name")
+    load_format: str = _everyday("hf", "model", "how weights are read", ("hf", "orbax", "random"))
+    dtype: str = _everyday("auto", "model", "of weights, activations and KV; auto: float32 on CPU, else bfloat16",
                           ("auto", "float32", "bfloat16"))  # fmt: skip
-    weight_dtype: str = _setting(
+    weight_dtype: str = _everyday(
         "stored", "model", "of matrices; stored: int8 and fp8 as a checkpoint has them where products take that, else"
         " dtype; dtype: as --dtype; auto: what is measured to be the fastest of those that lose less than 0.001"
         " nats a token, on the CPU; int8, fp8: a scale a channel, activations rounded by token",
@@ -66,40 +75,40 @@ class Settings:
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
-    mesh: str = _setting("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
+    mesh: str = _everyday("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
                          " auto: prefill:tp2,decode:pp2 (decode:tp1 for one layer)")  # fmt: skip
     # sizes
-    max_model_len: int = _setting(
+    max_model_len: int = _everyday(
         0, "sizes", "tokens of prompt and output together; 0: the model's (sim, plan: no limit)"
     )
-    max_num_seqs: int = _setting(8, "sizes", "sequences one decode worker runs at once (sim, plan: 0: 256 a stage)")
-    max_num_batched_tokens: int = _setting(
+    max_num_seqs: int = _everyday(8, "sizes", "sequences one decode worker runs at once (sim, plan: 0: 256 a stage)")
+    max_num_batched_tokens: int = _everyday(
         512, "sizes", "tokens of one step: prompts', and a row for every slot where steps mix both"
     )
     max_chunk_seqs: int = _setting(8, "sizes", "sequences packed into one prefill chunk")
-    page_size: int = _setting(32, "sizes", "tokens a KV page")
-    kv_tokens: int = _setting(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
-    hbm_fraction: float = _setting(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
+    page_size: int = _everyday(32, "sizes", "tokens a KV page")
+    kv_tokens: int = _everyday(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
+    hbm_fraction: float = _everyday(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
     prefill_buckets: str = _setting("", "sizes", "declared chunk sizes in tokens, as 128,512; empty: chosen")
     prefill_page_size: int = _setting(0, "sizes", "tokens a page of prefill workers; 0: as page_size")
     prefill_kv_dtype: str = _setting("auto", "sizes", "of prefill workers' KV pages; auto: as kv_dtype",
                                      ("auto", "float32", "bfloat16"))  # fmt: skip
     table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
     # scheduling
-    routing: str = _setting("cache_aware", "scheduling", "by what prefill and decode workers are paired",
+    routing: str = _everyday("cache_aware", "scheduling", "by what prefill and decode workers are paired",
                             ("cache_aware", "least_loaded", "round_robin", "pair_affinity", "random"))  # fmt: skip
-    colocated_fallback: str = _setting("auto", "scheduling", "auto: workers of both roles beside pools take requests"
+    colocated_fallback: str = _everyday("auto", "scheduling", "auto: workers of both roles beside pools take requests"
                                        " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
-    queue_limit: int = _setting(256, "scheduling", "waiting requests over which new ones are refused (429)")
-    queue_timeout_s: float = _setting(60.0, "scheduling", "longest wait before prefill starts; 0: none")
-    prefix_caching: str = _setting("on", "scheduling", "on: full pages of KV are kept until somebody needs the room;"
+    queue_limit: int = _everyday(256, "scheduling", "waiting requests over which new ones are refused (429)")
+    queue_timeout_s: float = _everyday(60.0, "scheduling", "longest wait before prefill starts; 0: none")
+    prefix_caching: str = _everyday("on", "scheduling", "on: full pages of KV are kept until somebody needs the room;"
                                    " prompts that begin alike compute and ship their ends", ("on", "off"))  # fmt: skip
     mixed_steps: str = _setting("on", "scheduling", "on: a colocated worker runs chunks and decode rows as one step;"
                                 " off: in turns, so that sums are the same in any company", ("on", "off"))  # fmt: skip
     short_prompt_tokens: int = _setting(
         64, "scheduling", "end of a prompt that a decode worker computes itself where it holds the rest; 0: none"
     )
-    reserve_tokens: int = _setting(
+    reserve_tokens: int = _everyday(
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )
     steps_in_flight: int = _setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
@@ -108,13 +117,13 @@ class Settings:
     stall_timeout_s: float = _setting(120.0, "scheduling", "longest gap between two tokens of a request")
     max_retries: int = _setting(3, "scheduling", "times a request is prefilled again after a failure")
     # transfer
-    transfer: str = _setting("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
+    transfer: str = _everyday("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
                              ("whole", "chunk", "layer", "auto"))  # fmt: skip
     stage_admission: str = _setting("on", "transfer", "on: decoding begins when the first stage's KV is there, later"
                                     " stages' follows in time; off: when all is", ("on", "off"))  # fmt: skip
     transfer_digests: str = _setting("full", "transfer", "pages checked where they land; sampled: every eighth",
                                      ("full", "sampled", "off"))  # fmt: skip
-    transfer_compress: str = _setting("none", "transfer", "what KV is quantised to for the way; auto: as measured",
+    transfer_compress: str = _everyday("none", "transfer", "what KV is quantised to for the way; auto: as measured",
                                       ("none", "int8", "fp8", "int4", "auto"))  # fmt: skip
     transfer_error_bound: float = _setting(
         0.05, "transfer", "relative error of a layer's KV over which it travels uncompressed (int4 loses about 0.1)"
@@ -123,31 +132,42 @@ class Settings:
         15.0, "transfer", "how long a reservation is kept when nothing is heard of its prefill worker"
     )
     # cluster
-    role: str = _setting(
+    role: str = _everyday(
         "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas, or all"
     )
-    router: str = _setting("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
-    control_port: int = _setting(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
-    kv_listen: str = _setting("127.0.0.1:0", "cluster", "HOST:PORT where other processes pull KV; port 0: any free one")
+    router: str = _everyday("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
+    control_port: int = _everyday(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
+    kv_listen: str = _everyday(
+        "127.0.0.1:0", "cluster", "HOST:PORT where other processes pull KV; port 0: any free one"
+    )
     kv_advertise: str = _setting("", "cluster", "host where others reach --kv_listen; empty: the one it names")
-    transport: str = _setting("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
+    transport: str = _everyday("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
                               ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
-    peer_silence_s: float = _setting(5.0, "cluster", "a process not heard of for this long is gone")
-    secret_file: str = _setting("", "cluster", "file with the secret that all processes share, 16 bytes or more")
+    peer_silence_s: float = _everyday(5.0, "cluster", "a process not heard of for this long is gone")
+    secret_file: str = _everyday("", "cluster", "file with the secret that all processes share, 16 bytes or more")
+    group: str = _everyday(
+        "", "cluster", "worker of several processes that this is one of; empty: as the scheduler says"
+    )
+    group_size: int = _everyday(
+        0, "cluster", "its processes; 0: as SLURM, Kubernetes or the TPU slice say; 1: no group"
+    )
+    group_rank: int = _setting(-1, "cluster", "this process's place in its group, from 0; -1: as the scheduler says")
+    coordinator: str = _setting("", "cluster", "HOST:PORT where the group's rank 0 listens, one a group; :PORT: the"
+                                " scheduler says the host; empty: it says both")  # fmt: skip
     tls_cert: str = _setting("", "cluster", "certificate (PEM) of this process, for control messages and tcp KV")
     tls_key: str = _setting("", "cluster", "its private key (PEM)")
     tls_ca: str = _setting("", "cluster", "authority (PEM) that the other processes' certificates are of")
     # server
-    host: str = _setting("127.0.0.1", "server", "address the servers bind")
-    http_port: int = _setting(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
-    grpc_port: int = _setting(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
-    api_key: str = _setting("", "server", "key that clients must send; empty: none")
-    api_keys_file: str = _setting(
+    host: str = _everyday("127.0.0.1", "server", "address the servers bind")
+    http_port: int = _everyday(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
+    grpc_port: int = _everyday(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
+    api_key: str = _everyday("", "server", "key that clients must send; empty: none")
+    api_keys_file: str = _everyday(
         "", "server", "file of more keys: a name and a key a line; the one named admin is for /admin"
     )
-    client_limits: str = _setting("", "server", "of each key, or address where there is none, as requests=60,"
+    client_limits: str = _everyday("", "server", "of each key, or address where there is none, as requests=60,"
                                   "tokens=90000,running=4 (the first two a minute); empty: none")  # fmt: skip
-    drain_s: float = _setting(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")
+    drain_s: float = _everyday(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")
     max_body_bytes: int = _setting(4 << 20, "server", "largest HTTP body")
     max_connections: int = _setting(1000, "server", "open HTTP and gRPC connections each; fewer where ulimit -n is low")
     client_timeout_s: float = _setting(
@@ -157,21 +177,21 @@ class Settings:
     otlp_endpoint: str = _setting("", "server", "collector of traces by OTLP over HTTP, as http://localhost:4318")
     metrics_compat: str = _setting("", "server", "also export metrics under these names, as vllm,jetstream")
     # one-shot
-    prompt: str = _setting("", "one-shot", "stream one answer to the terminal and stop")
+    prompt: str = _everyday("", "one-shot", "stream one answer to the terminal and stop")
     raw_prompt: bool = _setting(False, "one-shot", "complete --prompt as it stands, without the model's chat template")
-    chat: bool = _setting(False, "one-shot", "talk in the terminal; Ctrl-C stops an answer, Ctrl-D ends")
-    prompts: str = _setting("", "one-shot", "JSONL file of prompts to run as a batch, with --output")
-    output: str = _setting(
+    chat: bool = _everyday(False, "one-shot", "talk in the terminal; Ctrl-C stops an answer, Ctrl-D ends")
+    prompts: str = _everyday("", "one-shot", "JSONL file of prompts to run as a batch, with --output")
+    output: str = _everyday(
         "", "one-shot", "what is written: completions (JSONL), a profile (JSON), a plan (TOML), a model"
     )
-    max_tokens: int = _setting(128, "one-shot", "output tokens of --prompt, --prompts and an answer of --chat")
-    temperature: float = _setting(0.0, "one-shot", "temperature of --prompt, --prompts and --chat")
+    max_tokens: int = _everyday(128, "one-shot", "output tokens of --prompt, --prompts and an answer of --chat")
+    temperature: float = _everyday(0.0, "one-shot", "temperature of --prompt, --prompts and --chat")
     # running
-    platform: str = _setting("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
-    record_dir: str = _setting("", "running", "keep the journal of every event here, for jdisagg.replay")
-    compile_cache_dir: str = _setting("auto", "running", "folder of compiled programs, for the next start; auto: in"
+    platform: str = _everyday("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
+    record_dir: str = _everyday("", "running", "keep the journal of every event here, for jdisagg.replay")
+    compile_cache_dir: str = _everyday("auto", "running", "folder of compiled programs, for the next start; auto: in"
                                       " the user's cache folder; off: none")  # fmt: skip
-    log_level: str = _setting("warning", "running", "of the servers; info: also a line for every HTTP request",
+    log_level: str = _everyday("warning", "running", "of the servers; info: also a line for every HTTP request",
                               ("debug", "info", "warning", "error"))  # fmt: skip
     log_format: str = _setting("text", "running", "json: an object a line, with the request's id", ("text", "json"))
 
@@ -204,6 +224,19 @@ class Settings:
             raise ConfigError(f"--otlp_endpoint is {self.otlp_endpoint!r}, must begin with http:// or https://")
         if bool(self.prompts) != bool(self.output):
             raise ConfigError(f"--prompts={self.prompts!r} and --output={self.output!r}: give both or neither")
+        _check_group(self)
+
+
+def _check_group(settings: Settings) -> None:
+    if settings.group and _GROUP.fullmatch(settings.group) is None:
+        raise ConfigError(f"--group is {settings.group!r}, must be up to 64 letters, digits, dots and dashes")
+    if settings.group_rank < -1:
+        raise ConfigError(f"--group_rank is {settings.group_rank}, must be from 0 on, or -1")
+    if settings.group_size and settings.group_rank >= settings.group_size:
+        raise ConfigError(f"--group_rank is {settings.group_rank} and --group_size is {settings.group_size}")
+    _, colon, port = settings.coordinator.rpartition(":")
+    if settings.coordinator and not (colon and port.isdecimal() and 0 < int(port) <= 65535):
+        raise ConfigError(f"--coordinator is {settings.coordinator!r}, must be HOST:PORT, or :PORT")
 
 
 def int_list(text: str, name: str) -> tuple[int, ...]:
