@@ -163,7 +163,7 @@ class Decoder(DrawPrograms):
     def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
         self.layer_groups, self.config = layer_groups, config
-        self.device = layer_groups[-1].submesh.devices[0]  # where tokens are drawn
+        self.device = layer_groups[-1].submesh.reader  # where tokens are drawn, by every process for itself
         size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
         self.microbatches = [
             Microbatch(index * size, size, max_pages, vocab_size, self.device)

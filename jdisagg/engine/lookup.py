@@ -30,4 +30,6 @@ def _by_rows(table: Any, submesh: Submesh) -> Any:
     form = submesh.row_major(WHOLE, 2)
     if isinstance(table, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=form)
+    if submesh.spans_processes:
+        return jax.jit(lambda each: each, out_shardings=form)(table)
     return jax.device_put(table, form)

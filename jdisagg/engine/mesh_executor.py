@@ -43,7 +43,7 @@ from jdisagg.kv.shipping import (
     ship_pages,
 )
 from jdisagg.model.sources import Source
-from jdisagg.parallel.submesh import Device
+from jdisagg.parallel.submesh import Device, shards_here
 
 TIMINGS = 3  # of one pack; the least counts
 
@@ -128,7 +128,8 @@ class MeshExecutor:
 
     def check(self, shipment: MeshShipment) -> Callable[[], bool] | None:
         verdicts = check_landed(self.pages, self.transfer_programs, shipment.landed)
-        return (lambda: all(np.asarray(each).all() for each in verdicts)) if verdicts else None
+        here = [shard for each in verdicts for shard in shards_here(each).values()]
+        return (lambda: all(np.asarray(shard).all() for shard in here)) if verdicts else None
 
     def insert(self, shipment: MeshShipment) -> None:
         insert_landed(self.pages, self.transfer_programs, shipment.landed)

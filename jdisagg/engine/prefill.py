@@ -140,7 +140,7 @@ class Prefiller(FirstDrawPrograms):
     def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
         self.layer_groups, self.config, self.vocab_size = layer_groups, config, vocab_size
-        self.device = layer_groups[-1].submesh.devices[0]
+        self.device = layer_groups[-1].submesh.reader
         self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
         self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
 

@@ -176,7 +176,7 @@ class ProgramTable:
         return None if group.is_first else whole(group.submesh, (rows, self.model.hidden_size), self.dtype)
 
     def _drawn(self, rows: int) -> Drawn:
-        return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.devices[0], rows)
+        return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)
 
     def _pack(self, route: Route, wire: str, groups: int) -> DeclaredProgram:
         submesh, pages = self.layer_groups[route.source_stage].submesh, groups * route.group.source

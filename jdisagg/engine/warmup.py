@@ -14,6 +14,7 @@ import numpy as np
 
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.layer_group import LayerGroup
+from jdisagg.parallel.submesh import placed
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,4 +40,5 @@ def run_null(group: LayerGroup, declared: DeclaredProgram, batch: tuple[Any, ...
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+    assert shape.sharding is not None, shape
+    return placed(np.zeros(shape.shape, shape.dtype), shape.sharding)

@@ -9,7 +9,7 @@ lost, and are refused over a bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
-from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh
+from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, shards_here
 from pallas_kernels.platforms import traced_for
 
 SLICE_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what head slices are
@@ -113,11 +113,15 @@ class PackedKV:
     def device_arrays(self) -> list[Array]:
         """Arrays of one device each: those for destination shard 0, kind by kind, then those of shard 1, ...
 
-        There are none for slices that are padding.
+        There are none for slices that are padding, nor of shards that other processes hold.
         """
-        kinds = [[_shards(array) for array in kind] for kind in self.slices if kind]
-        rows = self.move.route.heads.slices
-        return [kind[each.index][each.shard] for row in rows for kind in kinds for each in row if each is not None]
+        shards = range(len(self.move.route.heads.slices))
+        return [each for shard in shards for each in self.arrays_for(shard) if each is not None]
+
+    def arrays_for(self, shard: int) -> list[Array | None]:
+        """Those for one destination shard, kind by kind; None where another process holds the source's shard."""
+        row = [each for each in self.move.route.heads.slices[shard] if each is not None]
+        return [shards_here(kind[each.index]).get(each.shard) for kind in self.slices if kind for each in row]
 
 
 def shapes_of(stages: Sequence[StagePages]) -> tuple[StageShape, ...]:
@@ -226,15 +230,20 @@ def insert_landed(
 
 
 def send(packed: PackedKV, stage: StagePages) -> LandedKV:
-    """Starts every array on its way to its destination device, shards as they are in one put; returns at once."""
+    """Starts every array on its way to its destination device, shards as they are in one put; returns at once.
+
+    Of a stage that spans processes, to the shards of this one.
+    """
     kinds, seats = packed.slices.kinds, Seats.of(stage, packed.width, len(packed.slices.kinds))
-    arrays = jax.device_put(packed.device_arrays, seats.devices)
+    arrays = [array for shard in seats.shards for array in packed.arrays_for(shard)]
+    assert None not in arrays, f"stage {packed.stage} takes shards of another process, which only a transport brings"
+    arrays = jax.device_put(arrays, seats.devices)
     return LandedKV(packed.stage, packed.layers, seats.joined(arrays, kinds), packed.pages)
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Where the device arrays of one move go at its destination, one by one."""
+    """Where the device arrays of one move go at its destination, one by one: to the shards of this process."""
 
     submesh: Submesh
     padding: list[list[bool]]  # [shard][array]: no array comes for it
@@ -246,29 +255,38 @@ class Seats:
         return Seats(stage.submesh, [row * kinds for row in padded])
 
     @property
+    def shards(self) -> list[int]:
+        """Of this process, in order."""
+        return [self.submesh.devices.index(device) for device in self.submesh.local_devices]
+
+    @property
     def devices(self) -> list[Device]:
-        rows = zip(self.submesh.devices, self.padding, strict=True)
-        return [device for device, row in rows for padding in row if not padding]
+        return [device for device, row in self._rows for padding in row if not padding]
+
+    @property
+    def _rows(self) -> list[tuple[Device, list[bool]]]:
+        return [(self.submesh.devices[shard], self.padding[shard]) for shard in self.shards]
 
     def joined(self, arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
         """Arrays that have arrived -> the destination's slices: slice j of all its shards as one array.
 
-        Padding is zeros, whose digest is 0; the first shard has none.
+        Padding is zeros, whose digest is 0, of the shape that all arrays of a kind have.
         """
-        came, rows = iter(arrays), list[list[Array]]()
-        for device, padding in zip(self.submesh.devices, self.padding, strict=True):
-            rows.append([_zeros(rows[0][j], device) if each else next(came) for j, each in enumerate(padding)])
-        return by_kind([self.submesh.join(column, SLICE_SPEC, axis=2) for column in zip(*rows, strict=True)], kinds)
+        came, number = iter(arrays), len(self.padding[0]) // len(kinds)
+        rows = [[None if each else next(came) for each in padding] for _, padding in self._rows]
+        like = [_first(each for row in rows for each in row[place : place + number])
+                for place in range(0, number * len(kinds), number)]  # fmt: skip
+        columns = [self._column(column, like[place // number]) for place, column in enumerate(zip(*rows, strict=True))]
+        return by_kind([self.submesh.join(column, SLICE_SPEC, axis=2) for column in columns], kinds)
+
+    def _column(self, column: tuple[Array | None, ...], like: Array) -> list[Array]:
+        rows = zip(self._rows, column, strict=True)
+        return [_zeros(like, device) if each is None else each for (device, _), each in rows]
+
+
+def _first(arrays: Iterable[Array | None]) -> Array:
+    return next(each for each in arrays if each is not None)
 
 
 def _zeros(like: Array, device: Device) -> Array:
     return jax.device_put(np.zeros(like.shape, like.dtype), device)
-
-
-def _shards(array: Array) -> list[Array]:
-    """The array's parts, each on its own device."""
-    return [array.addressable_data(shard) for shard in range(_num_shards(array))]
-
-
-def _num_shards(array: Array) -> int:
-    return len(array.addressable_shards) if len(array.devices()) > 1 else 1

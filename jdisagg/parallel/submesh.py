@@ -2,12 +2,16 @@
 
 One device means plain single-device arrays and programs, never a mesh of one: on the CPU backend single-device
 programs overlap with everything, multi-device ones with none of their kind.
+
+A submesh may span the processes of one JAX world, all of which then run the same programs in the same order. Each puts
+and reads the shards on its own devices alone: `jax.device_put` of a host's array to shards that are not all its own
+first broadcasts it to all processes, to see that they agree, which takes milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import jax
@@ -44,23 +48,50 @@ class Submesh:
     def sharding(self, spec: PartitionSpec) -> Sharding:
         return SingleDeviceSharding(self.devices[0]) if self.tp == 1 else NamedSharding(self.mesh, spec)
 
+    @cached_property
+    def local_devices(self) -> tuple[Device, ...]:
+        """Those of this process, in shard order."""
+        return tuple(each for each in self.devices if each.process_index == jax.process_index())
+
+    @property
+    def reader(self) -> Device:
+        """Where this process reads what is whole on every shard; the first of all where it holds none."""
+        return next(iter(self.local_devices), self.devices[0])
+
+    @property
+    def spans_processes(self) -> bool:
+        return len(self.local_devices) < len(self.devices)
+
     def put(self, arrays: Any) -> Any:
-        """Host arrays (a pytree) to every shard. An aligned numpy buffer may be adopted: never write to it again."""
-        return jax.device_put(arrays, self.whole)
+        """Host arrays (a pytree), the same in all processes, to every shard. An aligned numpy buffer may be adopted:
+        never write to it again."""
+        return jax.tree.map(self._put_here, arrays) if self.spans_processes else jax.device_put(arrays, self.whole)
+
+    def _put_here(self, array: Any) -> jax.Array:
+        return self._whole_of(array, [array] * len(self.local_devices))
+
+    def _whole_of(self, like: Any, copies: Sequence[Any]) -> jax.Array:
+        """One array that is whole on every shard, from a copy for each device of this process."""
+        landed = jax.device_put(list(copies), list(self.local_devices))
+        return jax.make_array_from_single_device_arrays(like.shape, self.whole, landed)
 
     def transfer(self, array: jax.Array) -> jax.Array:
         """Activations, whole on every shard of another submesh with as many shards, to this one; returns at once."""
-        return array if array.sharding == self.whole else jax.device_put(array, self.whole)
+        if array.sharding == self.whole:
+            return array
+        if self.spans_processes:
+            return self._whole_of(array, [shard.data for shard in array.addressable_shards])
+        return jax.device_put(array, self.whole)
 
     def spread(self, array: jax.Array) -> jax.Array:
-        """An array of one device, anywhere, to every shard here; returns at once."""
+        """An array of one device of this process, anywhere, to every shard here; returns at once."""
         if self.tp == 1:
             return array if array.devices() == {self.devices[0]} else jax.device_put(array, self.devices[0])
-        copies = jax.device_put([array] * self.tp, list(self.devices))
-        return jax.make_array_from_single_device_arrays(array.shape, self.whole, copies)
+        return self._whole_of(array, [array] * len(self.local_devices))
 
     def join(self, shards: Sequence[jax.Array], spec: PartitionSpec, axis: int) -> jax.Array:
-        """One array of this submesh from its shards, each on its own device already, cut along `axis`."""
+        """One array of this submesh from the shards of this process, each on its own device already, cut along
+        `axis`."""
         if self.tp == 1:
             return shards[0]
         shape = list(shards[0].shape)
@@ -89,6 +120,24 @@ class Submesh:
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return Program(function, donate, out_formats, self.devices[0].platform, paced=self.tp > 1)
+
+
+def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A host array, the same in all processes, on the devices of this one."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def shards_here(array: jax.Array) -> dict[int, jax.Array]:
+    """The shards on devices of this process, by their place among all."""
+    if len(array.sharding.device_set) == 1:
+        return {0: array.addressable_data(0)}
+    if array.is_fully_addressable:
+        return {place: array.addressable_data(place) for place in range(len(array.sharding.device_set))}
+    assert isinstance(array.sharding, NamedSharding) and array.sharding.mesh.devices is not None, array.sharding
+    places = {device: place for place, device in enumerate(array.sharding.mesh.devices.flat)}
+    return {places[shard.device]: shard.data for shard in array.addressable_shards}
 
 
 def signature_of(arguments: Any) -> Signature:

@@ -1,0 +1,31 @@
+"""What the processes of one world do in tests, and one process alone to compare: each returns something for JSON."""
+
+from dataclasses import replace
+
+import jax
+
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.worker_config import Role
+from tests.engine.stacks import GREEDY, HALVES, generate, mixed_prompts, open_machine, tokens_of
+
+PROMPTS = mixed_prompts(12, longest=60)
+TURNS = 9
+SAMPLING = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9),
+    replace(GREEDY, frequency_penalty=1.5, repetition_penalty=1.2),
+    replace(GREEDY, logprobs=2),
+]
+
+
+def tp2() -> list[list[int]]:
+    """Prefill and decode by two shards each, on the same devices or, where each process has two, on one of each."""
+    each = len(jax.local_devices())
+    found = jax.devices()
+    source = open_machine(Role.PREFILL, HALVES, found[::each])
+    destination = open_machine(Role.DECODE, (range(4),), found[each - 1 :: each])
+    source.warm(peers=[destination])
+    destination.warm()
+    rows = generate(source, destination, PROMPTS, TURNS, [SAMPLING[n % len(SAMPLING)] for n in range(len(PROMPTS))])
+    assert [machine.recompiles() for machine in (source, destination)] == [0, 0]
+    return tokens_of(rows)
