@@ -15,8 +15,9 @@ from jdisagg.model.checkpoint import storage_line
 from jdisagg.serve.deployment import Deployment, sharing_warnings
 
 
-def show(console: Console, deployment: Deployment, platform: str, load_format: str) -> None:
-    """Prints the whole deployment once. Raises `CheckpointError` where what is stored cannot be told."""
+def show(console: Console, deployment: Deployment, platform: str, load_format: str, sized: bool = True) -> None:
+    """Prints the whole deployment once, `sized`: with its workers' room. Raises `CheckpointError` where what is stored
+    cannot be told."""
     model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
     console.print(f"[bold]model[/]    {model}")
     stored = (
@@ -35,11 +36,11 @@ def show(console: Console, deployment: Deployment, platform: str, load_format: s
         f"[bold]kv[/]       {kv.bytes_per_token:,} bytes a token ({kv.dtype}), pages of {kv.page_size} tokens,"
         f" sequences up to {deployment.max_model_len:,} tokens"
     )
-    for config in deployment.workers:
+    for config in deployment.workers if sized else ():
         tokens = config.num_pages * config.page_size
         size = config.num_pages * deployment.layout(config.role).held_page_bytes(deployment.place(config.worker).tp)
         console.print(f"         {config.worker}: {tokens:,} tokens ({config.num_pages:,} pages, {_mib(size)})")
-    for config in deployment.workers:
+    for config in deployment.workers if sized else ():
         console.print(f"[bold]compile[/]  {config.worker}: {_programs(config, deployment)}")
 
 

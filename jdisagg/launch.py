@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -109,9 +110,10 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     servers.check_cluster_ports(settings, ROUTER_ROLE in roles, roles != {ROUTER_ROLE})
     settings = located(settings, console)
     count = num_devices(mesh_of(settings), roles)
-    found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
-    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
-    banner.show(console, deployment, found[0].platform, settings.load_format)
+    found, platform = devices_of(settings, count)
+    sized = count > 0
+    deployment = resolve_deployment(settings, platform, devices.memory_bytes(found[0]), sized)
+    banner.show(console, deployment, platform, settings.load_format, sized)
     bar, on_progress = banner.compile_bar(console)
     if sockets is not None:
         with bar:
@@ -129,6 +131,14 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     with bar:
         workers = build_workers(deployment, settings, found, on_progress, ends.put)
     return run_workers(workers, settings, console, ends)
+
+
+def devices_of(settings: Settings, count: int) -> tuple[list[Any], str]:
+    """Devices for so many of the mesh's, and what workers run on. A router alone needs none of --platform's."""
+    if not count and settings.platform != AUTO:
+        return devices.prepare("cpu", 1, settings.compile_cache_dir), settings.platform
+    found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
+    return found, found[0].platform
 
 
 def run_workers(workers: WorkerProcess, settings: Settings, console: Console, ends: queue.SimpleQueue[str]) -> int:

@@ -8,6 +8,11 @@ Configurations are refused by arithmetic where it suffices; the rest is simulate
 and the highest rate is found at which --attainment of the requests keep both objectives. It says "do not disaggregate"
 where a pair of pools does not win by more than noise. --output is a file for `jdisagg.launch --config`.
 
+    python -m jdisagg.plan --emit=slurm,k8s --config=plan.toml
+
+--emit writes the job of a plan just made, or else of --config's file: launch/slurm.sbatch, launch/k8s/,
+launch/gke_tpu/, launch/compose.yaml with a Dockerfile.
+
 A trace is azure:FILE, mooncake:FILE, lengths:FILE, or mix: INPUT+OUTPUT@SHARE, with commas. --quick simulates nothing.
 """
 
@@ -23,10 +28,10 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jdisagg import command, flags
+from jdisagg import command, flags, job_files
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.profile import read_profile
-from jdisagg.core.settings import int_list
+from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, published
@@ -54,7 +59,14 @@ def declare() -> flags.FlagValues:
     _define_search(values)
     flags.define(values, output="")
     absl_flags.DEFINE_string("checkpoint", "", "--output: the model's folder there", flag_values=values)
+    _define_job(values)
     return values
+
+
+def _define_job(values: flags.FlagValues) -> None:
+    absl_flags.DEFINE_list("emit", [], f"jobs to write: {', '.join(job_files.KINDS)}", flag_values=values)
+    absl_flags.DEFINE_string("job_folder", "launch", "--emit: where they are written", flag_values=values)
+    flags.define(values, job_name="jdisagg", image="jdisagg:latest", devices_per_host=8, tpu="v5p", platform="auto")
 
 
 def _define_question(values: flags.FlagValues) -> None:
@@ -164,6 +176,15 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
 
 
 def body(values: flags.FlagValues) -> int:
+    if values.emit and not values.trace:
+        if not values.config:
+            raise FlagError("--emit needs a plan: --config=plan.toml, or --trace and the rest to make one")
+        emit(values, job_files.settings_of_file(values.config), values.config)
+        return 0
+    return answer(values)
+
+
+def answer(values: flags.FlagValues) -> int:
     began = time.perf_counter()
     problem, builder = question(values)
     among = space(values, builder)
@@ -191,6 +212,8 @@ def body(values: flags.FlagValues) -> int:
     if values.output:
         write(values, settings, lines)
         console.print(f"python -m jdisagg.launch --config={values.output}", highlight=False, soft_wrap=True)
+    if values.emit:
+        emit(values, Settings(**named(values), **settings), values.output or "a plan just made")
     console.print(f"--mesh={recommendation.winner.candidate.mesh}", highlight=False, soft_wrap=True)
     return 0
 
@@ -232,15 +255,30 @@ def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommenda
 
 def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> None:
     """Raises ConfigError where the file cannot be written."""
-    named = {"model": values.checkpoint} if values.checkpoint else {}
     profiled = values.cost.startswith("profile:")
-    dtype = {"dtype": values.dtype} if values.dtype in LAUNCH_DTYPES and not profiled else {}
     what = values.cost if profiled else f"{values.model} on {values.devices} x {values.hardware}"
     asked_for = f"{what}: python -m jdisagg.plan"
     try:
-        Path(values.output).write_text(as_policy({**named, **dtype, **settings}, [asked_for, *lines]), encoding="utf-8")
+        Path(values.output).write_text(as_policy({**named(values), **settings}, [asked_for, *lines]), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output={values.output}: {error.strerror}") from error
+
+
+def named(values: flags.FlagValues) -> dict[str, str]:
+    """The model and its dtype, where the answer's workers are to be told."""
+    model = {"model": values.checkpoint} if values.checkpoint else {}
+    known = values.dtype in LAUNCH_DTYPES and not values.cost.startswith("profile:")
+    return {**model, **({"dtype": values.dtype} if known else {})}
+
+
+def emit(values: flags.FlagValues, settings: Settings, source: str) -> None:
+    """Writes the job of `settings`, which came from `source`, and says which files. Raises ConfigError."""
+    settings = replace(settings, platform=values.platform)
+    note = f"Made from {source} by `python -m jdisagg.plan --emit`: change what it is made of, not this file."
+    of_job = values.job_name, values.image, values.devices_per_host, values.tpu
+    found = job_files.files(job_files.JobValues(settings, *of_job, note), values.emit)
+    for path in job_files.write(values.job_folder, found):
+        print(f"wrote {path}")
 
 
 def progress() -> Progress:

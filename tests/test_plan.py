@@ -25,6 +25,9 @@ def test_the_file_of_a_plan_starts_a_launch(tmp_path: Path, capsys):
         "--nosensitivity",
         "--slo_tpot_s=0.2",
         "--checkpoint=/70b",
+        "--emit=slurm,compose",
+        "--job_name=small",
+        f"--job_folder={tmp_path / 'job'}",
     )
     assert run(*asked, f"--output={path}") == 0
     said = capsys.readouterr().out
@@ -34,6 +37,9 @@ def test_the_file_of_a_plan_starts_a_launch(tmp_path: Path, capsys):
     assert settings.model == "/70b" and settings.max_model_len == 3004
     assert launch(["launch", f"--config={path}", "--print_config"]) == 0
     assert f'mesh = "{settings.mesh}"' in capsys.readouterr().out
+    script = (tmp_path / "job" / "slurm.sbatch").read_text()
+    assert "--job-name=small" in script and "'--model=/70b'" in script and "'--max_model_len=3004'" in script
+    assert f"Made from {path}" in script and (tmp_path / "job" / "compose.yaml").exists()
 
 
 def test_quick_gives_bounds_and_replicas_and_simulates_nothing(capsys):

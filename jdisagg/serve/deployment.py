@@ -66,9 +66,10 @@ class Deployment:
         return next(each for each in self.mesh.workers() if each.worker == worker)
 
 
-def resolve_deployment(settings: Settings, platform: str, device_bytes: int | None) -> Deployment:
+def resolve_deployment(settings: Settings, platform: str, device_bytes: int | None, sized: bool = True) -> Deployment:
     """What `settings` ask for, on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
 
+    Not `sized`: workers are other processes' affair, which know their memory; each has one sequence's pages here.
     Logs a warning for workers that share devices; each then gets an equal part of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
     """
@@ -101,7 +102,9 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
             place,
             layouts[place.role].page_size,
             longest,
-            _pages(settings, place, layouts[place.role], longest, budget.of(place, mesh)),
+            _pages(settings, place, layouts[place.role], longest, budget.of(place, mesh))
+            if sized
+            else layouts[place.role].pages_for(longest),
         )
         for place in mesh.workers()
     )

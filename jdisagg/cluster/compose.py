@@ -1,0 +1,97 @@
+"""One machine: a container for the router and one for each worker, and the image that they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdisagg.cluster.job import Job, Part, as_flags, shared_arguments
+from jdisagg.core.errors import ConfigError
+
+SECRET = "/run/secrets/jdisagg"
+READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready', timeout=5)"  # an error status raises
+
+
+def compose(job: Job) -> dict[str, Any]:
+    """`compose.yaml`: all on the machine's own network, so that KV goes by shared memory. Raises ConfigError."""
+    if job.settings.http_port <= 0:
+        raise ConfigError(f"--http_port={job.settings.http_port}: a container is asked for its health there")
+    services = {"router": _router(job)}
+    first = 0
+    for part in job.parts:
+        for index in range(part.replicas):
+            devices = range(first, first + part.size * part.devices)
+            services[f"{part.role}-{index}"] = _worker(job, part, devices)
+            first = devices.stop
+    return {
+        "name": job.name,
+        "services": services,
+        "volumes": {"cache": {}},
+        "secrets": {"jdisagg": {"file": "./secret"}},
+    }
+
+
+def _router(job: Job) -> dict[str, Any]:
+    told = as_flags(
+        role="router",
+        host=job.settings.host,
+        control_port=job.settings.control_port,
+        secret_file=SECRET,
+        compile_cache_dir="/cache",
+    )
+    test = ["CMD", "python", "-c", READY.format(port=job.settings.http_port)]
+    asked = {"test": test, "interval": "10s", "timeout": "6s", "retries": 3, "start_period": "1800s"}
+    return _service(job, told) | {"healthcheck": asked}
+
+
+def _worker(job: Job, part: Part, devices: range) -> dict[str, Any]:
+    told = as_flags(
+        role=part.role,
+        router=f"127.0.0.1:{job.settings.control_port}",
+        secret_file=SECRET,
+        compile_cache_dir="/cache",
+        group_size=1,
+    )
+    found = _service(job, told) | {"depends_on": {"router": {"condition": "service_started"}}}
+    if job.platform == "gpu":
+        device = {"driver": "nvidia", "device_ids": [str(each) for each in devices], "capabilities": ["gpu"]}
+        found["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    return found
+
+
+def _service(job: Job, told: list[str]) -> dict[str, Any]:
+    model = job.settings.model
+    volumes: list[Any] = ["cache:/cache"]
+    if model.startswith("/"):
+        volumes.append({"type": "bind", "source": model, "target": model, "read_only": True})
+    return {
+        "image": job.image,
+        "build": {"context": "..", "dockerfile": "launch/Dockerfile"},
+        "command": ["python", "-m", "jdisagg.launch", *shared_arguments(job), *told],
+        "network_mode": "host",
+        "ipc": "host",
+        "restart": "on-failure",
+        "stop_grace_period": f"{int(job.settings.drain_s) + 10}s",
+        "secrets": ["jdisagg"],
+        "volumes": volumes,
+    }
+
+
+def dockerfile(job: Job, note: str) -> str:
+    """The image of all processes; the accelerator's packages are an argument of its build."""
+    jax = {"cpu": "jax", "gpu": "jax[cuda13]", "tpu": "jax[tpu]"}[job.platform]
+    return f"""# {note}
+# docker build --file launch/Dockerfile --build-arg JAX="{jax}" --tag {job.image} .
+FROM python:3.12-slim
+ARG JAX="{jax}"
+WORKDIR /app
+COPY pyproject.toml README.md LICENSE NOTICE MANIFEST.in ./
+COPY jdisagg jdisagg
+COPY pallas_kernels pallas_kernels
+RUN pip install --no-cache-dir . "$JAX"
+# The source tree comes first in the path, with the embedded model that a wheel does not have.
+ENV PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
+# Large host copies of KV are bound by page faults with glibc's defaults.
+ENV MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
+EXPOSE 8000 8080 8100 8101
+CMD ["python", "-m", "jdisagg.launch", "--host=0.0.0.0"]
+"""

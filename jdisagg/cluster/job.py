@@ -1,0 +1,97 @@
+"""What a job is made of: the processes that a mesh comes to on hosts of so many devices, and what each is told.
+
+A worker of the mesh is a process of its own here, or a group of them where it has more devices than a host. All are
+told one mesh, of one worker a pool: the schedulers count workers, and add and take some away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
+from jdisagg.core.settings import Settings
+
+AUTO = "auto"
+KV_PORT = 8101  # where a pod's KV is pulled
+PLATFORMS = ("cpu", "gpu", "tpu")
+PLACED = {  # what each kind of job says itself, or what is of no use to one
+    *(
+        "mesh",
+        "role",
+        "router",
+        "host",
+        "control_port",
+        "kv_listen",
+        "kv_advertise",
+        "secret_file",
+        "platform",
+        "dtype",
+    ),
+    *("group", "group_size", "group_rank", "coordinator", "compile_cache_dir", "cache", "api_keys_file"),
+    *("prompt", "raw_prompt", "chat", "prompts", "output", "tls_cert", "tls_key", "tls_ca", "api_key"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The workers of one role: `replicas` of them, each `size` processes with `devices` devices."""
+
+    role: str
+    replicas: int
+    size: int
+    devices: int
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A router and workers, as every kind of scheduler is told of them."""
+
+    name: str
+    image: str
+    platform: str
+    settings: Settings  # of every process; its mesh has one worker a pool
+    parts: tuple[Part, ...]
+
+
+def job_of(settings: Settings, name: str, image: str, platform: str, devices_per_host: int) -> Job:
+    """The job of `settings` on hosts of so many devices. Raises ConfigError for what cannot be placed."""
+    if settings.mesh == AUTO:
+        raise ConfigError("a job needs its mesh written out, as --mesh=prefill:tp2,decode:pp2: auto is for one process")
+    if settings.tls_cert:
+        raise ConfigError(f"--tls_cert={settings.tls_cert}: each process has its own, so add them to what is emitted")
+    mesh = MeshSpec.parse(settings.mesh)
+    single = MeshSpec(tuple(replace(pool, count=1, first_device=None) for pool in mesh.pools))
+    dtype = settings.dtype if settings.dtype != AUTO else "float32" if platform == "cpu" else "bfloat16"
+    parts = tuple(_part(pool, devices_per_host) for pool in mesh.pools)
+    return Job(name, image, platform, replace(settings, mesh=str(single), dtype=dtype), parts)
+
+
+def _part(pool: PoolSpec, devices_per_host: int) -> Part:
+    devices = pool.pp * pool.tp
+    if devices <= devices_per_host:
+        return Part(pool.role.value, pool.count, 1, devices)
+    if devices % devices_per_host:
+        raise ConfigError(
+            f"{pool} has workers of {devices} devices and --devices_per_host is {devices_per_host}: a worker is as many"
+            " whole hosts as it needs, or a part of one"
+        )
+    return Part(pool.role.value, pool.count, devices // devices_per_host, devices_per_host)
+
+
+def shared_arguments(job: Job) -> list[str]:
+    """What every process is told, but for its place: a flag a setting that is not the default."""
+    standard = Settings()
+    told = {each.name: getattr(job.settings, each.name) for each in fields(Settings) if each.name not in PLACED}
+    told = {name: value for name, value in told.items() if value != getattr(standard, name)}
+    return as_flags(mesh=job.settings.mesh, platform=job.platform, dtype=job.settings.dtype, **told)
+
+
+def as_flags(**values: Any) -> list[str]:
+    """--name=value of each, in this order."""
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items()]

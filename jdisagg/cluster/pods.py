@@ -1,0 +1,131 @@
+"""Pods of a job as Kubernetes is told of them: the router's, and a worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from jdisagg.cluster.job import KV_PORT, Job, Part, as_flags, shared_arguments
+
+Document = dict[str, Any]
+SECRET_FOLDER, CACHE_FOLDER, SHARED_MEMORY = "/etc/jdisagg", "/cache", "/dev/shm"
+START_S = 1800  # for weights to be read and programs to be compiled
+NOTICE_S = 5  # for endpoints to forget a pod before it drains
+MARGIN_S = 10
+RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
+USER = 1000
+
+
+def labels(job: Job, component: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/component": component}
+
+
+def router_pod(job: Job) -> Document:
+    """The pod template of the router: its probes ask the routes that people ask."""
+    told = as_flags(
+        role="router",
+        host="0.0.0.0",
+        control_port=job.settings.control_port,
+        secret_file=f"{SECRET_FOLDER}/secret",
+        compile_cache_dir=CACHE_FOLDER,
+    )
+    ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port, "control": job.settings.control_port}
+    named = [{"name": name, "containerPort": port} for name, port in ports.items() if port > 0]
+    container = _container(job, "router", told) | {
+        "ports": named,
+        "startupProbe": _asks("/live", 5, START_S // 5),
+        "livenessProbe": _asks("/live", 10, 3),
+        "readinessProbe": _asks("/ready", 5, 2),
+        "lifecycle": {"preStop": {"sleep": {"seconds": NOTICE_S}}},
+        "resources": {"requests": {"cpu": "4", "memory": "8Gi"}},
+    }
+    scraped = {"scrape": "true", "port": str(job.settings.http_port), "path": "/metrics"}
+    annotations = {f"prometheus.io/{name}": value for name, value in scraped.items()}
+    metadata = {"labels": labels(job, "router"), "annotations": annotations}
+    return {"metadata": metadata, "spec": _pod(job, container)}
+
+
+def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] | None = None) -> Document:
+    """The pod template of one process of a worker; `probed`: it is asked at the port where its KV is pulled."""
+    told = as_flags(
+        role=part.role,
+        router=f"{job.name}-router:{job.settings.control_port}",
+        kv_listen=f"0.0.0.0:{KV_PORT}",
+        kv_advertise="$(POD_IP)",
+        secret_file=f"{SECRET_FOLDER}/secret",
+        compile_cache_dir=CACHE_FOLDER,
+        group_size=part.size,
+    )
+    container = _container(job, part.role, told) | {
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "ports": [{"name": "kv", "containerPort": KV_PORT}],
+        "resources": _resources(job, part),
+    }
+    if probed:
+        container |= {
+            "startupProbe": _connects(5, START_S // 5),
+            "livenessProbe": _connects(10, 6),
+            "readinessProbe": _connects(5, 2),
+        }
+    placed = {"nodeSelector": dict(selector)} if selector else {}
+    return {"metadata": {"labels": labels(job, part.role)}, "spec": {**placed, **_pod(job, container)}}
+
+
+def _pod(job: Job, container: Document) -> Document:
+    model = _model_folder(job)
+    volumes: list[Document] = [
+        {"name": "secret", "secret": {"secretName": job.name, "defaultMode": 0o440}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if model:
+        claim = {"claimName": f"{job.name}-models", "readOnly": True}
+        volumes.append({"name": "models", "persistentVolumeClaim": claim})
+    grace_s = int(job.settings.drain_s) + NOTICE_S + MARGIN_S  # SIGTERM drains, for --drain_s at most
+    found: Document = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
+    if job.platform != "tpu":  # a TPU's driver wants more rights than these
+        person = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+        found["securityContext"] = {**person, "seccompProfile": {"type": "RuntimeDefault"}}
+    return found
+
+
+def _container(job: Job, name: str, told: list[str]) -> Document:
+    model = _model_folder(job)
+    mounts: list[Document] = [
+        {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+        {"name": "cache", "mountPath": CACHE_FOLDER},
+        {"name": "shm", "mountPath": SHARED_MEMORY},
+    ]
+    if model:
+        mounts.append({"name": "models", "mountPath": model, "readOnly": True})
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {
+        "name": name,
+        "image": job.image,
+        "command": ["python", "-m", "jdisagg.launch"],
+        "args": [*shared_arguments(job), *told],
+        "volumeMounts": mounts,
+        **({} if job.platform == "tpu" else {"securityContext": rights}),
+    }
+
+
+def _model_folder(job: Job) -> str:
+    """Where the folder of models is mounted; empty for a model that is in the image or fetched by its name."""
+    place = PurePosixPath(job.settings.model)
+    return str(place.parent) if place.is_absolute() and str(place.parent) != "/" else ""
+
+
+def _resources(job: Job, part: Part) -> Document:
+    if job.platform == "cpu":
+        return {"requests": {"cpu": str(part.devices)}}
+    count = {RESOURCES[job.platform]: part.devices}
+    return {"requests": count, "limits": dict(count)}
+
+
+def _asks(path: str, every_s: int, failures: int) -> Document:
+    return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": every_s, "failureThreshold": failures}
+
+
+def _connects(every_s: int, failures: int) -> Document:
+    return {"tcpSocket": {"port": "kv"}, "periodSeconds": every_s, "failureThreshold": failures}

@@ -1,0 +1,338 @@
+"""A plan becomes jobs: the committed ones are what is made, schedulers would take them, launch takes their flags."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jdisagg import config, flags, job_files, launch, plan
+from jdisagg.cluster.gke_tpu import SLICES, slice_of
+from jdisagg.cluster.job import PLACED, Part, job_of
+from jdisagg.cluster.membership import resolve
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import Settings
+from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.http.app import create_app
+from tests.cluster.manifests import COMPOSE, by_schema, faults, pods
+from tests.serve.scripted import ScriptedService
+
+ROOT = Path(__file__).parents[2]
+POD = ROOT / "configs" / "pod_70b.toml"
+WIDE = Settings(mesh="prefill:3xtp8,decode:2xpp4tp8", model="/models/big", drain_s=60, kv_tokens=70_000)
+
+
+def made(settings: Settings = WIDE, kinds: tuple[str, ...] = job_files.KINDS, tpu: str = "v5p") -> dict[str, str]:
+    return job_files.files(job_files.JobValues(settings, "big", "big:1", 8, tpu, "Made by a test"), kinds)
+
+
+def documents(files: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, text in files.items():
+        if name.endswith(".yaml") and name != "compose.yaml":
+            yield from ((name, each) for each in yaml.safe_load_all(text))
+
+
+def settings_of(words: list[str]) -> Settings:
+    """Of `python -m jdisagg.launch FLAGS`, as launch itself reads them."""
+    assert words[1:3] == ["-m", "jdisagg.launch"]
+    values = launch.declare()
+    flags.read(values, [word.replace("$(POD_IP)", "192.0.2.1") for word in words[2:]])
+    settings = config.settings_of(values)
+    roles_of(settings)
+    return settings
+
+
+def containers(files: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """(where, command line) of every container."""
+    for name, document in documents(files):
+        for pod in pods(document):
+            for each in pod["spec"]["containers"]:
+                yield f"{name} {document['kind']} {each['name']}", [*each["command"], *each["args"]]
+    for name, service in yaml.safe_load(files["compose.yaml"])["services"].items():
+        yield f"compose.yaml {name}", service["command"]
+
+
+def test_the_committed_files_are_what_the_plan_makes(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    kinds = ",".join(job_files.KINDS)
+    assert plan.main(["plan", f"--emit={kinds}", "--config=configs/pod_70b.toml", f"--job_folder={tmp_path}"]) == 0
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert len(names) == 9
+    stale = [name for name in names if (tmp_path / name).read_text() != (ROOT / "launch" / name).read_text()]
+    assert not stale, "python -m jdisagg.plan --emit=slurm,k8s,gke_tpu,compose --config=configs/pod_70b.toml"
+    kept = {
+        str(path.relative_to(ROOT / "launch"))
+        for kind in ("k8s", "gke_tpu")
+        for path in (ROOT / "launch" / kind).iterdir()
+    }
+    assert kept <= set(names)
+
+
+@pytest.mark.parametrize("settings", [WIDE, replace(WIDE, mesh="colocated:4xtp2", platform="cpu", model="")])
+def test_a_server_would_take_every_manifest_inner_pods_included(settings):
+    found = [*documents(made(settings)), *documents(made(settings, tpu="v6e"))]
+    assert {each["kind"] for _, each in found} >= {"Deployment", "Service", "LeaderWorkerSet", "JobSet"}
+    wrong = [(name, each["kind"], fault) for name, each in found for fault in faults(each)]
+    several = "colocated" not in settings.mesh  # a DisaggregatedSet has two roles or more
+    assert not [each for each in wrong if several or each[1] != "DisaggregatedSet"]
+    assert not by_schema(yaml.safe_load(made(settings)["compose.yaml"]), COMPOSE)
+
+
+def test_what_is_misspelt_anywhere_in_a_manifest_is_found():
+    for _, document in documents(made()):
+        for pod in range(len([*pods(document)])):
+            wrong = copy.deepcopy(document)
+            [*pods(wrong)][pod]["spec"]["containers"][0]["imag"] = "x"
+            assert faults(wrong), document["kind"]
+        wrong = copy.deepcopy(document)
+        wrong["spec"]["replicaz"] = 2
+        assert faults(wrong), document["kind"]
+    compose = yaml.safe_load(made()["compose.yaml"])
+    compose["services"]["router"]["comand"] = ["x"]
+    assert by_schema(compose, COMPOSE)
+
+
+def test_every_container_is_started_with_flags_that_launch_has():
+    for where, words in containers(made()):
+        settings = settings_of(words)
+        assert (settings.model, settings.kv_tokens, settings.drain_s) == ("/models/big", 70_000, 60.0), where
+        assert settings.mesh == "prefill:tp8,decode:pp4tp8" and settings.dtype == "bfloat16", where
+        assert settings.secret_file and settings.platform == ("tpu" if "gke" in where else "gpu"), where
+
+
+def test_a_flag_that_launch_no_longer_has_is_found():
+    (_, words), *_ = containers(made())
+    with pytest.raises(ConfigError, match="unknown flag --kv_tokenz"):
+        settings_of([word.replace("kv_tokens", "kv_tokenz") for word in words])
+
+
+def test_every_setting_that_is_not_placed_reaches_every_process():
+    assert PLACED <= flags.FIELDS, "a setting was renamed"
+    given = replace(WIDE, queue_limit=7, prefix_caching="off", api_key="key", raw_prompt=True, host="0.0.0.0")
+    for where, words in containers(made(given)):
+        settings = settings_of(words)
+        assert (settings.queue_limit, settings.prefix_caching) == (7, "off"), where
+        assert settings.api_key == "" and not settings.raw_prompt, where
+
+
+def test_the_routers_probes_ask_routes_that_there_are():
+    paths = {getattr(each, "path", "") for each in create_app(ScriptedService()).routes}
+    router = next(pod for _, each in documents(made()) if each["kind"] == "Deployment" for pod in pods(each))
+    (container,) = router["spec"]["containers"]
+    asked = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert asked == {"/live", "/ready"} and asked <= paths
+    assert router["metadata"]["annotations"]["prometheus.io/path"] in paths
+    assert (
+        router["spec"]["terminationGracePeriodSeconds"]
+        > WIDE.drain_s + container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    )
+
+
+def test_services_point_at_ports_and_labels_that_the_router_has():
+    router = [each for name, each in documents(made()) if name == "k8s/router.yaml"]
+    pod = next(pod for each in router for pod in pods(each))
+    named = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    services = {each["metadata"]["name"]: each["spec"] for each in router if each["kind"] == "Service"}
+    for spec in services.values():
+        assert spec["selector"].items() <= pod["metadata"]["labels"].items()
+        assert all(named[port["targetPort"]] == port["port"] for port in spec["ports"])
+    asked = {settings_of(words).router for where, words in containers(made()) if "LeaderWorkerSet" in where}
+    assert asked == {f"big-router:{named['control']}"} and "big-router" in services
+
+
+def test_every_replica_of_every_role_is_there_and_none_is_evicted_beside_another():
+    found = [each for name, each in documents(made()) if name == "k8s/lws.yaml"]
+    sets = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "LeaderWorkerSet"}
+    shape = {name: (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) for name, spec in sets.items()}
+    assert shape == {"big-prefill": (3, 1), "big-decode": (2, 4)}
+    budgets = {each["metadata"]["name"]: each["spec"]["maxUnavailable"] for each in found if "Budget" in each["kind"]}
+    assert budgets == {"big-prefill": 1, "big-decode": 4}
+    jobs = [each for name, each in documents(made()) if name == "k8s/jobset.yaml" and each["kind"] == "JobSet"]
+    assert len(jobs) == 5
+
+
+def test_members_of_a_set_and_of_a_job_find_their_place_in_the_group():
+    for where, words in containers(made()):
+        if "decode" in where and "LeaderWorkerSet" in where and "gke" not in where:
+            variables = {
+                "LWS_LEADER_ADDRESS": "big-decode-1.big-decode.ns",
+                "LWS_GROUP_SIZE": "4",
+                "LWS_WORKER_INDEX": "2",
+            }
+            place = resolve(settings_of(words), variables)
+            assert place and (place.group, place.rank, place.size) == ("big-decode-1", 2, 4)
+    jobs = [
+        each for _, each in documents(made()) if each["kind"] == "JobSet" and "decode-1" in each["metadata"]["name"]
+    ]
+    (container,) = next(pods(jobs[0]))["spec"]["containers"]
+    variables = {each["name"]: each.get("value", "") for each in container["env"]}
+    assert variables["NNODES"] == "4" and {"JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"} <= variables.keys()
+    variables |= {
+        "JOBSET_NAME": "big-decode-1",
+        "REPLICATED_JOB_NAME": "worker",
+        "JOB_INDEX": "0",
+        "JOB_COMPLETION_INDEX": "3",
+    }
+    place = resolve(settings_of([*container["command"], *container["args"]]), variables)
+    assert place and (place.rank, place.size, place.coordinator) == (3, 4, "big-decode-1-worker-0-0.big-decode-1:8476")
+
+
+@pytest.mark.parametrize(
+    ("chip", "chips", "expected"),
+    [
+        ("v5p", 8, (2, 4, "2x2x2")),
+        ("v5p", 4, (1, 4, "2x2x1")),
+        ("v5p", 2, (1, 4, "2x2x1")),
+        ("v5p", 64, (16, 4, "4x4x4")),
+        ("v6e", 8, (1, 8, "2x4")),
+        ("v6e", 16, (4, 4, "4x4")),
+        ("v5e", 1, (1, 1, "1x1")),
+    ],
+)
+def test_a_worker_gets_the_smallest_slice_that_holds_it(chip, chips, expected):
+    part, topology = slice_of(Part("decode", 1, 1, chips), chip)
+    assert (part.size, part.devices, topology) == expected
+
+
+def test_a_slice_asks_for_the_chips_that_its_topology_has():
+    for chip in SLICES:
+        for name, document in documents(made(kinds=("gke_tpu",), tpu=chip)):
+            if name != "gke_tpu/lws.yaml" or document["kind"] != "LeaderWorkerSet":
+                continue
+            size = document["spec"]["leaderWorkerTemplate"]["size"]
+            for pod in pods(document):
+                sides = [
+                    int(side) for side in pod["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+                ]
+                chips = pod["spec"]["containers"][0]["resources"]["limits"]["google.com/tpu"]
+                product = 1
+                for side in sides:
+                    product *= side
+                assert size * chips == product
+            assert (size > 1) == ("annotations" in document["metadata"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds", "says"),
+    [
+        (replace(WIDE, mesh="auto"), ("slurm",), "a job needs its mesh written out"),
+        (replace(WIDE, mesh="prefill:tp12,decode:tp1"), ("k8s",), "workers of 12 devices and --devices_per_host is 8"),
+        (replace(WIDE, platform="tpu"), ("slurm",), "gke_tpu has slices"),
+        (replace(WIDE, http_port=-1), ("compose",), "--http_port=-1"),
+        (replace(WIDE, mesh="prefill:tp12,decode:tp1"), ("gke_tpu",), "prefill workers have 12 chips"),
+        (WIDE, ("swarm",), "--emit names 'swarm'"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_in_one_line(settings, kinds, says):
+    with pytest.raises(ConfigError) as error:
+        made(settings, kinds)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_emit_without_a_plan_says_what_is_needed(capsys):
+    assert plan.main(["plan", "--emit=slurm"]) == 2
+    assert "--config=plan.toml" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- SLURM's script
+
+SRUN = """#!/usr/bin/env bash
+# Runs what follows srun's own flags, once for each task, as a step on nodes node1, node2, ...
+for word in "$@"; do case $word in --ntasks=*) tasks=${word#*=} ;; --het-group=*) component=${word#*=} ;; esac; done
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=$component SLURM_STEP_NUM_TASKS=$tasks SLURM_STEP_NODELIST="node[1-$tasks]"
+for rank in $(seq 0 $((tasks - 1))); do SLURM_PROCID=$rank "$@" || exit 1; done
+"""
+PYTHON = """#!/usr/bin/env bash
+{ printf '%s\\0' "$0" "$@"; env -0 | grep -z -E '^(SLURM_|JAX_COORDINATOR_PORT)'; } > "$STEPS/$RANDOM$RANDOM"
+"""
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """Runs a job's script where srun and python write down what they are asked: (words, variables) of each process."""
+
+    def run(script: str, **more: str) -> list[tuple[list[str], dict[str, str]]]:
+        folder = tmp_path / "steps"
+        folder.mkdir()
+        for name, text in {"srun": SRUN, "python": PYTHON, "job": script}.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        variables = {"PATH": path, "SLURM_JOB_ID": "7", "HOME": str(tmp_path), "STEPS": str(folder), **more}
+        done = subprocess.run(
+            [str(tmp_path / "job")], env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return [_process(path) for path in sorted(folder.iterdir())]
+
+    return run
+
+
+def _process(path: Path) -> tuple[list[str], dict[str, str]]:
+    parts = [part for part in path.read_bytes().decode().split("\0") if part]
+    words = [part for part in parts if not part.startswith(("SLURM_", "JAX_"))]
+    return words, dict(part.split("=", 1) for part in parts if part.startswith(("SLURM_", "JAX_")))
+
+
+def test_the_job_of_slurm_starts_every_process_with_flags_that_launch_has(steps):
+    found = [(settings_of(words), variables) for words, variables in steps(made()["slurm.sbatch"])]
+    roles = sorted(settings.role for settings, _ in found)
+    assert roles == ["decode"] * 8 + ["prefill"] * 3 + ["router"]
+    (router,) = (settings for settings, _ in found if settings.role == "router")
+    for settings, _ in found:
+        assert settings.mesh == "prefill:tp8,decode:pp4tp8" and settings.secret_file == router.secret_file
+        if settings is not router:
+            assert settings.router.endswith(f":{router.control_port}") and settings.kv_advertise
+
+
+def test_each_group_of_a_job_has_its_ranks_and_a_coordinators_port_of_its_own(steps):
+    found = [(settings_of(words), variables) for words, variables in steps(made()["slurm.sbatch"])]
+    places = [(settings.role, resolve(settings, variables)) for settings, variables in found]
+    groups = {place.group: place for _, place in places if place}
+    assert sorted(groups) == ["decode-0", "decode-1"]
+    assert len({place.coordinator for place in groups.values()}) == 2
+    for name in groups:
+        assert sorted(place.rank for _, place in places if place and place.group == name) == [0, 1, 2, 3]
+    assert all(place is None for role, place in places if role != "decode")
+
+
+@pytest.mark.parametrize("script", [made()["slurm.sbatch"], made(replace(WIDE, api_key="it's"))["slurm.sbatch"]])
+def test_the_job_of_slurm_is_good_bash(script, tmp_path):
+    path = tmp_path / "slurm.sbatch"
+    path.write_text(script)
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_job_has_a_component_for_the_router_and_one_a_role():
+    lines = [line for line in made()["slurm.sbatch"].splitlines() if line.startswith("#SBATCH")]
+    assert lines.count("#SBATCH hetjob") == 2
+    assert "--ntasks=3 --cpus-per-task=32 --gpus-per-task=8" in lines[3]
+    assert "--ntasks=8" in lines[5] and "--ntasks-per-node=1" in lines[5]
+
+
+def test_one_machines_containers_have_devices_of_their_own():
+    job = job_of(replace(WIDE, mesh="prefill:2xtp2,decode:tp4"), "j", "i", "gpu", 8)
+    assert [(part.role, part.replicas, part.size, part.devices) for part in job.parts] == [
+        ("prefill", 2, 1, 2),
+        ("decode", 1, 1, 4),
+    ]
+    services = yaml.safe_load(made(replace(WIDE, mesh="prefill:2xtp2,decode:tp4"))["compose.yaml"])["services"]
+    ids = [
+        device
+        for service in services.values()
+        for reserved in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+        for device in reserved["device_ids"]
+    ]
+    assert ids == [str(number) for number in range(8)]
