@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.otlp import Exporter, Tracer
+from jdisagg.serve.otlp import Exporter, Source, Tracer
 from jdisagg.serve.places import place_of
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
@@ -100,7 +101,9 @@ def asked_observers(records: Records, deployment: Deployment, settings: Settings
     kept = (records.observe,) if settings.debug_keep else ()
     if not settings.otlp_endpoint:
         return kept
-    return (*kept, Tracer(deployment.model_name, Exporter(settings.otlp_endpoint, __version__).put).observe)
+    exporter = Exporter(settings.otlp_endpoint)
+    atexit.register(exporter.close)
+    return (*kept, Tracer(Source.of(deployment.model_name, __version__), exporter.put).observe)
 
 
 def load_executors(

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, made of each request's ledger after the fact, and sent as OTLP over HTTP (JSON).
+"""OpenTelemetry traces, made of each request's ledger after the fact, and sent by OpenTelemetry's own exporter.
 
 A request is one trace however many processes and attempts it took: a span of the whole, and one for each part of its
 ledger, which names the worker. Nothing is traced while requests run but who asked and how many tokens they got; sending
@@ -7,29 +7,27 @@ is a thread's business, its queue is bounded, and what does not fit or is not ta
 
 from __future__ import annotations
 
-import http.client
-import logging
-import queue
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan as Span
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from jdisagg.core.events import EmitTokens, Finish, Reject, Submit
 from jdisagg.core.ledger import Mark
 from jdisagg.core.request import FinishReason, RequestId
 from jdisagg.core.traceparent import TraceParent, parse_traceparent, span_id_of, trace_id_of
-from jdisagg.serve.offload import dump
 
-SERVER, INTERNAL = 2, 1  # kinds of spans
-OK, FAILED = 1, 2  # their status
-ROOM, BATCH, TIMEOUT_S, TRIES, PAUSE_S = 1024, 64, 5.0, 3, 0.5  # requests waiting, and of one message; of sending
+ROOM_SPANS, BATCH_SPANS, TIMEOUT_S, SEND_EVERY_S = 8192, 512, 5.0, 0.5  # waiting, and of one message; of sending
+FLUSH_S = 2.0  # longest that an end waits for what was not sent yet
 WHOSE = {"prefill": "prefill", "transfer": "decode", "first_step": "decode", "decode": "decode"}
-log = logging.getLogger("jdisagg.otlp")
-Span = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -41,23 +39,41 @@ class Asked:
     tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whose spans they are: what every span of this process says of it."""
+
+    model: str
+    resource: Resource
+    scope: InstrumentationScope
+
+    @classmethod
+    def of(cls, model: str, version: str) -> Source:
+        named = {"service.name": "jdisagg", "service.version": version}
+        return cls(model, Resource.create({**named}), InstrumentationScope("jdisagg", version))
+
+
 def traceparent_of(request_id: RequestId, header: str) -> TraceParent:
     """Who asked; else a trace of our own, which all choices of one client's request share."""
     return parse_traceparent(header) or TraceParent(trace_id_of(request_id.rpartition("-")[0] or request_id), "")
 
 
-def spans_of(asked: Asked, finish: Finish, model: str, shift_ns: int) -> list[Span]:
+def spans_of(asked: Asked, finish: Finish, source: Source, shift_ns: int) -> list[Span]:
     """The whole first. `shift_ns`: what the driver's clock lacks to be the time of day."""
     ledger, spans = finish.ledger, finish.ledger.spans()
     if not spans:
         return []
-    root, trace = span_id_of(finish.request_id), asked.context.trace_id
-    began, ended = spans[0][1] + shift_ns, spans[-1][2] + shift_ns
-    whole = _span(trace, root, asked.context.parent_id, f"{model} answer", SERVER, began, ended)
-    whole["attributes"] = _attributes(
+    root = _identity(asked.context.trace_id, span_id_of(finish.request_id))
+    caller = _identity(asked.context.trace_id, asked.context.parent_id) if asked.context.parent_id else None
+    good = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+    whole = Span(
+        f"{source.model} answer",
+        root,
+        caller,
+        source.resource,
         {
             "gen_ai.system": "jdisagg",
-            "gen_ai.request.model": model,
+            "gen_ai.request.model": source.model,
             "gen_ai.usage.input_tokens": asked.prompt_tokens,
             "gen_ai.usage.output_tokens": asked.tokens,
             "gen_ai.response.finish_reasons": finish.reason.value,
@@ -65,14 +81,17 @@ def spans_of(asked: Asked, finish: Finish, model: str, shift_ns: int) -> list[Sp
             "jdisagg.cached_tokens": ledger.cached_tokens,
             "jdisagg.prefill_worker": finish.prefill_worker or "",
             "jdisagg.decode_worker": finish.decode_worker or "",
-        }
+        },
+        kind=SpanKind.SERVER,
+        status=Status(StatusCode.OK) if good else Status(StatusCode.ERROR, finish.detail or finish.reason.value),
+        start_time=spans[0][1] + shift_ns,
+        end_time=spans[-1][2] + shift_ns,
+        instrumentation_scope=source.scope,
     )
-    good = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
-    whole["status"] = {"code": OK} if good else {"code": FAILED, "message": finish.detail or finish.reason.value}
-    return [whole, *_parts(trace, root, finish, shift_ns)]
+    return [whole, *_parts(root, finish, source, shift_ns)]
 
 
-def _parts(trace: str, root: str, finish: Finish, shift_ns: int) -> list[Span]:
+def _parts(root: SpanContext, finish: Finish, source: Source, shift_ns: int) -> list[Span]:
     found, attempt = list[Span](), 1
     workers = {"prefill": finish.prefill_worker, "decode": finish.decode_worker}
     again = {at_ns for mark, at_ns in finish.ledger.marks if mark is Mark.REQUEUED}
@@ -80,33 +99,34 @@ def _parts(trace: str, root: str, finish: Finish, shift_ns: int) -> list[Span]:
     for number, (part, began, ended) in enumerate(finish.ledger.spans()):
         attempt += part == "queue" and began in again
         again -= {began} if part == "queue" else set()
-        one = _span(trace, span_id_of(f"{finish.request_id}/{number}"), root, part, INTERNAL, began, ended, shift_ns)
         worker = workers.get(WHOSE.get(part, "")) if attempt == last else None  # of earlier ones it is not known
-        one["attributes"] = _attributes({"jdisagg.attempt": attempt} | ({"jdisagg.worker": worker} if worker else {}))
+        told: Mapping[str, str | int] = {"jdisagg.attempt": attempt} | ({"jdisagg.worker": worker} if worker else {})
+        context = _identity(f"{root.trace_id:032x}", span_id_of(f"{finish.request_id}/{number}"))
+        one = Span(
+            part,
+            context,
+            root,
+            source.resource,
+            told,
+            start_time=began + shift_ns,
+            end_time=ended + shift_ns,
+            instrumentation_scope=source.scope,
+        )
         found.append(one)
     return found
 
 
-def _span(
-    trace: str, span: str, parent: str, name: str, kind: int, began_ns: int, ended_ns: int, shift_ns: int = 0
-) -> Span:
-    made = {"traceId": trace, "spanId": span, "name": name, "kind": kind}
-    made |= {"startTimeUnixNano": str(began_ns + shift_ns), "endTimeUnixNano": str(ended_ns + shift_ns)}
-    return made | ({"parentSpanId": parent} if parent else {})
-
-
-def _attributes(values: Mapping[str, str | int]) -> list[dict[str, Any]]:
-    kinds: dict[type, str] = {int: "intValue", str: "stringValue"}
-    return [{"key": key, "value": {kinds.get(type(value), "stringValue"): str(value)}} for key, value in values.items()]
+def _identity(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
 class Tracer:
     """`observe` is one of the driver's observers."""
 
     def __init__(
-        self, model: str, export: Callable[[list[Span]], None], wall_s: Callable[[], float] = time.time
+        self, source: Source, export: Callable[[list[Span]], None], wall_s: Callable[[], float] = time.time
     ) -> None:
-        self._model, self._export, self._wall_s = model, export, wall_s
+        self._source, self._export, self._wall_s = source, export, wall_s
         self._running: dict[RequestId, Asked] = {}
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
@@ -122,54 +142,25 @@ class Tracer:
         elif isinstance(item, Finish):
             asked = self._running.pop(item.request_id, None)
             if asked is not None:
-                self._export(spans_of(asked, item, self._model, round((self._wall_s() - now_s) * 1e9)))
+                self._export(spans_of(asked, item, self._source, round((self._wall_s() - now_s) * 1e9)))
         elif isinstance(item, Reject):
             self._running.pop(item.request_id, None)
 
 
 class Exporter:
-    """Sends spans to `endpoint`, as http://localhost:4318, on a thread of its own."""
+    """Sends spans to `endpoint`, as http://localhost:4318, on a thread of OpenTelemetry's."""
 
-    def __init__(self, endpoint: str, version: str) -> None:
-        self._place = f"{endpoint.rstrip('/')}/v1/traces"
-        named = {"service.name": "jdisagg", "service.version": version}
-        self._resource, self._scope = {"attributes": _attributes({**named})}, {"name": "jdisagg", "version": version}
-        self._waiting: queue.Queue[list[Span]] = queue.Queue(ROOM)
-        self.dropped = 0  # requests whose spans were not sent
-        threading.Thread(target=self._run, name="otlp", daemon=True).start()
+    def __init__(self, endpoint: str) -> None:
+        sender = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_S)
+        self._waiting = BatchSpanProcessor(sender, ROOM_SPANS, 1000 * SEND_EVERY_S, BATCH_SPANS)
 
     def put(self, spans: list[Span]) -> None:
         """Never waits."""
-        try:
-            self._waiting.put_nowait(spans)
-        except queue.Full:
-            self.dropped += 1
+        for span in spans:
+            self._waiting.on_end(span)
 
-    def _run(self) -> None:
-        while True:
-            batch = [self._waiting.get()]
-            while len(batch) < BATCH and not self._waiting.empty():
-                batch.append(self._waiting.get())
-            why = self._send([span for spans in batch for span in spans])
-            if why:
-                self.dropped += len(batch)
-                log.warning("traces of %d requests were dropped (%d so far): %s", len(batch), self.dropped, why)
-
-    def _send(self, spans: list[Span]) -> str:
-        """Why they were not taken; empty where they were."""
-        scoped = {"scope": self._scope, "spans": spans}
-        body = dump({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]}).encode()
-        why = ""
-        for attempt in range(TRIES):
-            time.sleep(PAUSE_S * attempt)
-            try:
-                request = urllib.request.Request(self._place, body, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                    return ""
-            except urllib.error.HTTPError as error:
-                why = f"HTTP {error.code} of {self._place}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, http.client.HTTPException) as error:
-                why = f"{self._place}: {error}"
-        return why
+    def close(self) -> None:
+        """Sends what waits, as far as the collector takes it within FLUSH_S seconds."""
+        flush = threading.Thread(target=self._waiting.force_flush, name="otlp-flush", daemon=True)
+        flush.start()
+        flush.join(FLUSH_S)

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jdisagg.core.request import FinishReason
+from jdisagg.core.traceparent import span_id_of
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest, DecodeResponse, HealthCheckRequest
 from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
@@ -239,6 +240,23 @@ def test_with_a_key_only_those_who_have_it_come_in() -> None:
 
     service = with_channel(test, settings=FrontSettings(api_key="sesame"))
     assert len(service.seen) == 1
+
+
+def test_a_call_joins_the_trace_of_who_asked_and_is_told_its_span() -> None:
+    said = f"00-{'a' * 32}-{'b' * 16}-01"
+
+    async def test(channel: grpc.aio.Channel) -> None:
+        for metadata in ((("traceparent", said),), (("traceparent", "nonsense"),), ()):
+            call = OrchestratorStub(channel).Decode(text_request(max_tokens=1, num_samples=2), metadata=metadata)
+            assert [response async for response in call]
+            told.append(dict(await call.initial_metadata()).get("traceresponse"))
+
+    told = list[Any]()
+    service = with_channel(test, settings=FrontSettings(tracing=True))
+    assert [request.traceparent for request in service.seen] == [said, said, "", "", "", ""]
+    assert told == [f"00-{'a' * 32}-{span_id_of(service.seen[0].request_id)}-01", None, None]
+    told.clear()
+    assert {request.traceparent for request in with_channel(test).seen} == {""}, "who traces nothing keeps no context"
 
 
 def test_silent_connections_are_closed_and_those_over_the_limit_are_refused() -> None:

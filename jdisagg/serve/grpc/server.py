@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
+from jdisagg.core.traceparent import parse_traceparent, span_id_of
 from jdisagg.serve import offload
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
@@ -90,7 +91,7 @@ class Orchestrator(OrchestratorServicer):
         """One answer is greedy; several are drawn at temperature 1, each with its own seed."""
         client = await self._recognised(context)
         try:
-            requests = await self._requests(request)
+            requests = await self._traced(context, await self._requests(request))
             options, settings = self._options(requests[0].sampling), self._settings
             drawn = answers(self._service, requests, options, settings.choices_at_once, settings.queue_timeout_s)
             metered = self._clients.metered(client, len(requests[0].prompt), requests, drawn)
@@ -115,11 +116,20 @@ class Orchestrator(OrchestratorServicer):
             await context.abort(grpc.StatusCode.CANCELLED, f"the client read nothing for {timeout_s:g} s")
 
     async def _recognised(self, context: Call) -> str:
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        client = self._clients.recognised(str(given), context.peer().rpartition(":")[0])
+        client = self._clients.recognised(_metadata(context, "authorization"), context.peer().rpartition(":")[0])
         if client is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
         return client
+
+    async def _traced(self, context: Call, requests: list[Request]) -> list[Request]:
+        """The requests in the trace of whoever asked, who is told the first one's span, as HTTP tells it."""
+        header = _metadata(context, "traceparent") if self._settings.tracing else ""
+        parent = parse_traceparent(header)
+        if parent is None:
+            return requests
+        told = parent.header(span_id_of(requests[0].request_id))
+        await context.send_initial_metadata((("traceresponse", told),))
+        return [replace(each, traceparent=parent.header(parent.parent_id)) for each in requests]
 
     async def _requests(self, asked: DecodeRequest) -> list[Request]:
         """The samples' requests, all checked. Raises RequestError."""
@@ -163,6 +173,11 @@ class Orchestrator(OrchestratorServicer):
     def _options(self, sampling: SamplingParams) -> TextOptions:
         ends = frozenset(sampling.stop_token_ids)
         return TextOptions(stop_token_ids=ends, eos_ids=ends)
+
+
+def _metadata(context: Call, name: str) -> str:
+    """What the client sent under `name`; empty where it sent nothing."""
+    return str(dict(context.invocation_metadata() or ()).get(name, ""))
 
 
 def _response(index: int, count: int, text: str, token_ids: Sequence[int]) -> DecodeResponse:
