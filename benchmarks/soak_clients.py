@@ -178,7 +178,7 @@ def completion(draw: random.Random, **more: Any) -> tuple[bytes, int]:
     begin = random.Random(draw.randrange(PREAMBLES))
     prompt = [begin.randrange(3, VOCAB_SIZE) for _ in range(begin.choice((8, 32, 64, 96)))]
     prompt += [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 40))]
-    tokens = draw.randrange(1, 9)
+    tokens = draw.randrange(1, 6)
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": draw.choice((0, 0, 0.7)), "ignore_eos": True}
     fields = body | more
     return message("POST", "/v1/completions", json.dumps(fields).encode()), int(fields["max_tokens"])
