@@ -26,6 +26,17 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> 
     idle threads look for work that is not there: 9 % of a decode step's samples with 32 threads on 2 cores).
     `compile_cache_dir` is as in --compile_cache_dir. Raises MeshError naming both numbers where there are too few.
     """
+    configure(platform, num_devices, compile_cache_dir)
+    devices = at_hand(platform)
+    if len(devices) < num_devices:
+        raise MeshError(
+            f"the mesh needs devices 0 to {num_devices - 1}, this machine has {len(devices)} ({devices[0].platform})"
+        )
+    return devices[:num_devices]
+
+
+def configure(platform: str, num_devices: int, compile_cache_dir: str) -> None:
+    """Tells jax what to find, as `prepare`; it looks for nothing yet."""
     virtual = min(num_devices, MOST_VIRTUAL)
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * virtual)))
     if platform == "auto" and not jax.config.values.get("jax_platforms") and not accelerator_at_hand():
@@ -36,16 +47,15 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> 
         with contextlib.suppress(RuntimeError):  # a backend is up already: then its devices are what there is
             jax.config.update("jax_num_cpu_devices", virtual)
     compile_cache.use(compile_cache_dir)
+
+
+def at_hand(platform: str) -> list[Any]:
+    """All devices, of all processes of the world where there are several. Raises MeshError where there are none."""
     try:
-        devices = jax.devices()
+        return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter where no plugin for the platform is installed
         why = str(error) or "this jax has no plugin for them"
         raise MeshError(f"--platform={platform}: no such devices here ({why})") from error
-    if len(devices) < num_devices:
-        raise MeshError(
-            f"the mesh needs devices 0 to {num_devices - 1}, this machine has {len(devices)} ({devices[0].platform})"
-        )
-    return devices[:num_devices]
 
 
 def accelerator_at_hand() -> bool:

@@ -5,16 +5,19 @@ Settings, ports and the deployment are settled before anything is loaded: a mist
 
 from __future__ import annotations
 
-from jdisagg import interrupts
+import sys
+
+from jdisagg import interrupts, supervise
 
 if __name__ == "__main__":  # before the imports below, which take seconds
+    if supervise.asked(sys.argv):
+        sys.exit(supervise.run(supervise.child_of(sys.argv)))
     interrupts.end_at_once("starting")
 
 import asyncio
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +30,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jdisagg import banner, command, config, devices, flags, terminal
+from jdisagg.cluster.membership import resolve
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
+from jdisagg.groups import run_group
 from jdisagg.named_models import located
 from jdisagg.serve import servers
 from jdisagg.serve.answer_file import AnswerFile
@@ -59,6 +64,8 @@ def declare() -> flags.FlagValues:
 
 def run(settings: Settings) -> int:
     """Builds the stack and does what the settings ask of it."""
+    if settings.supervise:  # as a file or the environment says
+        return supervise.run(supervise.child_of(sys.argv))
     write_logs(settings.log_level, settings.log_format)
     console = Console(stderr=bool(settings.prompt or settings.chat), soft_wrap=True)
     if settings.role != ALL_ROLES:
@@ -109,6 +116,9 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     sockets = servers.bind(settings) if ROUTER_ROLE in roles else None
     servers.check_cluster_ports(settings, ROUTER_ROLE in roles, roles != {ROUTER_ROLE})
     settings = located(settings, console)
+    place = resolve(settings, os.environ)
+    if place is not None:
+        return run_group(settings, console, place, run_workers)
     count = num_devices(mesh_of(settings), roles)
     found, platform = devices_of(settings, count)
     sized = count > 0

@@ -46,6 +46,7 @@ NOT_NEGATIVE = (
     "prefill_page_size",
     "transfer_error_bound",
     "group_size",
+    "group_wait_s",
 )
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MIN_SILENCE_S = 0.5  # it is broken five times in this
@@ -154,6 +155,8 @@ class Settings:
     group_rank: int = _setting(-1, "cluster", "this process's place in its group, from 0; -1: as the scheduler says")
     coordinator: str = _setting("", "cluster", "HOST:PORT where the group's rank 0 listens, one a group; :PORT: the"
                                 " scheduler says the host; empty: it says both")  # fmt: skip
+    group_wait_s: float = _setting(300.0, "cluster", "time for all processes of a group to come")
+    supervise: bool = _setting(False, "cluster", "start it again whenever it ends by a failure")
     tls_cert: str = _setting("", "cluster", "certificate (PEM) of this process, for control messages and tcp KV")
     tls_key: str = _setting("", "cluster", "its private key (PEM)")
     tls_ca: str = _setting("", "cluster", "authority (PEM) that the other processes' certificates are of")

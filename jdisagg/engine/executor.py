@@ -67,6 +67,10 @@ class Executor(Protocol):
         """
         ...
 
+    def drop(self, shipment: Any) -> None:
+        """At the destination, once the shipment has landed: nobody waits for it any more, it is in no page."""
+        ...
+
     def insert(self, shipment: Any) -> None:
         """At the destination, once the shipment has landed: scatters it into the transfer's destination pages.
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -65,6 +65,16 @@ class MeshShipment:
     @property
     def packed_bytes(self) -> int:
         return sum(array.nbytes for each in self.packed for array in jax.tree.leaves(each.slices))
+
+
+class Landed(Protocol):
+    """A shipment at its destination, wherever it came from."""
+
+    @property
+    def transfer(self) -> KVTransfer: ...
+
+    @property
+    def landed(self) -> list[LandedKV]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +136,15 @@ class MeshExecutor:
         how = transfer.layers, transfer.wire, self.error_monitor
         return pack_pages(self.pages, self.transfer_programs, shapes, *pages, *how)
 
-    def check(self, shipment: MeshShipment) -> Callable[[], bool] | None:
+    def check(self, shipment: Landed) -> Callable[[], bool] | None:
         verdicts = check_landed(self.pages, self.transfer_programs, shipment.landed)
         here = [shard for each in verdicts for shard in shards_here(each).values()]
         return (lambda: all(np.asarray(shard).all() for shard in here)) if verdicts else None
 
-    def insert(self, shipment: MeshShipment) -> None:
+    def drop(self, shipment: Landed) -> None:
+        """It goes with its arrays."""
+
+    def insert(self, shipment: Landed) -> None:
         insert_landed(self.pages, self.transfer_programs, shipment.landed)
         self.runner.gates.inserted(shipment.transfer)
 

@@ -218,6 +218,9 @@ class ToyExecutor:
     def check(self, shipment: ToyShipment) -> Callable[[], bool]:
         return shipment.intact
 
+    def drop(self, shipment: ToyShipment) -> None:
+        """It holds no device's memory."""
+
     def insert(self, shipment: ToyShipment) -> None:
         for group, contents in zip(self._groups_of(shipment.transfer), shipment.contents, strict=True):
             tokens, size = [token for page in contents for token in page], self.config.page_size

@@ -169,11 +169,12 @@ class Program:
         self.traced: set[Signature] = set()
         self._jit: Any = jax.jit(own, donate_argnums=donate, out_shardings=out_formats)
         self._paced = paced
+        self.name = str(getattr(function, "__name__", function))
 
     def __call__(self, *arguments: Any) -> Any:
         results = self._jit(*arguments)
         if self._paced:
-            LAUNCHES.launched(jax.tree.leaves(results)[-1])
+            LAUNCHES.launched(jax.tree.leaves(results)[-1], self.name, arguments)
         return results
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:

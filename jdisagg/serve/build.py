@@ -112,11 +112,12 @@ def load_executors(
     devices: Sequence[Any],
     own: Mapping[WorkerId, WorkerConfig] | None = None,
     told: Callable[[str], None] = lambda line: None,
+    kind: Callable[..., MeshExecutor] = MeshExecutor,
 ) -> dict[WorkerId, MeshExecutor]:
     """Every worker's machine on its own devices, with its own copy of the weights it runs.
 
     `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
-    stand on, in the mesh's order. `told` is called with what was decided about the weights.
+    stand on, in the mesh's order. `told` is called with what was decided about the weights. kind: of machines.
     """
     own = {config.worker: config for config in deployment.workers} if own is None else own
     if not own:
@@ -126,7 +127,7 @@ def load_executors(
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
     weights = choose_weights(deployment, settings, source, told, choices_folder())
     return {
-        config.worker: MeshExecutor(
+        config.worker: kind(
             config,
             deployment.model,
             source,

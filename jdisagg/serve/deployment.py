@@ -114,9 +114,13 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
 
 
 def model_fingerprint(deployment: Deployment, settings: Settings) -> str:
+    return fingerprint_of(deployment.model_folder, deployment.model, settings)
+
+
+def fingerprint_of(folder: Path, model: ModelConfig, settings: Settings) -> str:
     """Of the model's numbers and its weights, by their files' sizes."""
-    text = json.dumps(asdict(deployment.model), sort_keys=True) + settings.load_format + str(settings.seed)
-    files = sorted((path.name, path.stat().st_size) for path in weight_files(deployment.model_folder))
+    text = json.dumps(asdict(model), sort_keys=True) + settings.load_format + str(settings.seed)
+    files = sorted((path.name, path.stat().st_size) for path in weight_files(folder))
     return hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
 
 

@@ -92,7 +92,7 @@ class Executors:
             pending = self._dispatch(actor, effect)
         except Exception as error:
             self._unheard.setdefault(actor, set()).add(plan.step_id)
-            self._inbox.fail(actor, _failure(actor, error, step_id=plan.step_id))
+            self._inbox.fail(actor, failure_of(actor, error, step_id=plan.step_id))
             return
         self._readers.read(f"{actor}-{plan.lane}", lambda: self._read_step(actor, pending.read, plan.step_id))
 
@@ -117,7 +117,7 @@ class Executors:
         try:
             self._inbox.post(actor, read())
         except Exception as error:
-            self._inbox.post(actor, _failure(actor, error, step_id=step_id))
+            self._inbox.post(actor, failure_of(actor, error, step_id=step_id))
 
     # ------------------------------------------------------------ KV
 
@@ -130,7 +130,7 @@ class Executors:
             else:
                 shipment = self.by_worker[actor].ship(transfer, near)
         except Exception as error:
-            self._inbox.fail(actor, _failure(actor, error, transfer=transfer))
+            self._inbox.fail(actor, failure_of(actor, error, transfer=transfer))
             return
         if near is None:
             return
@@ -146,7 +146,7 @@ class Executors:
             arrived = KVArrived(shipment.transfer, wire_s=landed_s - packed_s)
             self._inbox.post(shipment.transfer.destination, Landed(shipment, arrived))
         except Exception as error:
-            self._inbox.post(source, _failure(source, error, transfer=shipment.transfer))
+            self._inbox.post(source, failure_of(source, error, transfer=shipment.transfer))
 
     def landed(self, actor: WorkerId, landed: Landed) -> KVArrived | None:
         """What the worker is to hear of a part that landed; None while its digests are compared on the devices.
@@ -157,7 +157,7 @@ class Executors:
             try:
                 check = self.by_worker[actor].check(landed.shipment) if landed.event.intact else None
             except Exception as error:
-                self._inbox.fail(actor, _failure(actor, error, transfer=landed.event.transfer))
+                self._inbox.fail(actor, failure_of(actor, error, transfer=landed.event.transfer))
                 return None
             if check is not None:
                 self._readers.read(f"check-{actor}", lambda: self._read_verdict(actor, landed, check))
@@ -170,23 +170,26 @@ class Executors:
             event = replace(landed.event, intact=verdict())
             self._inbox.post(actor, Landed(landed.shipment, event, checked=True))
         except Exception as error:
-            self._inbox.post(actor, _failure(actor, error, transfer=landed.event.transfer))
+            self._inbox.post(actor, failure_of(actor, error, transfer=landed.event.transfer))
 
     def insert(self, actor: WorkerId, transfer: KVTransfer) -> None:
         shipment = self._landed.pop(transfer)
         try:
             self.by_worker[actor].insert(shipment)
         except Exception as error:
-            self._inbox.fail(actor, _failure(actor, error, transfer=shipment.transfer))
+            self._inbox.fail(actor, failure_of(actor, error, transfer=shipment.transfer))
             self.by_worker[actor].open_gates(shipment.transfer.attempt)  # the handoff ends
 
-    def drop(self, transfer: KVTransfer) -> None:
-        self._landed.pop(transfer, None)
+    def drop(self, actor: WorkerId, transfer: KVTransfer) -> None:
+        shipment = self._landed.pop(transfer, None)
+        if shipment is not None:
+            self.by_worker[actor].drop(shipment)
 
 
-def _failure(
+def failure_of(
     worker: WorkerId, error: Exception, step_id: int | None = None, transfer: KVTransfer | None = None
 ) -> EngineFailed:
+    """What its actor is told of an error, which is logged here."""
     log.error("%s failed: %s: %s", worker, type(error).__name__, error)
     reason = f"{type(error).__name__}: {error}"
     if transfer is None:

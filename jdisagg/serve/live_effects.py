@@ -60,7 +60,7 @@ class LiveEffects:
         self._executors.insert(actor, effect.transfer)
 
     def drop(self, actor: WorkerId, effect: DropKV) -> None:
-        self._executors.drop(effect.transfer)
+        self._executors.drop(actor, effect.transfer)
 
     def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
         self._executors.by_worker[actor].open_gates(effect.attempt)

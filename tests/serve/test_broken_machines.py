@@ -88,6 +88,9 @@ class Breakable:
         self._try("insert")
         self.machine.insert(shipment)
 
+    def drop(self, shipment: Any) -> None:
+        self.machine.drop(shipment)
+
     def open_gates(self, attempt: Attempt) -> None:
         self.machine.open_gates(attempt)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.codec import decode, shown
 from jdisagg.core.errors import DecodeError, SenselessWord
-from jdisagg.core.messages import Message
+from jdisagg.core.messages import Ended, Message, Progress
 from jdisagg.core.protocol import check_word
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.serve.cluster.remote_kv import read_notice
@@ -35,6 +36,11 @@ def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfi
         raise SenselessWord(f"{type(message).__name__} is no message")
     check_word(message, sender, to)
     return message
+
+
+def shifted(message: Message, shift_s: float) -> Message:
+    """Times of another process's clock as times of this one's."""
+    return replace(message, at_s=message.at_s + shift_s) if isinstance(message, Progress | Ended) else message
 
 
 def read_shift_s(record: Any) -> float:

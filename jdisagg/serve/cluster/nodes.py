@@ -12,24 +12,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from jdisagg.core.codec import encode, shown
 from jdisagg.core.errors import BadTicket, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
-from jdisagg.core.messages import Abort, AbortAck, Ended, Message, Progress
+from jdisagg.core.messages import Abort, AbortAck, Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import choose
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.cluster.bodies import read_shift_s, read_status, read_word
+from jdisagg.serve.cluster.bodies import read_shift_s, read_status, read_word, shifted
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
 from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.executors import failure_of
 from jdisagg.serve.places import Place, place_of
 from jdisagg.serve.readers import Readers
 from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
@@ -78,8 +78,10 @@ class Node:
         if peer is None:
             request_id = transfer.attempt.request_id
             raise TransferRefused(f"{transfer.destination} has gone, with the pages that {request_id!r} was for")
-        notice = self.remote_kv.ship(machine, transfer, peer)
-        self.post(transfer.destination, {"from": transfer.source, "to": transfer.destination, "kv": notice})
+        source, to = transfer.source, transfer.destination
+        tell = lambda notice: self.post(to, {"from": source, "to": to, "kv": notice})  # noqa: E731
+        failed = lambda error: self.driver.post(source, failure_of(source, error, transfer=transfer))  # noqa: E731
+        self.remote_kv.ship(machine, transfer, peer, tell, failed)
 
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
         """Sends a body on its way to the process of `to`; nobody there, nothing sent."""
@@ -96,9 +98,9 @@ class Node:
             return  # it was dropped: its last messages are for nobody
         message = self.checked(body, sender, to)
         if message is None:
-            self._readers.read(_lane(sender, to), lambda: self._fetch(to, body["kv"]))
+            self._readers.read(_lane(sender, to), lambda: self._fetch(sender, to, body["kv"]))
         else:
-            self.driver.post(to, Received(sender, _shifted(message, shift_s)))
+            self.driver.post(to, Received(sender, shifted(message, shift_s)))
 
     def knows(self, name: WorkerId) -> bool:
         return name == ROUTER or name in self.machines or name in self.peers
@@ -116,9 +118,9 @@ class Node:
             return None
         return self.machines[name].config if name in self.machines else self.peers[name].config
 
-    def _fetch(self, to: WorkerId, notice: dict[str, Any]) -> None:
+    def _fetch(self, sender: WorkerId, to: WorkerId, notice: dict[str, Any]) -> None:
         try:
-            self.driver.land(*self.remote_kv.fetch(self.machines[to], notice))
+            self.driver.land(*self.remote_kv.fetch(self.machines[to], notice, self.peers[sender]))
         except Exception:  # the part counts as never sent, and is asked for again
             log.exception("a part for %s was lost", to)
 
@@ -126,6 +128,7 @@ class Node:
         for record in described:
             peer = read_peer(record)
             self.peers[peer.worker] = peer
+            self.remote_kv.met(peer)
 
     def disconnect(self, workers: Iterable[WorkerId]) -> None:
         """They are gone: nothing is kept for them, and what they offered will not be asked for again."""
@@ -143,11 +146,6 @@ class Node:
 def _lane(source: WorkerId, destination: WorkerId) -> str:
     """Parts of one source are pulled one after the other: a source that stalls holds up its own."""
     return f"pull-{source}-{destination}"
-
-
-def _shifted(message: Message, shift_s: float) -> Message:
-    """Times of another process's clock as times of this one's."""
-    return replace(message, at_s=message.at_s + shift_s) if isinstance(message, Progress | Ended) else message
 
 
 class WorkerNode(Node):
@@ -304,11 +302,10 @@ class RouterNode(Node):
     def _check_ways(self, joining: Sequence[PeerRecord]) -> None:
         """Raises where KV would have no way between a joining worker and one of the other phase."""
         for one, other in product(joining, [*self.own, *self.peers.values()]):
-            mine, theirs = one.config.role, other.config.role
-            if Role.COLOCATED in (mine, theirs):
-                continue  # it ships to nobody
-            if (mine.prefills and theirs.decodes) or (mine.decodes and theirs.prefills):
-                choose(one.capability, other.capability, self.remote_kv.wanted)
+            roles = one.config.role, other.config.role
+            if Role.COLOCATED not in roles and roles[0] is not roles[1]:  # a colocated worker ships to nobody
+                for mine, theirs in product(one.capabilities, other.capabilities):
+                    choose(mine, theirs, self.remote_kv.wanted)
 
     def on_joined(self, link: Link) -> None:
         with self._lock:

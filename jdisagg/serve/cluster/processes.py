@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.group_shards import of_one_process
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
@@ -129,7 +130,10 @@ def remote_programs(deployment: Deployment, machine: MeshExecutor) -> list[Decla
     return [] if other is None else [each for tp in tps for each in declare(deployment.shapes(other, tp))]
 
 
-def remote_kv_of(deployment: Deployment, settings: Settings) -> RemoteKV:
+def remote_kv_of(
+    deployment: Deployment, settings: Settings, kind: type[RemoteKV] = RemoteKV, rank: int = 0
+) -> RemoteKV:
+    """Of this process, the one of this rank in its worker's group."""
     server, client = kv_contexts(settings)
     transport = TransportConfig(
         read_secret(settings),
@@ -140,12 +144,15 @@ def remote_kv_of(deployment: Deployment, settings: Settings) -> RemoteKV:
         tls_client=client,
     )
     mine = capability(jax.devices()[0].platform)
-    return RemoteKV(transport, mine, settings.transport, settings.handoff_timeout_s)
+    return kind(transport, mine, settings.transport, settings.handoff_timeout_s, rank)
 
 
 def peers_of(machines: Mapping[WorkerId, MeshExecutor], remote_kv: RemoteKV) -> list[PeerRecord]:
+    """Of workers that are whole in this process."""
+    shapes = [(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
     return [
-        PeerRecord(machine.config, tuple(shapes_of(machine.pages)), remote_kv.mine) for machine in machines.values()
+        PeerRecord(config, each, (remote_kv.mine,), of_one_process([stage.tp for stage in each]))
+        for config, each in shapes
     ]
 
 
@@ -198,11 +205,24 @@ def build_workers(
 ) -> WorkerProcess:
     """`ended` is called with why this process can do no more: the router refuses it, or its driver died."""
     own = own_workers(deployment, roles_of(settings))
-    credentials = channel_credentials(settings)
+    channel_credentials(settings)  # a mistake costs no warm-up
     remote_kv = remote_kv_of(deployment, settings)
     machines = load_executors(deployment, settings, devices, own)
     warm(machines, progress, partial(remote_programs, deployment))
-    node = WorkerNode(remote_kv, machines, peers_of(machines, remote_kv), ended)
+    return join_router(deployment, settings, machines, remote_kv, peers_of(machines, remote_kv), ended)
+
+
+def join_router(
+    deployment: Deployment,
+    settings: Settings,
+    machines: Mapping[WorkerId, MeshExecutor],
+    remote_kv: RemoteKV,
+    peers: Sequence[PeerRecord],
+    ended: Callable[[str], None],
+) -> WorkerProcess:
+    """Of warm machines; `peers` are what others are told of them."""
+    credentials = channel_credentials(settings)
+    node = WorkerNode(remote_kv, machines, peers, ended)
     metrics = _metrics(deployment, settings, node)
     workers = {name: Worker(machine.config) for name, machine in machines.items()}
     metrics.watch_pools(workers)

@@ -11,19 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax import Array
 
 from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
+from jdisagg.core.group_shards import Holders, senders, shards_held
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
 from jdisagg.core.request import Attempt, WorkerId
-from jdisagg.core.reshard import StageShape
+from jdisagg.core.reshard import StageShape, plan_heads
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -32,10 +34,13 @@ from jdisagg.kv.shipping import LandedKV, PackedKV, Seats
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import TransferId, read_ticket
+from jdisagg.kv.transport.ticket import Ticket, TransferId, read_ticket
+from jdisagg.parallel.submesh import Device
 from jdisagg.serve.cluster.tickets import Tickets
 
 log = logging.getLogger("jdisagg.cluster")
+
+MOST_PROCESSES = 1024  # of one worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +49,28 @@ class PeerRecord:
 
     config: WorkerConfig
     stages: tuple[StageShape, ...]
-    capability: Capability
+    capabilities: tuple[Capability, ...]  # of its processes, by rank
+    holders: Holders  # [stage][shard]: the rank of the process that has it
 
     @property
     def worker(self) -> WorkerId:
         return self.config.worker
 
+    @property
+    def capability(self) -> Capability:
+        """Of the process that speaks for it."""
+        return self.capabilities[0]
+
     def to_json(self) -> dict[str, Any]:
         stages = [
             [stage.layers.start, stage.layers.stop, stage.tp, stage.page_size, stage.dtype] for stage in self.stages
         ]
-        return {"config": encode(self.config), "stages": stages, "capability": self.capability.to_json()}
+        return {
+            "config": encode(self.config),
+            "stages": stages,
+            "capabilities": [each.to_json() for each in self.capabilities],
+            "holders": [list(each) for each in self.holders],
+        }
 
 
 def read_peer(record: dict[str, Any]) -> PeerRecord:
@@ -63,7 +79,8 @@ def read_peer(record: dict[str, Any]) -> PeerRecord:
         config = decode_as(WorkerConfig, record["config"])
         config.check()
         stages = tuple(_read_stage(each) for each in record["stages"])
-        return PeerRecord(config, stages, read_capability(record["capability"]))
+        capabilities = tuple(read_capability(each) for each in record["capabilities"])
+        return PeerRecord(config, stages, capabilities, _read_holders(record["holders"], stages, len(capabilities)))
     except (KeyError, TypeError, ValueError, DecodeError, ConfigError, PeerMismatch) as error:
         raise SenselessWord(f"a peer describes no worker: {type(error).__name__}: {str(error)[:300]}") from error
 
@@ -77,6 +94,15 @@ def _read_stage(record: Any) -> StageShape:
     return StageShape(range(first, stop), tp, page_size, dtype)
 
 
+def _read_holders(record: Any, stages: Sequence[StageShape], processes: int) -> Holders:
+    holders = tuple(tuple(each) for each in record)
+    if [len(each) for each in holders] != [stage.tp for stage in stages] or not 1 <= processes <= MOST_PROCESSES:
+        raise ValueError(f"{processes} processes hold shards as {str(record)[:80]}")
+    if not all(type(rank) is int and 0 <= rank < processes for each in holders for rank in each):
+        raise ValueError(f"shards are held by ranks {str(record)[:80]} of {processes} processes")
+    return holders
+
+
 def id_of(transfer: KVTransfer) -> TransferId:
     return TransferId(transfer.attempt.request_id, transfer.attempt.epoch, transfer.part)
 
@@ -85,18 +111,27 @@ def read_notice(notice: Any, sender: WorkerConfig, to: WorkerConfig) -> KVTransf
     """The transfer of a notice that `sender` gives `to`. Raises SenselessWord, BadTicket."""
     try:
         transfer = decode_as(KVTransfer, notice["transfer"])
-        ticket = read_ticket(notice["ticket"])
+        tickets = [_read_piece(each)[2] for each in notice["pieces"]]
         rows = [_pages_of(each) for each in notice["moves"]]
     except (KeyError, TypeError, ValueError, DecodeError) as error:
         raise SenselessWord(f"a notice that cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
     check_transfer(transfer, sender, to)
     request_id = transfer.attempt.request_id
-    if ticket.transfer != id_of(transfer):
-        raise SenselessWord(f"a notice of part {transfer.part} of {request_id!r} offers another: {ticket.transfer}")
+    for ticket in tickets:
+        if ticket.transfer != id_of(transfer):
+            raise SenselessWord(f"a notice of part {transfer.part} of {request_id!r} offers another: {ticket.transfer}")
     for pages in rows:
         if not {NULL_PAGE, *transfer.destination_pages}.issuperset(pages):
             raise SenselessWord(f"a notice of {request_id!r} is for pages that are not the transfer's")
     return transfer
+
+
+def _read_piece(piece: Any) -> tuple[int, int, Ticket]:
+    """The ranks of the process that offers and of the one that is to pull, and the offer. Raises BadTicket."""
+    source, destination, ticket = piece
+    if not all(type(each) is int and 0 <= each < MOST_PROCESSES for each in (source, destination)):
+        raise ValueError(f"a piece from {str(source)[:40]} to {str(destination)[:40]}")
+    return source, destination, read_ticket(ticket)
 
 
 def _pages_of(move: Any) -> list[int]:
@@ -132,27 +167,57 @@ class RemoteKV:
     """This process's transports, opened when first used. Any thread may call."""
 
     def __init__(
-        self, config: TransportConfig, mine: Capability, wanted: str = "auto", timeout_s: float = 30.0
+        self,
+        config: TransportConfig,
+        mine: Capability,
+        wanted: str = "auto",
+        timeout_s: float = 30.0,
+        rank: int = 0,
     ) -> None:
-        """`wanted` names the transport to use with everybody; offers and pulls end after `timeout_s`."""
-        self.config, self.mine, self.wanted, self._timeout_s = config, mine, wanted, timeout_s
+        """`wanted` names the transport to use with everybody; offers and pulls end after `timeout_s`.
+
+        rank: of this process in its worker's group.
+        """
+        self.config, self.mine, self.wanted, self.timeout_s = config, mine, wanted, timeout_s
+        self.rank = rank
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._tickets = Tickets(lambda ticket: self._transports[ticket.transport].cancel(ticket))
 
     # ------------------------------------------------------------ source
 
-    def ship(self, machine: MeshExecutor, transfer: KVTransfer, peer: PeerRecord) -> dict[str, Any]:
-        """Packs now, in program order, and offers; returns the notice. Raises TransportError."""
+    def ship(
+        self,
+        machine: MeshExecutor,
+        transfer: KVTransfer,
+        peer: PeerRecord,
+        tell: Callable[[dict[str, Any]], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Packs now, in program order, and offers; `tell` is called with the notice. Raises TransportError.
+
+        Where others offer pieces as well (`serve/group/kv.py`), that is later and on another thread, or `failed` is.
+        """
+        moves, pieces = self.offers(machine, transfer, peer)
+        tell(notice_of(transfer, moves, pieces))
+
+    def offers(self, machine: MeshExecutor, transfer: KVTransfer, peer: PeerRecord) -> tuple[list[Any], list[Any]]:
+        """Packs, and offers to each process of the peer what it needs of the shards that are here.
+
+        The notice's moves, and its pieces of this process. Raises TransportError.
+        """
         packed = machine.pack(transfer, peer.stages)
-        transport = self._open(choose(self.mine, peer.capability, self.wanted))
-        transfer_id = id_of(transfer)
-        arrays = [array for each in packed for array in each.device_arrays]
-        until_s = time.monotonic() + self._timeout_s
-        ticket = transport.offer(transfer_id, arrays, until_s)
-        self._tickets.add(ticket, peer.worker, until_s)
-        moves = [_move_json(each) for each in packed]
-        return {"transfer": encode(transfer), "ticket": ticket.to_json(), "moves": moves}
+        until_s = time.monotonic() + self.timeout_s
+        pieces = list[Any]()
+        for rank, theirs in enumerate(peer.capabilities):
+            held = [(each, shard) for each in packed for shard in shards_held(peer.holders[each.stage], rank)]
+            arrays = [array for each, shard in held for array in each.arrays_for(shard) if array is not None]
+            if arrays:
+                transport = self._open(choose(self.mine, theirs, self.wanted))
+                ticket = transport.offer(id_of(transfer), arrays, until_s)
+                self._tickets.add(ticket, peer.worker, until_s)
+                pieces.append([self.rank, rank, ticket.to_json()])
+        return [_move_json(each) for each in packed], pieces
 
     def withdraw(self, attempt: Attempt) -> None:
         """It was given up: what is still offered for it is let go."""
@@ -164,33 +229,58 @@ class RemoteKV:
     def withdraw_all(self) -> None:
         self._tickets.end_all()
 
+    def met(self, peer: PeerRecord) -> None:
+        """A worker of another process is there."""
+
     # ------------------------------------------------------------ destination
 
-    def fetch(self, machine: MeshExecutor, notice: dict[str, Any]) -> tuple[RemoteShipment, KVArrived]:
+    def fetch(
+        self, machine: MeshExecutor, notice: dict[str, Any], peer: PeerRecord
+    ) -> tuple[RemoteShipment, KVArrived]:
         """Pulls what the notice offers; blocks. A failed pull is a part that is not intact."""
         transfer = decode_as(KVTransfer, notice["transfer"])
         began_s = time.monotonic()
-        try:
-            shipment = RemoteShipment(transfer, self._pull(machine, notice, began_s + self._timeout_s))
-        except TransportError as error:
-            log.warning("part %d of %s did not come: %s", transfer.part, transfer.attempt.request_id, error)
-            shipment = RemoteShipment(transfer, [])
+        shipment = self.pull(machine, transfer, notice, peer)
         return shipment, KVArrived(transfer, shipment.came, time.monotonic() - began_s)
 
-    def _pull(self, machine: MeshExecutor, notice: dict[str, Any], deadline_s: float) -> list[LandedKV]:
-        ticket, moves = read_ticket(notice["ticket"]), notice["moves"]
+    def pull(
+        self, machine: MeshExecutor, transfer: KVTransfer, notice: dict[str, Any], peer: PeerRecord
+    ) -> RemoteShipment:
+        """What this process's shards need of it; empty where it did not come. Blocks."""
+        try:
+            return RemoteShipment(transfer, self._pull(machine, notice, peer, time.monotonic() + self.timeout_s))
+        except TransportError as error:
+            log.warning("part %d of %s did not come: %s", transfer.part, transfer.attempt.request_id, error)
+            return RemoteShipment(transfer, [])
+
+    def _pull(
+        self, machine: MeshExecutor, notice: dict[str, Any], peer: PeerRecord, deadline_s: float
+    ) -> list[LandedKV]:
+        moves = notice["moves"]
         seats = [Seats.of(machine.pages[stage], width, len(kinds)) for stage, *_, width, kinds in moves]
-        devices = [device for each in seats for device in each.devices]
+        sources = [_sources(machine, peer, each, move) for each, move in zip(seats, moves, strict=True)]
+        came = dict[int, Iterator[Array]]()
+        for source, rank, ticket in map(_read_piece, notice["pieces"]):
+            if rank == self.rank:
+                rows = zip(seats, sources, strict=True)
+                pairs = [pair for each, ranks in rows for pair in zip(each.devices, ranks, strict=True)]
+                came[source] = self._pull_piece(ticket, [device for device, of in pairs if of == source], deadline_s)
+        lacking = {rank for ranks in sources for rank in ranks} - came.keys()
+        if lacking:
+            raise BadTicket(f"nothing is offered by rank {min(lacking)} of {peer.worker}, which holds some of it")
+        landed = []
+        for each, ranks, (stage, first, stop, pages, _, kinds) in zip(seats, sources, moves, strict=True):
+            slices = each.joined([next(came[rank]) for rank in ranks], kinds)
+            landed.append(LandedKV(stage, range(first, stop), slices, np.array(pages, np.int32)))
+        return landed
+
+    def _pull_piece(self, ticket: Ticket, devices: Sequence[Device], deadline_s: float) -> Iterator[Array]:
         if len(devices) != len(ticket.arrays):
             raise BadTicket(f"{len(ticket.arrays)} arrays are offered, the notice's moves take {len(devices)}")
         transport = self._open(ticket.transport)
-        arrays = iter(transport.pull(ticket, devices, deadline_s))
-        landed = []
-        for each, (stage, first, stop, pages, _, kinds) in zip(seats, moves, strict=True):
-            slices = each.joined([next(arrays) for _ in each.devices], kinds)
-            landed.append(LandedKV(stage, range(first, stop), slices, np.array(pages, np.int32)))
+        arrays = transport.pull(ticket, devices, deadline_s)
         transport.ack(ticket)
-        return landed
+        return iter(arrays)
 
     # ------------------------------------------------------------ both
 
@@ -210,6 +300,24 @@ class RemoteKV:
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
+
+
+def notice_of(transfer: KVTransfer, moves: list[Any], pieces: list[Any]) -> dict[str, Any]:
+    return {"transfer": encode(transfer), "moves": moves, "pieces": pieces}
+
+
+def _sources(machine: MeshExecutor, peer: PeerRecord, seats: Seats, move: Any) -> list[int]:
+    """The rank of the peer's process that sends each array of a move that comes here. Raises BadTicket."""
+    stage, first, stop, _, width, kinds = move
+    found = next((each for each, shape in enumerate(peer.stages) if first in shape.layers), None)
+    if found is None or stop > peer.stages[found].layers.stop:
+        raise BadTicket(f"no stage of {peer.worker} has layers {first} to {stop}")
+    held = machine.pages[stage]
+    heads = plan_heads(held.layout.num_kv_heads, peer.stages[found].tp, held.submesh.tp)
+    if heads.slices_per_destination * len(kinds) != width:
+        raise BadTicket(f"a move of {width} arrays a shard, where {heads.slices_per_destination} slices belong")
+    rows = senders(heads, peer.holders[found])
+    return [rank for shard in seats.shards for _ in kinds for rank in rows[shard]]
 
 
 def _move_json(packed: PackedKV) -> list[Any]:

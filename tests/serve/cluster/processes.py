@@ -112,6 +112,12 @@ class Cluster:
         self.started.append(process)
         return process
 
+    def start_group(self, role: str, *more: str, size: int = 2) -> list[Process]:
+        """The processes of one worker, its leader first."""
+        place = [f"--group={role}-{len(self.started)}", f"--coordinator=127.0.0.1:{free_port()}"]
+        place += [f"--group_size={size}", "--peer_silence_s=8", *more]
+        return [self.start(role, f"--group_rank={rank}", *place) for rank in range(size)]
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http}"

@@ -92,7 +92,7 @@ def fixture() -> Iterator[RouterFixture]:
 
 def worker(name: str, role: Role = Role.DECODE, process: str = "one", **more: Any) -> PeerRecord:
     config = WorkerConfig(WorkerId(name), role, 64, 16, 256, num_slots=4)
-    return PeerRecord(config, (), replace(capability("cpu"), process=process, **more))
+    return PeerRecord(config, (), (replace(capability("cpu"), process=process, **more),), ())
 
 
 def said(sender: str, to: str, message: Any) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""A process of a worker that spans several: the leader, who joins the router, or a member, who follows it.
+
+Any failure of one ends all: each prints one line and ends with a code that is not 0, for its supervisor to see.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from rich.console import Console
+
+from jdisagg import banner, devices, interrupts
+from jdisagg.cluster.membership import GroupPlace
+from jdisagg.core.errors import JdisaggError
+from jdisagg.core.settings import Settings
+from jdisagg.serve.cluster.processes import WorkerProcess
+from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.group.assembly import GroupUnfilled
+from jdisagg.serve.group.build import LeaderStart, MemberStart
+from jdisagg.serve.group.member import GroupEnded
+from jdisagg.serve.group.world import devices_each, worker_devices
+
+FAILED = 1
+RunWorkers = Callable[[WorkerProcess, Settings, Console, "queue.SimpleQueue[str]"], int]
+
+
+def run_group(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
+    """`run_workers` works for the router, as `launch.run_workers`. Raises ConfigError."""
+    each = devices_each(settings, place)
+    devices.configure(settings.platform, each, settings.compile_cache_dir)
+    console.print(f"[bold]group[/]    {place.group}: rank {place.rank} of {place.size}, leader at {place.coordinator}")
+    try:
+        return _lead(settings, console, place, run_workers) if place.rank == 0 else _follow(settings, console, place)
+    except GroupUnfilled as error:
+        end(str(error))
+
+
+def end(why: str) -> NoReturn:
+    """From any thread, at once: what else this process waits for may never come."""
+    os.write(2, f"jdisagg: {' '.join(why.split())}\n".encode())
+    sys.stdout.flush()
+    os._exit(FAILED)
+
+
+def leave(code: int) -> NoReturn:
+    """Without JAX's own end, which waits for processes that have left as well."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
+    start = LeaderStart(settings, place, end)
+    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        start.form_world()
+        found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
+        device_bytes = devices.memory_bytes(found[0])
+        deployment = resolve_deployment(settings, found[0].platform, device_bytes)
+        banner.show(console, deployment, found[0].platform, settings.load_format)
+        bar, on_progress = banner.compile_bar(console)
+        with bar:
+            workers = start.build(deployment, found, device_bytes, on_progress, ends.put)
+    except JdisaggError as error:
+        start.failed(error)
+        raise
+    start.members.on_leave = lambda: ends.put("")
+    code = run_workers(workers, settings, console, ends)
+    if code:
+        start.members.tell_end("its leader can do no more")
+    start.stop()
+    leave(code)
+
+
+def _follow(settings: Settings, console: Console, place: GroupPlace) -> int:
+    start = MemberStart(settings, place, end)
+    try:
+        start.form_world()
+        found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
+        said = start.sizes()
+        deployment = resolve_deployment(settings, found[0].platform, said["device_bytes"])
+        bar, on_progress = banner.compile_bar(console)
+        with bar:
+            member = start.build(deployment, found, said, on_progress)
+    except GroupEnded as ended:
+        end(f"group {place.group!r} ends: {ended}")
+    except JdisaggError as error:
+        start.failed(error)
+        raise
+    stopping = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        if stopping.is_set():
+            os._exit(interrupts.INTERRUPTED)
+        stopping.set()
+        threading.Thread(target=member.leave, daemon=True).start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    console.print(f"[bold]ready[/]    rank {place.rank} of {place.group}", highlight=False)
+    why = member.run()
+    if why:
+        end(f"group {place.group!r} ends: {why}")
+    leave(0)

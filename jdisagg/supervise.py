@@ -1,0 +1,84 @@
+"""`--supervise`: the same command as a child that is started again whenever it ends by a failure.
+
+Only the standard library: the parent costs some megabytes. A clean end, a mistake in the flags (code 2) and a signal
+end both. A child that stands stopped for longer than `STOPPED_S` is killed and counts as failed: its group, where it is
+of one, has ended without it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from jdisagg.policy.restarts import Restarts
+
+FLAG = "supervise"
+BAD_USE = 2
+STOPPED_S = 30.0
+TICK_S = 0.1
+
+
+def asked(argv: Sequence[str]) -> bool:
+    """Whether the command line says so by itself."""
+    return any(each in (f"--{FLAG}", f"--{FLAG}=true", f"--{FLAG}=True") for each in argv[1:])
+
+
+def run(command: Sequence[str]) -> int:
+    """Exit code of the last child of this command, which is to be without --supervise."""
+    restarts, stopping = Restarts(), list[int]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.append(number))
+    while True:
+        began_s = time.monotonic()
+        code = _live(command, stopping)
+        if code in (0, BAD_USE) or stopping:
+            return code
+        pause_s = restarts.pause_s(time.monotonic() - began_s)
+        if pause_s is None:
+            _say(f"ended with code {code}, {restarts.failures} times in a row: given up")
+            return code
+        _say(f"ended with code {code}; it is started again in {pause_s:g} s")
+        until_s = time.monotonic() + pause_s
+        while time.monotonic() < until_s and not stopping:
+            time.sleep(TICK_S)
+        if stopping:
+            return code
+
+
+def child_of(argv: Sequence[str]) -> list[str]:
+    """This command as a child that supervises nothing, whatever its file or environment say."""
+    return [sys.executable, "-m", "jdisagg.launch", *argv[1:], f"--no{FLAG}"]
+
+
+def _live(command: Sequence[str], stopping: list[int]) -> int:
+    """One child from its start to its end; signals go on to it. It has a session of its own, so that Ctrl-C in a
+    terminal comes once."""
+    child, passed_on, stopped_s = subprocess.Popen(command, start_new_session=True), 0, None
+    while (code := child.poll()) is None:
+        for number in stopping[passed_on:]:
+            passed_on += 1
+            child.send_signal(number)
+        now_s = time.monotonic()
+        stopped_s = (stopped_s or now_s) if _is_stopped(child.pid) else None
+        if stopped_s is not None and now_s - stopped_s > STOPPED_S:
+            _say(f"process {child.pid} was stopped for {STOPPED_S:g} s: killed")
+            child.kill()
+        time.sleep(TICK_S)
+    return 128 - code if code < 0 else code
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal, as Linux tells; elsewhere nobody is."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def _say(what: str) -> None:
+    os.write(2, f"jdisagg: supervise: {what}\n".encode())
