@@ -68,9 +68,10 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def until(self, command: tuple[str, ...], wanted: str, within_s: float = 60) -> None:
+    def until(self, command: tuple[str, ...], wanted: str, within_s: float = 60, exactly: bool = False) -> None:
+        """Waits until what the command says holds `wanted`, or is just that."""
         end_s = time.monotonic() + within_s
-        while wanted not in (said := self.run(*command)):
+        while (said := self.run(*command)) != wanted and (exactly or wanted not in said):
             assert time.monotonic() < end_s, f"{command} says {said!r}, not {wanted!r}:\n{self.logs()}"
             time.sleep(0.2)
 
@@ -104,7 +105,11 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             if command is munged:
                 _wait_for(folder / "munge.socket")
         here.until(("sinfo", "-h", "-o", "%T"), "idle")
-        yield here
+        try:
+            yield here
+        finally:  # steps outlive their daemons
+            here.run("scancel", "--full", "--user=root")
+            here.until(("squeue", "-h", "-o", "left"), "", within_s=60, exactly=True)
 
 
 def _start(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
