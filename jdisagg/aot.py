@@ -29,6 +29,7 @@ from jdisagg import aot_report, command, config, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
+from jdisagg.devices import usable_bytes
 from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable, abstract_table
@@ -36,7 +37,6 @@ from jdisagg.named_models import located
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve.deployment import Deployment, NoRoom, resolve_deployment
 
-GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory that jax takes, as in the run itself
 UNFIT = 1
 WIDTH = 120  # of tables that go to a file or a pipe
 
@@ -44,10 +44,9 @@ WIDTH = 120  # of tables that go to a file or a pipe
 def declare() -> flags.FlagValues:
     """This command's own flags, and the settings."""
     values = flags.own()
-    absl_flags.DEFINE_string("target", "", "as v5p:2x2x4 or h100:8", flag_values=values)
     absl_flags.DEFINE_bool("all_programs", False, "every declared bucket and stage", flag_values=values)
     absl_flags.DEFINE_integer("context_tokens", 4096, "of decode's floors", lower_bound=1, flag_values=values)
-    flags.define(values, json="")
+    flags.define(values, json="", target="")
     return flags.define_settings(values)
 
 
@@ -88,16 +87,6 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
     if values.json:
         write_json(Path(values.json), report)
     return UNFIT if report.faults else 0
-
-
-def usable_bytes(target: Target) -> int:
-    """Of one device: what jax is given of it in the run itself."""
-    if target.chip.gpu is None:
-        return target.chip.memory_bytes
-    try:
-        return int(target.chip.memory_bytes * float(os.environ.get(GPU_SHARE, "0.75")))
-    except ValueError as error:
-        raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
 
 
 def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:

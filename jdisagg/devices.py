@@ -11,10 +11,12 @@ from typing import Any
 import jax
 
 from jdisagg import compile_cache
-from jdisagg.core.errors import MeshError
+from jdisagg.core.errors import ConfigError, FlagError, MeshError
+from jdisagg.core.targets import Target
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 _DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd")  # TPU (two kinds of driver), NVIDIA, WSL, AMD
+GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory that jax takes, as in the run itself
 MOST_VIRTUAL = 256  # CPU devices; each has threads of its own
 
 
@@ -70,3 +72,31 @@ def memory_bytes(device: Any) -> int | None:
     """Memory of one accelerator in bytes; None where the runtime does not say (CPU)."""
     stats = device.memory_stats()
     return stats.get("bytes_limit") if stats else None
+
+
+def usable_bytes(target: Target) -> int:
+    """Of one device: what jax is given of it in the run itself."""
+    if target.chip.gpu is None:
+        return target.chip.memory_bytes
+    try:
+        return int(target.chip.memory_bytes * float(os.environ.get(GPU_SHARE, "0.75")))
+    except ValueError as error:
+        raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
+
+
+def imagined(platform: str, target: str, needs_memory: bool) -> tuple[str, int | None]:
+    """(platform, bytes of one device) of a run that touches none: of `target` (as h100:8), or what is known without it.
+
+    Raises FlagError where the memory decides something and nobody says it.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    if target:
+        chip = Target.parse(target)
+        if platform not in ("auto", chip.chip.platform):
+            raise FlagError(f"--platform={platform} and --target={target}, which is a {chip.chip.platform}")
+        return chip.chip.platform, usable_bytes(chip)
+    if platform == "cpu" or (platform == "auto" and not accelerator_at_hand()):
+        return "cpu", None
+    if needs_memory or platform == "auto":
+        raise FlagError("--dry_run touches no device: say whose memory there is by --target, as h100:8 or v5p:2x2x2")
+    return platform, None

@@ -56,6 +56,7 @@ WORDS = {
     "rate": Word(float, "requests a second; 0: as recorded (plan: as many as go)", 0.0),
     "slo_tpot_s": Word(float, "objective for the mean gap between tokens", 0.0),
     "slo_ttft_s": Word(float, "objective for the first token", 0.0),
+    "target": Word(str, "devices that are not here, as v5p:2x2x4 or h100:8"),
     "tpu": Word(str, "--emit=gke_tpu: the chip, one of v5e, v5p, v6e"),
     "trace": Word(str, "KIND:FILE, KIND one of azure, mooncake, lengths, or mix:INPUT+OUTPUT@SHARE,..."),
 }

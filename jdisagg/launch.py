@@ -26,15 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import Progress
 
 from jdisagg import banner, command, config, devices, flags, terminal
-from jdisagg.cluster.membership import resolve
-from jdisagg.core.errors import ConfigError
+from jdisagg.cluster.membership import POD_PORT, GroupPlace, resolve
+from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.groups import run_group
+from jdisagg.model.checkpoint import weight_files
 from jdisagg.named_models import located
 from jdisagg.serve import servers
 from jdisagg.serve.answer_file import AnswerFile
@@ -51,6 +53,7 @@ from jdisagg.serve.cluster.processes import (
     roles_of,
 )
 from jdisagg.serve.deployment import AUTO, mesh_of, resolve_deployment
+from jdisagg.serve.dry_run import DryRun
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import write_logs
 
@@ -59,7 +62,32 @@ FLUSH_S = 2.0  # for answers to end with the error after the driver has died
 
 
 def declare() -> flags.FlagValues:
-    return flags.define_settings(flags.own())
+    values = flags.define_settings(flags.own())
+    meaning = "print each process's devices, shards, bytes, ports and command, and stop"
+    absl_flags.DEFINE_bool("dry_run", False, meaning, flag_values=values)
+    flags.define(values, target="")
+    return values
+
+
+def body(values: flags.FlagValues) -> int:
+    settings = config.settings_of(values)
+    if values.target and not values.dry_run:
+        raise FlagError(f"--target={values.target} is for --dry_run: a run has the devices that there are")
+    return preview(settings, values.target) if values.dry_run else run(settings)
+
+
+def preview(settings: Settings, target: str) -> int:
+    """Prints what would run where. Nothing is loaded, fetched or bound, and no device is touched."""
+    console = Console(soft_wrap=True)
+    platform, memory_bytes = devices.imagined(settings.platform, target, not settings.kv_tokens)
+    deployment = resolve_deployment(settings, platform, memory_bytes)
+    there = bool(weight_files(deployment.model_folder))  # a config.json alone will do
+    banner.show(console, deployment, platform, settings.load_format if there else "random")
+    group = GroupPlace(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
+    place = group if settings.group_size > 1 else resolve(settings, os.environ)
+    for line in DryRun(deployment, settings, platform, place).lines():
+        console.print(line, highlight=False, markup=False)
+    return 0
 
 
 def run(settings: Settings) -> int:
@@ -234,7 +262,7 @@ def _stop_or_die(stop: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean end, 1 where prompts failed or the driver died, 2 with one line for a mistake."""
-    return command.run("jdisagg", __doc__, declare(), argv, lambda values: run(config.settings_of(values)))
+    return command.run("jdisagg", __doc__, declare(), argv, body)
 
 
 if __name__ == "__main__":

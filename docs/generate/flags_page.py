@@ -36,8 +36,10 @@ def text() -> str:
 
 
 def settings_text() -> str:
-    """The launcher's, which several other commands have too, by group."""
-    parts = ["## Settings of a run\n\nOf `jdisagg.launch`, `jdisagg.LLM(...)`, `jdisagg.aot` and `jdisagg.profile`."]
+    """The launcher's, which several other commands have too, by group; before them what it has alone."""
+    own = table(HEAD, list(rows_of(declared("launch"), True)))
+    parts = [f"## jdisagg.launch\n\n{own}\n\nAnd all settings of a run."]
+    parts.append("## Settings of a run\n\nOf `jdisagg.launch`, `jdisagg.LLM(...)`, `jdisagg.aot`, `jdisagg.profile`.")
     for group in flags.GROUPS:
         rows = [
             (f"`--{each.name}`", shown(each.default), meaning(each.metadata["help"], each.metadata["choices"]))

@@ -68,8 +68,9 @@ class DryRun:
 
     def _members(self, roles: tuple[str, ...], places: tuple[WorkerMesh, ...], size: int) -> Iterator[ProcessPlan]:
         for place in places:
-            if len(place.device_ids) % size:
-                raise ConfigError(f"{place.worker} has {len(place.device_ids)} devices, a group of {size} cannot share them")
+            count = len(place.device_ids)
+            if count % size:
+                raise ConfigError(f"{place.worker} has {count} devices: a group of {size} cannot share them evenly")
             for rank in range(size):
                 yield ProcessPlan(roles, (place,), rank, size)
 
@@ -103,13 +104,11 @@ class DryRun:
                 f" {place.tp}; a device: {size_text(device_bytes)} of weights,"
                 f" {size_text(config.num_pages * page_bytes)} of KV"
             )
-        yield (
-            f"    whole: {size_text(weights_bytes)} of weights, {size_text(kv_bytes)} of KV in {config.num_pages:,} pages"
-            f" of {config.page_size} tokens"
-        )
+        pages = f"{config.num_pages:,} pages of {config.page_size} tokens"
+        yield f"    whole: {size_text(weights_bytes)} of weights, {size_text(kv_bytes)} of KV in {pages}"
 
     def stage_bytes(self, place: WorkerMesh) -> list[tuple[range, int]]:
-        """Layers and bytes of weights on a device of each stage; what loading would choose counts as full."""
+        """Layers and bytes of weights on a device of each stage; what loading would choose for counts as --dtype."""
         whole = self.deployment
         weights = replace(whole.weights, dtype=AS_ACTIVATIONS) if whole.weights.dtype == AUTO else whole.weights
         return Budget(whole.model, whole.layers, whole.dtype, weights, None).stages(place)
