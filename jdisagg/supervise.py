@@ -23,8 +23,10 @@ TICK_S = 0.1
 
 
 def asked(argv: Sequence[str]) -> bool:
-    """Whether the command line says so by itself."""
-    return any(each in (f"--{FLAG}", f"--{FLAG}=true", f"--{FLAG}=True") for each in argv[1:])
+    """Whether the command line says so by itself; its last word counts, as it does for flags."""
+    said = [each.lstrip("-").lower() for each in argv[1:] if each.startswith("-")]
+    said = [each for each in said if each.partition("=")[0] in (FLAG, f"no{FLAG}")]
+    return bool(said) and said[-1] in (FLAG, f"{FLAG}=true", f"{FLAG}=1")
 
 
 def run(command: Sequence[str]) -> int:
@@ -51,7 +53,9 @@ def run(command: Sequence[str]) -> int:
 
 def child_of(argv: Sequence[str]) -> list[str]:
     """This command as a child that supervises nothing, whatever its file or environment say."""
-    return [sys.executable, "-m", "jdisagg.launch", *argv[1:], f"--no{FLAG}"]
+    command = [sys.executable, "-m", "jdisagg.launch", *argv[1:], f"--no{FLAG}"]
+    assert not asked(command[2:]), "a child that supervised a child, and so on, would fill the machine"
+    return command
 
 
 def _live(command: Sequence[str], stopping: list[int]) -> int:
