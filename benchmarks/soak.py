@@ -44,7 +44,8 @@ BURST_S, BURST = 60.0, 150  # so many prompts at once, that often
 STRANGERS = 300  # over what may be open, as often
 SPARE = 100  # connections that may be open beside those that stay
 QUEUE = 64
-JUDGED_S = 1200.0  # shorter runs say nothing of memory
+SHOWN_FAULTS = 20
+JUDGED_S = 900.0  # shorter runs say nothing of memory
 OWN = {"descriptors": 64, "threads": 96}  # that a process may have of its own once it has worked
 FLAT_SHARE, FLAT_MIB = 0.02, 8.0  # of its memory, or so much, may a process have risen by an hour
 OUR_FAULT = re.compile(r"^Traceback|\b(?:ERROR|CRITICAL)\b", re.MULTILINE)
@@ -140,16 +141,19 @@ async def floods(ports: Ports) -> None:
 
 
 async def watch(stack: Stack, book: Book, samples: list[soak_watch.Sample], began_s: float, console: Console) -> None:
-    every_s, tenth = max(1.0, 60 * MINUTES.value / SAMPLES), 0
+    every_s, tenth, faults = max(1.0, 60 * MINUTES.value / SAMPLES), 0, 0
     while True:
         try:
             sample = await asyncio.to_thread(soak_watch.watched, stack.url, stack.pids, began_s)
         except TimeoutError:  # the machine has more to do than this; who asks for work is told of a server that is slow
             continue
         samples.append(sample | {"jobs": book.jobs})
-        if 10 * book.jobs // REQUESTS.value > tenth:
-            tenth = 10 * book.jobs // REQUESTS.value
-            console.print(f"{sample['at_s']:.0f} s: {book.jobs} jobs, {len(book.faults)} faults", highlight=False)
+        if 10 * book.jobs // REQUESTS.value > tenth or (len(book.faults) > faults and faults < SHOWN_FAULTS):
+            faults, tenth = len(book.faults), 10 * book.jobs // REQUESTS.value
+            last = f", the last: {book.faults[-1]}" if book.faults else ""
+            console.print(
+                f"{sample['at_s']:.0f} s: {book.jobs} jobs, {faults} faults{last}", highlight=False, markup=False
+            )
         await asyncio.sleep(every_s)
 
 

@@ -19,7 +19,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from jdisagg.serve.cluster.processes import (
     roles_of,
 )
 from jdisagg.serve.deployment import AUTO, mesh_of, resolve_deployment
+from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.dry_run import DryRun
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import write_logs
@@ -161,7 +162,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
             f"[bold]router[/]   workers join at {settings.host}:{process.control_server.port}", highlight=False
         )
         try:
-            return uvloop.run(serve(process.service, settings, sockets, console))
+            return uvloop.run(serve(process.service, settings, sockets, console, process.profiles.take))
         finally:
             interrupts.end_at_once("stopping")
             process.stop()
@@ -228,12 +229,18 @@ async def run_batch(service: LocalService, settings: Settings, batch: Batch) -> 
     return FAILED if failed else 0
 
 
-async def serve(service: LocalService, settings: Settings, sockets: servers.Sockets, console: Console) -> int:
+async def serve(
+    service: LocalService,
+    settings: Settings,
+    sockets: servers.Sockets,
+    console: Console,
+    profiles: Callable[[float], Profiles] = own_profile,
+) -> int:
     """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once.
 
     A driver that dies ends it as well, with a code that is not 0: whoever supervises the process can start another.
     """
-    running = await servers.start(service, settings, sockets)
+    running = await servers.start(service, settings, sockets, profiles)
     for line in running.urls:
         console.print(f"[bold]ready[/]    {line}", highlight=False)
     stop = asyncio.Event()

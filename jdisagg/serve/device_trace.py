@@ -1,12 +1,14 @@
-"""What JAX's profiler sees of this process for a while, as a zip for TensorBoard, XProf or Perfetto."""
+"""What JAX's profiler sees of a process for a while, and of several as one zip for TensorBoard or XProf."""
 
 from __future__ import annotations
 
 import io
+import platform
 import tempfile
 import threading
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -14,14 +16,17 @@ import jax
 from jdisagg.core.errors import JdisaggError
 
 LONGEST_S = 60  # a trace is held in memory
+ROUTER_PROCESS = "router"  # what the process of the fronts is called, alone or not
 _ONE = threading.Lock()  # the profiler knows one trace at a time
+Files = dict[str, bytes]  # of one process, by what they are: xplane.pb, trace.json.gz
+Profiles = dict[str, Files]  # by the process
 
 
 class Busy(JdisaggError):
     """Another trace is being taken (HTTP 409)."""
 
 
-def device_trace(seconds: float) -> bytes:
+def device_trace(seconds: float) -> Files:
     """Blocks for `seconds` and some more. Raises Busy."""
     if not _ONE.acquire(blocking=False):
         raise Busy("another profile is being taken; there can be one at a time")
@@ -32,15 +37,23 @@ def device_trace(seconds: float) -> bytes:
                 time.sleep(seconds)
             finally:
                 jax.profiler.stop_trace()
-            return _zipped(Path(folder))
+            host = f"{platform.node()}."
+            paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+            return {path.name.removeprefix(host): path.read_bytes() for path in paths}
     finally:
         _ONE.release()
 
 
-def _zipped(folder: Path) -> bytes:
+def own_profile(seconds: float) -> Profiles:
+    """Of this process alone. As `device_trace`."""
+    return {ROUTER_PROCESS: device_trace(seconds)}
+
+
+def zipped(profiles: Mapping[str, Files], run: str) -> bytes:
+    """One run, in which each process is a host: plugins/profile/RUN/PROCESS.xplane.pb."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                archive.write(path, str(path.relative_to(folder)))
+        for process, files in profiles.items():
+            for name, content in files.items():
+                archive.writestr(f"plugins/profile/{run}/{process}.{name}", content)
     return out.getvalue()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc.aio
 import uvicorn
+from fastapi import FastAPI
 
 import jdisagg
 from jdisagg.core.errors import ConfigError
@@ -23,6 +24,7 @@ from jdisagg.kv.transport.listener import split_address
 from jdisagg.policy.client_limits import Rates
 from jdisagg.serve import lag
 from jdisagg.serve.clients import ADMIN, Clients, read_keys
+from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.server import create_grpc_server
 from jdisagg.serve.http.app import create_app
@@ -141,8 +143,13 @@ class Running:
             await self.grpc_server.stop(grace=1.0)
 
 
-async def start(service: LocalService, settings: Settings, sockets: Sockets) -> Running:
-    """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile."""
+async def start(
+    service: LocalService, settings: Settings, sockets: Sockets, profiles: Callable[[float], Profiles] = own_profile
+) -> Running:
+    """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile.
+
+    `profiles` are those of every process that serves.
+    """
     front = front_settings(service, settings)
     gc.collect()
     gc.freeze()  # a full collection looked through JAX's million objects too: streams stood still for most of a second
@@ -153,7 +160,8 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
         running.lag_watch = asyncio.create_task(lag.watch(service.metrics.lagged))
     if sockets.http is not None:
         _listen(sockets.http, settings)
-        running.http = _http_server(service, front, clients, settings.log_level)
+        app = create_app(service, front, service.metrics, service.debug_state, clients, profiles)
+        running.http = _http_server(service, front, app, settings.log_level)
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
         await _until(lambda: running.http is not None and running.http.started, running.http_task)
         host, port = sockets.http.getsockname()[:2]
@@ -171,10 +179,10 @@ async def start(service: LocalService, settings: Settings, sockets: Sockets) -> 
     return running
 
 
-def _http_server(service: LocalService, front: FrontSettings, clients: Clients, log_level: str) -> HTTPServer:
+def _http_server(service: LocalService, front: FrontSettings, app: FastAPI, log_level: str) -> HTTPServer:
     limiter = ConnectionLimiter(Limits(front.max_connections, front.client_timeout_s))
     config = uvicorn.Config(
-        create_app(service, front, service.metrics, service.debug_state, clients),
+        app,
         http=partial(Connection, limiter),  # type: ignore[arg-type]  # it is called as the class would be
         ws="none",
         log_level=log_level,

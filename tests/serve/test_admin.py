@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 import zipfile
@@ -55,6 +56,7 @@ def test_a_profile_shows_the_programs_that_ran_meanwhile(url: str) -> None:
     with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
         traces = [name for name in archive.namelist() if name.endswith(".xplane.pb")]
         assert len(traces) == 1 and b"jit_" in archive.read(traces[0])
+        assert re.fullmatch(r"plugins/profile/jdisagg-profile-[\d-]+/router\.xplane\.pb", traces[0])
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer client"}, {"authorization": KEY}])

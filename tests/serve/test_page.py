@@ -55,6 +55,13 @@ def test_a_file_that_has_not_changed_is_not_sent_again(url: str) -> None:
     assert (again.status_code, again.content) == (304, b"") and again.headers["etag"] == first.headers["etag"]
 
 
+def test_every_colour_is_said_once_for_light_and_dark() -> None:
+    said = re.findall(r"^\s*(--[\w-]+):(.*);", STYLES["page.css"], re.MULTILINE)
+    names = [name for name, _ in said]
+    assert len(names) > 15 and len(names) == len(set(names))
+    assert not [name for name, value in said if "#" in value and "light-dark(" not in value]
+
+
 def test_the_page_asks_nobody_else_and_has_nothing_inline() -> None:
     for name, text in {**SCRIPTS, **STYLES, FIRST: HTML}.items():
         assert not re.findall(r"(?<!xmlns=\")https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text), name

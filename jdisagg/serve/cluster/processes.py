@@ -47,6 +47,7 @@ from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
+from jdisagg.serve.cluster.profiles import RouterProfiles, WorkerProfiles
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment, model_fingerprint
@@ -238,7 +239,13 @@ def join_router(
     post_compression_costs(node.driver, deployment, machines)
     transport, heartbeat = remote_kv.config, heartbeat_of(settings)
     client = ControlClient(
-        settings.router, transport.secret, transport.identity, node, heartbeat, credentials, refused=ended
+        settings.router,
+        transport.secret,
+        transport.identity,
+        WorkerProfiles(node),
+        heartbeat,
+        credentials,
+        refused=ended,
     )
     return WorkerProcess(node, client)
 
@@ -266,6 +273,7 @@ class RouterProcess:
     service: LocalService
     node: RouterNode
     control_server: ControlServer
+    profiles: RouterProfiles
 
     def start(self) -> None:
         self.service.start()
@@ -290,8 +298,9 @@ def build_router(
     node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv))
     address = f"{settings.host}:{settings.control_port}"
     transport = remote_kv.config
+    profiles = RouterProfiles(node)
     control_server = ControlServer(
-        address, transport.secret, transport.identity, node, heartbeat_of(settings), credentials
+        address, transport.secret, transport.identity, profiles, heartbeat_of(settings), credentials
     )
     warm(machines, progress, partial(remote_programs, deployment))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
@@ -299,7 +308,7 @@ def build_router(
     service = _service(deployment, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = service.driver
-    return RouterProcess(service, node, control_server)
+    return RouterProcess(service, node, control_server, profiles)
 
 
 def _service(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
 
 from jdisagg.core.errors import RequestError
-from jdisagg.serve.device_trace import LONGEST_S, device_trace
+from jdisagg.serve.device_trace import LONGEST_S, Profiles, zipped
 from jdisagg.serve.http.errors import Unauthorized, documented
 
 PREFIX = "/admin/"
 
 
-def add_admin(app: FastAPI, key: str) -> None:
+def add_admin(app: FastAPI, key: str, profiles: Callable[[float], Profiles]) -> None:
+    """`profiles` blocks for as many seconds, and tells of every process. It may raise Busy."""
     expected = f"Bearer {key}".encode()
 
     def check(request: Request) -> None:
@@ -24,12 +26,13 @@ def add_admin(app: FastAPI, key: str) -> None:
 
     @app.post("/admin/profile", responses=documented(400, 401, 409))
     async def profile(request: Request, seconds: str = "3") -> Response:
-        """A zip of what JAX's profiler sees of the router's process for `seconds`: open it with TensorBoard or XProf.
-        Programs run slower meanwhile, and the trace takes some seconds more to write."""
+        """A zip of what JAX's profiler sees of every process for `seconds`, each by its name: open it with TensorBoard
+        or XProf. Programs run slower meanwhile, and the trace takes some seconds more to write."""
         check(request)
         if not (seconds.isdecimal() and len(seconds) <= 3 and 1 <= int(seconds) <= LONGEST_S):
             raise RequestError(f"seconds is {seconds[:20]!r}, must be a number from 1 to {LONGEST_S}", param="seconds")
-        body = await asyncio.to_thread(device_trace, int(seconds))
-        name = time.strftime("jdisagg-profile-%Y%m%d-%H%M%S.zip", time.gmtime())
-        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        found = await asyncio.to_thread(profiles, int(seconds))
+        name = time.strftime("jdisagg-profile-%Y%m%d-%H%M%S", time.gmtime())
+        body = await asyncio.to_thread(zipped, found, name)
+        headers = {"content-disposition": f'attachment; filename="{name}.zip"'}
         return Response(body, media_type="application/zip", headers=headers)

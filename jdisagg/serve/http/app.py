@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,6 +18,7 @@ from jdisagg.core.traceparent import parse_traceparent, span_id_of
 from jdisagg.serve import offload
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.cluster_view import ClusterView
+from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.access_log import AccessLog
@@ -98,8 +99,12 @@ def create_app(
     metrics: Metrics | None = None,
     debug_state: DebugState | None = None,
     clients: Clients | None = None,
+    profiles: Callable[[float], Profiles] = own_profile,
 ) -> FastAPI:
-    """The HTTP front of a running stack; `GET /metrics` shows `metrics`, and `GET /debug/...` show `debug_state`."""
+    """The HTTP front of a running stack; `GET /metrics` shows `metrics`, and `GET /debug/...` show `debug_state`.
+
+    `profiles` are taken for POST /admin/profile.
+    """
     settings = settings or FrontSettings()
     clients = clients or Clients(settings, service.now_s)
     app = FastAPI(title="jdisagg", version=settings.version, redirect_slashes=False)  # it would trust the Host header
@@ -112,7 +117,7 @@ def create_app(
         add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
     add_page(app)
     if settings.admin_key is not None:
-        add_admin(app, settings.admin_key)
+        add_admin(app, settings.admin_key, profiles)
     app.add_middleware(Gate, clients=clients)
     app.add_middleware(AccessLog)
     _describe_bodies(app)
