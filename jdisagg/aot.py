@@ -29,11 +29,14 @@ from jdisagg import aot_report, command, config, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
+from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.devices import usable_bytes
 from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable, abstract_table
+from jdisagg.engine.ring_declarations import abstract_ring_table
 from jdisagg.named_models import located
+from jdisagg.parallel.submesh import Device
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve.deployment import Deployment, NoRoom, resolve_deployment
 
@@ -94,18 +97,17 @@ def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:
     devices = devices_of(target)
     first = {config.role: config for config in reversed(deployment.workers)}
     return [
-        abstract_table(
-            config,
-            deployment.model,
-            deployment.layout(config.role),
-            deployment.layers,
-            [devices[index] for index in deployment.place(config.worker).device_ids],
-            jnp.dtype(deployment.dtype),
-            deployment.weights,
-        )
+        _table_of(deployment, config, [devices[index] for index in deployment.place(config.worker).device_ids])
         for config in deployment.workers
         if first[config.role] is config
     ]
+
+
+def _table_of(deployment: Deployment, config: WorkerConfig, devices: Sequence[Device]) -> ProgramTable:
+    model, layout, dtype = deployment.model, deployment.layout(config.role), jnp.dtype(deployment.dtype)
+    if config.ring_stages > 1:
+        return abstract_ring_table(config, model, layout, devices, dtype, deployment.weights)
+    return abstract_table(config, model, layout, deployment.layers, devices, dtype, deployment.weights)
 
 
 def compile_all(tables: Sequence[ProgramTable], every: bool) -> list:

@@ -1,7 +1,10 @@
 """Meshes as text: `prefill:2xtp4,decode:pp2tp2` is two prefill workers of TP 4 and one decode worker of PP 2 x TP 2.
 
-spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "tp") number} ["@" device];
+spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "ring" | "tp") number} ["@" device];
 role = prefill | decode | colocated
+
+`decode:ring4tp2` has the devices and layers of `decode:pp4tp2`, and runs all stages as one program over the whole mesh,
+several tokens a dispatch: for decode workers alone.
 
 Workers stand on devices one after another. `@K` starts a pool at device K instead, so that pools may share devices:
 `prefill:tp1@0,decode:tp1@0` puts both on one, for testing. Colocated workers may stand beside both other pools
@@ -12,14 +15,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from jdisagg.core.errors import MeshError
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 
-_POOL = re.compile(r"(?P<role>[a-z]+):(?:(?P<count>\d{1,5})x)?(?P<shape>(?:(?:pp|tp)\d{1,5})+)(?:@(?P<first>\d{1,5}))?")
-_AXIS = re.compile(r"(pp|tp)(\d+)")
-GRAMMAR = "prefill:[Nx]tpT[@K],decode:[Nx][ppS][tpT][@K] or colocated:[Nx][ppS][tpT][@K], K the first device's index"
+_POOL = re.compile(
+    r"(?P<role>[a-z]+):(?:(?P<count>\d{1,5})x)?(?P<shape>(?:(?:pp|ring|tp)\d{1,5})+)(?:@(?P<first>\d{1,5}))?"
+)
+_AXIS = re.compile(r"(pp|ring|tp)(\d+)")
+GRAMMAR = (
+    "prefill:[Nx]tpT[@K],decode:[Nx][ppS|ringS][tpT][@K] or colocated:[Nx][ppS][tpT][@K], K the first device's index"
+)
+
+
+class Schedule(StrEnum):
+    """How the stages of a decode pipeline are run."""
+
+    STAGES = "stages"  # one program a stage, each on its own devices
+    RING = "ring"  # one program over all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +46,11 @@ class PoolSpec:
     pp: int = 1
     tp: int = 1
     first_device: int | None = None  # None: the device after the pool before
+    schedule: Schedule = Schedule.STAGES
 
     def __str__(self) -> str:
-        axes = (f"pp{self.pp}" if self.pp > 1 else "") + (f"tp{self.tp}" if self.tp > 1 or self.pp == 1 else "")
+        stages = "ring" if self.schedule is Schedule.RING else "pp"
+        axes = (f"{stages}{self.pp}" if self.pp > 1 else "") + (f"tp{self.tp}" if self.tp > 1 or self.pp == 1 else "")
         at = "" if self.first_device is None else f"@{self.first_device}"
         return f"{self.role}:" + (f"{self.count}x" if self.count > 1 else "") + axes + at
 
@@ -47,6 +64,7 @@ class WorkerMesh:
     pp: int
     tp: int
     first_device: int
+    schedule: Schedule = Schedule.STAGES
 
     @property
     def device_ids(self) -> range:
@@ -69,6 +87,8 @@ class MeshSpec:
             raise MeshError(f"mesh {text!r} has no {missing} pool; the grammar is {GRAMMAR}")
         if Role.COLOCATED in roles and len(roles) == 2:
             raise MeshError(f"mesh {text!r} has colocated workers beside one pool; there must be both others or none")
+        if spec.is_ring and Role.COLOCATED in roles:
+            raise MeshError(f"mesh {text!r}: a ring and colocated workers cut the layers differently")
         stages = {pool.pp for pool in spec.pools if pool.role.decodes}
         if len(stages) > 1:
             raise MeshError(f"mesh {text!r}: the decode and the colocated pool must have equally many stages (pp)")
@@ -87,13 +107,19 @@ class MeshSpec:
         """Stages of the workers that decode; prefill runs its layers in as many groups."""
         return next(pool.pp for pool in self.pools if pool.role.decodes)
 
+    @property
+    def is_ring(self) -> bool:
+        """Whether the workers that decode run their stages as a ring."""
+        return any(pool.schedule is Schedule.RING for pool in self.pools)
+
     def workers(self) -> tuple[WorkerMesh, ...]:
         """Every worker with its devices, in the order of the text."""
         placed, first = list[WorkerMesh](), 0
         for pool in self.pools:
             first = first if pool.first_device is None else pool.first_device
             for index in range(pool.count):
-                placed.append(WorkerMesh(WorkerId(f"{pool.role}-{index}"), pool.role, pool.pp, pool.tp, first))
+                worker = WorkerId(f"{pool.role}-{index}")
+                placed.append(WorkerMesh(worker, pool.role, pool.pp, pool.tp, first, pool.schedule))
                 first += pool.pp * pool.tp
         return tuple(placed)
 
@@ -123,9 +149,16 @@ def _parse_pool(part: str, text: str) -> PoolSpec:
     if len(sizes) != len(axes):
         raise MeshError(f"{part!r} in mesh {text!r} gives an axis twice")
     first = None if match["first"] is None else int(match["first"])
-    pool = PoolSpec(Role(match["role"]), int(match["count"] or 1), sizes.get("pp", 1), sizes.get("tp", 1), first)
+    if "pp" in sizes and "ring" in sizes:
+        raise MeshError(f"{part!r} in mesh {text!r} says pp and ring; a ring's number is that of its stages")
+    stages = sizes.get("ring", sizes.get("pp", 1))
+    schedule = Schedule.RING if "ring" in sizes else Schedule.STAGES
+    pool = PoolSpec(Role(match["role"]), int(match["count"] or 1), stages, sizes.get("tp", 1), first, schedule)
     if min(pool.count, pool.pp, pool.tp) < 1:
         raise MeshError(f"{part!r} in mesh {text!r} has a size of 0; sizes start at 1")
+    if pool.schedule is Schedule.RING and (pool.role is not Role.DECODE or pool.pp == 1):
+        why = "takes 2 stages or more" if pool.role is Role.DECODE else "decodes and does nothing else"
+        raise MeshError(f"{part!r} in mesh {text!r}: a ring {why}")
     if pool.role is Role.PREFILL and pool.pp > 1:
         raise MeshError(f"{part!r} in mesh {text!r}: prefill meshes are tensor parallel, pp{pool.pp} is not taken")
     return pool

@@ -26,6 +26,7 @@ AT_LEAST_ONE = (
     "max_chunk_seqs",
     "page_size",
     "steps_in_flight",
+    "decode_turns",
     "queue_limit",
     "max_body_bytes",
     "max_connections",
@@ -113,6 +114,8 @@ class Settings:
         512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
     )
     steps_in_flight: int = _setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
+    decode_turns: int = _setting(8, "scheduling", "tokens of each row that one step of a ring draws at most; fewer"
+                                 " where somebody waits or pages are short")  # fmt: skip
     handoff_timeout_s: float = _setting(30.0, "scheduling", "deadline of a handoff's waits, prefill apart")
     prefill_timeout_s: float = _setting(300.0, "scheduling", "from a free reservation to the first token")
     stall_timeout_s: float = _setting(120.0, "scheduling", "longest gap between two tokens of a request")

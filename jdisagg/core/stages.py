@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
 from jdisagg.core.errors import MeshError
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import AttentionOptions, ModelConfig
+
+Kind = tuple[bool, AttentionOptions]  # whether a layer has experts, and how it attends
 
 
 def head_cost(config: ModelConfig) -> float:
@@ -34,3 +40,77 @@ def split_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
 
 def _slowest(layers: int, stages: int, last_cost: float) -> float:
     return max(last_cost, -(-layers // stages) if stages else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RingCut:
+    """Layers over the stages of a ring, which all run one program: at each of its places the layers of all stages are
+    of one kind, or padding, which takes room on the device and leaves what passes it as it is."""
+
+    runs: tuple[range, ...]  # of each stage
+    places: tuple[tuple[int | None, ...], ...]  # [stage][place]: the layer of the model; None: padding
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.runs)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """For each place, some layer that stands there in one of the stages."""
+        columns = zip(*self.places, strict=True)
+        return tuple(next(layer for layer in column if layer is not None) for column in columns)
+
+    def place_of(self, stage: int, layer: int) -> int:
+        return self.places[stage].index(layer)
+
+
+def ring_cut(config: ModelConfig, num_stages: int) -> RingCut:
+    """The most even cut that needs the fewest places. Raises MeshError where there are more stages than layers.
+
+    The head is spread over the whole ring and slows no stage down.
+    """
+    if num_stages > config.num_layers:
+        raise MeshError(f"a ring of {num_stages} stages for {config.num_layers} layers: at most one stage a layer")
+    kinds = [(config.is_sparse(layer), config.attention(layer)) for layer in range(config.num_layers)]
+    found = [_placed(kinds, runs) for runs in _cuts(config.num_layers, num_stages)]
+    return min(found, key=lambda cut: len(cut.places[0]))
+
+
+def _cuts(num_layers: int, num_stages: int) -> list[tuple[range, ...]]:
+    """The even cut, and those of longer stages before a shorter last one, which may fall in step with the kinds."""
+    even, odd = divmod(num_layers, num_stages)
+    sizes = [[even + (stage < odd) for stage in range(num_stages)]]
+    for size in range(even + 1, (num_layers - 1) // max(1, num_stages - 1) + 1):
+        sizes.append([size] * (num_stages - 1) + [num_layers - size * (num_stages - 1)])
+    ends = [[sum(each[: stage + 1]) for stage in range(num_stages)] for each in sizes]
+    return [tuple(range(start, stop) for start, stop in pairwise([0, *each])) for each in ends]
+
+
+def _placed(kinds: Sequence[Kind], runs: tuple[range, ...]) -> RingCut:
+    """Every stage's layers at places of their kind, in order."""
+    columns: list[Kind] = []
+    for run in runs:
+        columns = _supersequence(columns, [kinds[layer] for layer in run])
+    return RingCut(runs, tuple(_stage_places(kinds, run, columns) for run in runs))
+
+
+def _stage_places(kinds: Sequence[Kind], run: range, columns: Sequence[Kind]) -> tuple[int | None, ...]:
+    left, found = list(run), list[int | None]()
+    for kind in columns:
+        found.append(left.pop(0) if left and kinds[left[0]] == kind else None)
+    assert not left, (run, columns)
+    return tuple(found)
+
+
+def _supersequence(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
+    """The shortest list that holds both in order."""
+    best = [[list[Kind](other[j:]) for j in range(len(other) + 1)]]
+    for i in reversed(range(len(one))):
+        row = [list[Kind](one[i:])]
+        for j in reversed(range(len(other))):
+            if one[i] == other[j]:
+                row.insert(0, [one[i], *best[0][j + 1]])
+            else:
+                row.insert(0, min([one[i], *best[0][j]], [other[j], *row[0]], key=len))
+        best.insert(0, row)
+    return best[0][0]

@@ -49,7 +49,7 @@ MAY_BE_NONE = (
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
-    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight"),
+    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "ring_stages", "decode_turns"),
     *MAY_BE_NONE,
 )
 RAW = "raw"  # the wire of numbers as they are
@@ -86,6 +86,8 @@ class WorkerConfig:
     decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
     short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
+    ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
+    decode_turns: int = 1  # of a ring: tokens of each row that one step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
@@ -111,11 +113,22 @@ class WorkerConfig:
                 raise ConfigError(f"{self.worker}: {name} is {sizes[:9]}, must ascend from 1 up")
         if self.num_slots % self.num_microbatches:
             raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill {self.num_microbatches} microbatches")
+        self._check_ring()
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
             raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
         for name in ("ack_timeout_s", "error_bound", "part_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
+
+    def _check_ring(self) -> None:
+        if self.ring_stages == 1 and self.decode_turns > 1:
+            raise ConfigError(f"{self.worker}: decode_turns is {self.decode_turns}, which only a ring takes")
+        if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or self.draft_tokens):
+            what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens {self.draft_tokens}"
+            raise ConfigError(f"{self.worker}: a ring decodes and nothing else; it is {self.role} with {what}")
+        if self.ring_stages > 1 and (self.num_slots % self.ring_stages or self.num_microbatches > 1):
+            what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
+            raise ConfigError(f"{self.worker}: {what} for a ring of {self.ring_stages}: whole multiples, in one")
 
     @property
     def computes_prompts(self) -> bool:
@@ -132,6 +145,10 @@ class WorkerConfig:
         if self.compress is Compress.NONE:
             return (RAW,)
         return RAW, Compress.INT8.value if self.compress is Compress.AUTO else self.compress.value
+
+    def least_drawn(self, width: int) -> int:
+        """Tokens that a row of this width draws unless one of them is its last: each turn's, of a draft only one."""
+        return width if self.decode_turns > 1 else 1
 
     @property
     def step_tokens(self) -> int:

@@ -11,9 +11,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import WHOLE, Program, Signature, Submesh, signature_of
 
-UNITS = {"decode": "pages", "pack": "pages", "check": "pages", "insert": "pages", "draw": "rows"}  # else tokens
+UNITS = {  # of sizes; else tokens
+    "decode": "pages",
+    "ring": "pages",
+    "pack": "pages",
+    "check": "pages",
+    "insert": "pages",
+    "draw": "rows",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class DeclaredProgram:
     size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
     program: Program
     batch: tuple[Any, ...]  # arguments, as shapes, beyond the weights and pools that the layer group holds
-    submesh: Submesh
+    submesh: Submesh | RingMesh
     layers: range = range(0)  # of the model, that it is about
     weights: Any = None  # as shapes, the first argument; None where it reads none
     pools: list[jax.ShapeDtypeStruct] | None = None  # of `layers`, the next argument; None where it has none

@@ -10,8 +10,9 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,9 @@ from jdisagg.engine.sampling import (
     token_logprobs,
     with_row,
 )
-from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
-from jdisagg.parallel.submesh import Device, Program, Submesh
+from jdisagg.engine.sampling_metadata import Put, SamplingRows, history_rows, is_plain, sampled_rows
+from jdisagg.parallel.ring import RingMesh
+from jdisagg.parallel.submesh import Program, Submesh
 
 DrawnRows = tuple[tuple[int, tuple[Sampled, ...] | None], ...]
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a state
@@ -69,19 +71,20 @@ def draw(logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts
 
 
 class Microbatch:
-    """Slots first_slot to first_slot + B: the host's mirror, and what lies on the last stage's first device."""
+    """Slots first_slot to first_slot + B: the host's mirror, and what lies where their tokens are drawn."""
 
-    def __init__(self, first_slot: int, size: int, max_pages: int, vocab_size: int, device: Device) -> None:
-        self.first_slot, self.size, self.device = first_slot, size, device
+    def __init__(self, first_slot: int, size: int, max_pages: int, vocab_size: int, put: Put) -> None:
+        """put: brings host arrays there."""
+        self.first_slot, self.size, self.put = first_slot, size, put
         self.table = np.zeros((size, max_pages), np.int32)
         self.enabled = np.zeros(size, np.int32)
         self.sampling: list[SamplingParams | None] = [None] * size
         self.rows = SamplingRows(size)
-        self.metadata = self.rows.on(device)
-        self.state = jax.device_put(np.zeros((4, size), np.int32), device)
+        self.metadata = self.rows.on(put)
+        self.state = put(np.zeros((4, size), np.int32))
         empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
-        self.counts = Counts(*jax.device_put(empty, device))
-        self.tables: dict[Submesh, Array] = {}  # page tables as last sent, all of one width
+        self.counts = Counts(*put(empty))
+        self.tables: dict[Submesh | RingMesh, Array] = {}  # page tables as last sent, all of one width
 
     def take(self, plan: DecodeRows) -> np.ndarray | None:
         """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
@@ -108,12 +111,25 @@ class Microbatch:
         self.rows.set(row, admission.sampling, admission.position - admission.num_output + 1)
         delta[:ENABLED, row] = admission.token, admission.position, 1
 
-    def table_on(self, submesh: Submesh, width: int) -> Array:
+    def table_on(self, submesh: Submesh | RingMesh, width: int) -> Array:
         """i32[B, width] on every shard of `submesh`; sent only if it changed since."""
         held = self.tables.get(submesh)
         if held is None or held.shape[1] != width:
             held = self.tables[submesh] = submesh.put(self.table[:, :width].copy())
         return held
+
+    def send_changes(self, plan: DecodeRows, steer: Program, set_row: Callable[..., Counts]) -> None:
+        """What the plan changes goes there, as one small delta; nothing in steady state."""
+        delta = self.take(plan)
+        if delta is not None:
+            self.state = steer(self.state, self.put(delta))
+        if plan.admit:
+            self.metadata = self.rows.on(self.put)
+        for admission in plan.admit:
+            if admission.sampling.penalised:
+                history = history_rows(admission.history, self.counts.prompt.shape[1])
+                row = self.put((np.asarray(admission.slot - self.first_slot, np.int32), *history))
+                self.counts = set_row(self.counts, *row)
 
     def asked(self, active: Sequence[int]) -> list[SamplingParams]:
         found = [self.sampling[slot - self.first_slot] for slot in active]
@@ -163,18 +179,17 @@ class Decoder(DrawPrograms):
     def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
         super().__init__()
         self.layer_groups, self.config = layer_groups, config
-        self.device = layer_groups[-1].submesh.reader  # where tokens are drawn, by every process for itself
+        put = partial(jax.device_put, device=layer_groups[-1].submesh.reader)  # each process draws for itself
         size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
         self.microbatches = [
-            Microbatch(index * size, size, max_pages, vocab_size, self.device)
-            for index in range(config.num_microbatches)
+            Microbatch(index * size, size, max_pages, vocab_size, put) for index in range(config.num_microbatches)
         ]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         """The microbatch as the step finds it: what changes is sent."""
         assert not plan.widths or max(plan.widths) == 1, "no program verifies a draft"
         batch = self.microbatches[plan.microbatch]
-        self._send_changes(batch, plan)
+        batch.send_changes(plan, self.steer, self.set_row)
         return batch
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
@@ -192,20 +207,6 @@ class Decoder(DrawPrograms):
         for array in (tokens, *(logprobs or ())):
             array.copy_to_host_async()
         return PendingRows(plan, batch.first_slot, tokens, wanted, logprobs)
-
-    def _send_changes(self, batch: Microbatch, plan: DecodeRows) -> None:
-        delta = batch.take(plan)
-        if delta is not None:
-            batch.state = self.steer(batch.state, jax.device_put(delta, self.device))
-        if plan.admit:
-            batch.metadata = batch.rows.on(self.device)
-        for admission in plan.admit:
-            if admission.sampling.penalised:
-                row = (
-                    np.int32(admission.slot - batch.first_slot),
-                    *history_rows(admission.history, batch.counts.prompt.shape[1]),
-                )
-                batch.counts = self.set_row(batch.counts, *jax.device_put(row, self.device))
 
     def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
         if all(is_plain(sampling) for sampling in asked):

@@ -44,8 +44,9 @@ class ExpertLoad:
     """Of the layers `layers` of one worker's layer group, since it began. Counts leave on one thread and are read by
     any."""
 
-    def __init__(self, layers: Sequence[int], experts: Experts | None) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, layers: Sequence[int], experts: Experts | None, rows: Sequence[int] | None = None) -> None:
+        """rows: of a ring's counts, [1, places with experts, experts], those of its layers."""
+        self.layers, self._rows = tuple(layers), rows
         shape = len(self.layers), experts.number if experts else 0
         self._tokens, self._busiest = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
         self._leaving: deque[Array] = deque()
@@ -67,7 +68,7 @@ class ExpertLoad:
     def read(self, taken: Sequence[Array]) -> None:
         """Adds them up; blocks until they are on the host."""
         for each in taken:
-            counts = np.asarray(each)
+            counts = np.asarray(each) if self._rows is None else np.asarray(each)[0, list(self._rows)]
             with self._lock:
                 self._tokens += counts
                 self._busiest += counts.max(axis=1)

@@ -21,6 +21,7 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
+from jdisagg.core.stages import ring_cut
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
@@ -29,10 +30,12 @@ from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.programs import ProgramTable, submeshes_of, transfer_programs_of
+from jdisagg.engine.ring_declarations import RingTable
+from jdisagg.engine.ring_runner import Ring, RingRunner
 from jdisagg.engine.runner import Runner
 from jdisagg.engine.warmup import Progress, null_batch, run_null
 from jdisagg.kv.error_monitor import ErrorMonitor
-from jdisagg.kv.pools import StagePages
+from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import (
     LandedKV,
     PackedKV,
@@ -42,7 +45,9 @@ from jdisagg.kv.shipping import (
     pack_pages,
     ship_pages,
 )
+from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
+from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Device, shards_here
 
 TIMINGS = 3  # of one pack; the least counts
@@ -106,17 +111,38 @@ class MeshExecutor:
         stage-major. KV pages have the layout's dtype.
         """
         self.config, self.model = config, model
-        submeshes = submeshes_of(config.role, len(layers), devices)
-        self.layer_groups = [
-            LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype, weights)
-            for run, submesh in zip(layers, submeshes, strict=True)
-        ]
-        self.transfer_programs = transfer_programs_of(config, submeshes)
         self.error_monitor = ErrorMonitor(config.error_bound)
-        self.runner = Runner(self.layer_groups, config, model.vocab_size)
-        owners = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
-        self.table = ProgramTable(config, model, layout, dtype, *owners)
+        self.ring: Ring | None = None
+        if config.ring_stages > 1:
+            cut, mesh = ring_cut(model, config.ring_stages), RingMesh(devices, config.ring_stages)
+            assert tuple(layers) == cut.runs, (layers, cut.runs)
+            params = load_ring(source, model, cut, mesh, dtype, weights)
+            self.ring = Ring(config, model, layout, cut, mesh, params)
+            self.layer_groups: list[Any] = list(self.ring.stages)
+        else:
+            submeshes = submeshes_of(config.role, len(layers), devices)
+            self.layer_groups = [
+                LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype, weights)
+                for run, submesh in zip(layers, submeshes, strict=True)
+            ]
+        self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
+        self.runner = self._runner()
+        owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
+        self.table = (
+            ProgramTable(config, model, layout, dtype, *owners)
+            if self.ring is None
+            else RingTable(config, model, layout, dtype, *owners, ring=self.ring)
+        )
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
+
+    def _runner(self) -> Runner | RingRunner:
+        if self.ring is not None:
+            return RingRunner(self.ring, self.config)
+        return Runner(self.layer_groups, self.config, self.model.vocab_size)
+
+    def owner(self, declared: DeclaredProgram) -> Any:
+        """What holds the weights and pools that the program reads: a layer group, or the ring behind its stages."""
+        return self.ring if declared.stage == len(self.layer_groups) else self.layer_groups[declared.stage]
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         return self.runner.run(plan, group_done)
@@ -149,7 +175,7 @@ class MeshExecutor:
         self.runner.gates.inserted(shipment.transfer)
 
     @property
-    def pages(self) -> list[StagePages]:
+    def pages(self) -> list[PagesOfStage]:
         """The KV pages of each layer group, in layer order."""
         return [group.kv for group in self.layer_groups]
 
@@ -175,10 +201,11 @@ class MeshExecutor:
         for peer in peers:
             declared += [(self, each) for each in self.table.departures(peer.table.shapes)]
             declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]
+        declared = [each for each in declared if each[1].submesh.local_devices]  # the others are other processes'
         cold = {each.key: (machine, each) for machine, each in declared if each.key not in machine.warmed}
         for done, (key, (machine, each)) in enumerate(cold.items()):
             progress(each.label if machine is self else f"{machine.config.worker} {each.label}", done, len(cold))
-            jax.block_until_ready(run_null(machine.layer_groups[each.stage], each, null_batch(each)))
+            jax.block_until_ready(run_null(machine.owner(each), each, null_batch(each)))
             machine.warmed[key] = each
         progress("ready", len(cold), len(cold))
 
@@ -211,6 +238,8 @@ class MeshExecutor:
         return sum(program.num_compiled for program in self.table.owned)
 
     def figures(self) -> Figures:
+        if self.ring is not None:
+            return Figures(self.ring.params.num_bytes, self.ring.kv.num_bytes, self.num_compiled)
         return Figures(
             sum(group.params.num_bytes for group in self.layer_groups),
             sum(group.kv.num_bytes for group in self.layer_groups),

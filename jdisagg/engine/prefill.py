@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -184,7 +185,8 @@ class Prefiller(FirstDrawPrograms):
             positions[row] = chunk.start + len(chunk.tokens)
             rows.set(row, chunk.sampling, int(positions[row]) - chunk.num_output)
         counts = self._counts(last)
-        return self.pick(logits, rows.on(self.device), counts, jax.device_put(positions, self.device))
+        put = partial(jax.device_put, device=self.device)
+        return self.pick(logits, rows.on(put), counts, put(positions))
 
     def _zero_counts(self) -> tuple[np.ndarray, np.ndarray]:
         shape = (self.config.max_chunk_seqs, self.vocab_size)

@@ -117,7 +117,7 @@ class ProgramTable:
             batch,
             group.submesh,
             group.layers,
-            _abstract(group.params.leaves),
+            abstract(group.params.leaves),
             [self._pool(group.submesh)] * len(group.layers),
             (group.is_first, group.is_last, windows),
             self._activation_bytes(rows, group.submesh.tp) + (logit_bytes(self.model, rows) if gathers else 0),
@@ -132,7 +132,7 @@ class ProgramTable:
             batch = (*(whole(group.submesh, shape) for shape in ints), self._activations(group, tokens))
             yield self._layers("prefill", stage, tokens, tokens, group.prefill_program, batch)
         last, stage = self.layer_groups[-1], len(self.layer_groups) - 1
-        submesh, weights = last.submesh, _abstract(last.params.leaves)
+        submesh, weights = last.submesh, abstract(last.params.leaves)
         x = whole(submesh, (tokens, self.model.hidden_size), self.dtype)
         ends = [("head", last.head_program, sequences)]
         if self.config.role.prefills:  # a decode worker computes the ends of prompts, and scores none
@@ -273,7 +273,7 @@ def _gathers(group: LayerGroupPrograms) -> dict[str, int]:
     return {"all-gather": 1} if shards > 1 and group.config.vocab_size % shards == 0 else {}
 
 
-def _abstract(arrays: Any) -> Any:
+def abstract(arrays: Any) -> Any:
     """The same as shapes where they lie; those that are shapes already may say how as well."""
 
     def shape_of(each: Any) -> jax.ShapeDtypeStruct:

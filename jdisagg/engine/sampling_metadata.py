@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from jdisagg.core.events import Sampled
@@ -28,8 +28,8 @@ from jdisagg.engine.sampling import (
     TOP_P,
     SamplingMetadata,
 )
-from jdisagg.parallel.submesh import Device
 
+Put = Callable[[Any], Any]  # host arrays (a pytree) -> the same on devices
 LARGEST = np.iinfo(np.int32).max
 
 
@@ -66,9 +66,9 @@ class SamplingRows:
             sampling.frequency_penalty,
         )
 
-    def on(self, device: Device) -> SamplingMetadata:
-        """A device copy; of copies, because a put may adopt its buffer and these rows will be written again."""
-        return SamplingMetadata(*jax.device_put((self.ints.copy(), self.floats.copy()), device))
+    def on(self, put: Put) -> SamplingMetadata:
+        """Where `put` brings them; of copies, because it may adopt its buffer and these rows will be written again."""
+        return SamplingMetadata(*put((self.ints.copy(), self.floats.copy())))
 
 
 def history_rows(history: History, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

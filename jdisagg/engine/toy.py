@@ -167,7 +167,7 @@ class ToyExecutor:
     def _drawn(
         self, rows: DecodeRows | None, seen: dict[int, list[list[int]]]
     ) -> tuple[tuple[int, tuple[Sampled, ...] | None], ...]:
-        """A row that may draw more than one token draws as many of a draft as its position says."""
+        """A row that may draw more than one token draws one a turn, or as many of a draft as its position says."""
         if rows is None:
             return ()
         widths = rows.widths or (1,) * len(rows.active)
@@ -178,7 +178,7 @@ class ToyExecutor:
 
     def _draw(self, row: ToySlot, tokens: list[int], width: int) -> tuple[Sampled, ...]:
         drawn = [_advance(row, tokens, self.law)]
-        for _ in range(row.position % width):
+        for _ in range(width - 1 if self.config.decode_turns > 1 else row.position % width):
             if row.stopped:
                 break
             for group in self.groups:

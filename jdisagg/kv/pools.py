@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,6 +19,21 @@ POOL_SPEC = PartitionSpec(None, AXIS)
 def pool_format(submesh: Submesh) -> Format:
     """A page is one run of memory: kernels take pools so, and would get a copy of one that is laid out otherwise."""
     return submesh.row_major(POOL_SPEC, 5)
+
+
+class PagesOfStage(Protocol):
+    """What shipments need of one stage: layers `layers` of the model on `submesh`; pools[i] holds layer layers[i]."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def layers(self) -> range: ...
+    @property
+    def submesh(self) -> Submesh: ...
+    @property
+    def pools(self) -> list[Array]: ...
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class StagePages:

@@ -24,7 +24,7 @@ from jdisagg.core.reshard import HeadPlan, Move, PageGroup, StageShape, narrower
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
-from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
+from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, pool_format
 from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, shards_here
 from pallas_kernels.platforms import traced_for
 
@@ -124,12 +124,12 @@ class PackedKV:
         return [shards_here(kind[each.index]).get(each.shard) for kind in self.slices if kind for each in row]
 
 
-def shapes_of(stages: Sequence[StagePages]) -> tuple[StageShape, ...]:
+def shapes_of(stages: Sequence[PagesOfStage]) -> tuple[StageShape, ...]:
     return tuple(StageShape(each.layers, each.submesh.tp, each.layout.page_size, each.layout.dtype) for each in stages)
 
 
 def pack_pages(
-    source: Sequence[StagePages],
+    source: Sequence[PagesOfStage],
     programs: dict[Submesh, TransferPrograms],
     shapes: Sequence[StageShape],
     source_pages: Sequence[int],
@@ -148,6 +148,8 @@ def pack_pages(
     packed = []
     for move in plan.moves:
         held = source[move.route.source_stage]
+        if not held.submesh.local_devices:
+            continue  # another process packs it
         kind = wire if monitor is None or monitor.allows(move.route.layers) else RAW
         slices = _pack(held, programs[held.submesh], move, source_pages, kind)
         if monitor is not None and kind != RAW:
@@ -158,7 +160,7 @@ def pack_pages(
 
 
 def _pack(
-    held: StagePages, programs: TransferPrograms, move: Move, source_pages: Sequence[int], wire: str
+    held: PagesOfStage, programs: TransferPrograms, move: Move, source_pages: Sequence[int], wire: str
 ) -> HeadSlices:
     route, span = move.route, move.span
     pools = held.pools[route.layers.start - held.layers.start : route.layers.stop - held.layers.start]
@@ -167,9 +169,9 @@ def _pack(
 
 
 def ship_pages(
-    source: Sequence[StagePages],
+    source: Sequence[PagesOfStage],
     programs: dict[Submesh, TransferPrograms],
-    destination: Sequence[StagePages],
+    destination: Sequence[PagesOfStage],
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: tuple[int, int] | None = None,
@@ -179,7 +181,8 @@ def ship_pages(
     """Packs as `pack_pages` and starts all on its way to stages of this process; the second result is at the source."""
     shapes = shapes_of(destination)
     packed = pack_pages(source, programs, shapes, source_pages, destination_pages, layers, wire, monitor)
-    return [send(each, destination[each.stage]) for each in packed], packed
+    here = [each for each in packed if destination[each.stage].submesh.local_devices]
+    return [send(each, destination[each.stage]) for each in here], packed
 
 
 def null_lists(group: PageGroup, groups: int) -> tuple[list[int], list[int]]:
@@ -212,7 +215,7 @@ def slice_shapes(
 
 
 def check_landed(
-    stages: Sequence[StagePages], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
+    stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
 ) -> list[Array]:
     """Starts to compare digests and errors: bool[tp] for each that came with some. `programs`: the destination's."""
     verdicts = [programs[stages[each.stage].submesh].check(each) for each in landed]
@@ -220,7 +223,7 @@ def check_landed(
 
 
 def insert_landed(
-    stages: Sequence[StagePages], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
+    stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
 ) -> None:
     """Scatters what has landed into the pools of its stages, in place. `programs`: the destination's."""
     for each in landed:
@@ -229,7 +232,7 @@ def insert_landed(
         stage.pools[layers] = programs[stage.submesh].insert(stage.pools[layers], each)
 
 
-def send(packed: PackedKV, stage: StagePages) -> LandedKV:
+def send(packed: PackedKV, stage: PagesOfStage) -> LandedKV:
     """Starts every array on its way to its destination device, shards as they are in one put; returns at once.
 
     Of a stage that spans processes, to the shards of this one.
@@ -249,7 +252,7 @@ class Seats:
     padding: list[list[bool]]  # [shard][array]: no array comes for it
 
     @staticmethod
-    def of(stage: StagePages, width: int, kinds: int) -> Seats:
+    def of(stage: PagesOfStage, width: int, kinds: int) -> Seats:
         """At a stage whose shards take `width` arrays each, of so many kinds."""
         padded = padded_slices(stage.layout.num_kv_heads, stage.submesh.tp, width // kinds)
         return Seats(stage.submesh, [row * kinds for row in padded])

@@ -7,7 +7,7 @@ Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, an
 heads or channels, some have zeros behind their part (see `core/tensor_cut.py`), which add nothing to any sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -143,6 +143,22 @@ def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[
         leaves["norm.scale"] = Leaf((Part("model.norm.weight", (config.hidden_size,)),))
         cut = Channels(config.vocab_size) if vocab_shards > 1 else None
         leaves["head"] = Leaf((Part(name, table, cut),), axis=0 if cut else None)
+    return leaves
+
+
+def ring_leaves(config: ModelConfig, numbers: Sequence[int]) -> dict[str, Leaf]:
+    """Every leaf of a stage of a ring with these layers of the model at its places. Embedding and head are cut over the
+    shards of the whole ring."""
+    table, cut = (config.vocab_size, config.hidden_size), Channels(config.vocab_size)
+    name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    leaves = {
+        "embed": Leaf((Part("model.embed_tokens.weight", table, cut),), axis=0),
+        "head": Leaf((Part(name, table, cut),), axis=0),
+        "norm.scale": Leaf((Part("model.norm.weight", (config.hidden_size,)),)),
+    }
+    for place, layer in enumerate(numbers):
+        for path, leaf in layer_leaves(config, f"model.layers.{layer}").items():
+            leaves[f"layers.{place}.{path}"] = leaf
     return leaves
 
 

@@ -8,9 +8,10 @@ names the mesh axis that sums them.
 Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,35 +112,51 @@ class Layer(nnx.Module):
         return x + normed(self.mlp_out_norm, made)
 
 
+class Vocabulary(NamedTuple):
+    """The vocabulary cut evenly over axes of a mesh, rows behind its end being padding."""
+
+    axes: tuple[str, ...]
+    shards: int
+
+    def rows(self, vocab_size: int) -> int:
+        """Of one shard."""
+        return -(-vocab_size // self.shards)
+
+
 class Stage(nnx.Module):
-    """Layers `layers.start` to `layers.stop` as one shard of `tp` sees them.
+    """Layers `layers.start` to `layers.stop` as one shard of `tp` sees them; or those at the places of a ring's stage.
 
     The embedding [V, hidden] is whole on every shard; the head [V / tp, hidden] is split where the vocabulary divides.
     Tied weights are one leaf only where one shard holds both ends of the model; elsewhere the head is a second leaf.
+    A ring has both ends spread over all its shards, and tied they are one leaf.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        layers: range,
+        layers: Sequence[int],
         *,
         tp: int = 1,
         axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        spread: Vocabulary | None = None,
     ):
-        self.config, self.first, self.axis = config, layers.start, axis
-        last = layers.stop == config.num_layers
-        self.vocab_shards = tp if config.vocab_size % tp == 0 else 1
-        has_head = last and not (config.tie_embeddings and layers.start == 0 and self.vocab_shards == 1)
+        """`layers`: a run of them, or with `spread`, of a ring, one for each place."""
+        self.config, self.numbers, self.spread = config, tuple(layers), spread
+        first, last = spread is not None or layers[0] == 0, spread is not None or layers[-1] == config.num_layers - 1
+        shards = tp if config.vocab_size % tp == 0 else 1
+        self.head_cut = spread or Vocabulary(() if axis is None else (axis,), shards)
+        has_head = last and not (config.tie_embeddings and first and (spread is not None or shards == 1))
 
         def table(shape: tuple[int, int]) -> nnx.Param:
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
-        self.embed = table((config.vocab_size, config.hidden_size)) if layers.start == 0 else None
+        rows = config.vocab_size if spread is None else spread.rows(config.vocab_size)
+        self.embed = table((rows, config.hidden_size)) if first else None
         self.layers = nnx.List([Layer(config, each, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for each in layers])
         self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
-        self.head = table((config.vocab_size // self.vocab_shards, config.hidden_size)) if has_head else None
+        self.head = table((self.head_cut.rows(config.vocab_size), config.hidden_size)) if has_head else None
         self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], of int8 and fp8
         self.dtype, self.head_form = dtype, MatrixForm(True)
 
@@ -169,7 +186,7 @@ class Stage(nnx.Module):
     def matrices(self) -> dict[str, Weight]:
         """By layer of the model and place in it, as "11.attention.qkv"."""
         return {
-            ".".join(map(str, (self.first + index, *path))): module
+            ".".join(map(str, (self.numbers[index], *path))): module
             for index, layer in enumerate(self.layers)
             for path, module in nnx.iter_modules(layer)
             if isinstance(module, Weight)
@@ -177,25 +194,40 @@ class Stage(nnx.Module):
 
     def attention(self, layer: int) -> AttentionOptions:
         """How a layer attends, by its place in the stage."""
-        return self.config.attention(self.first + layer)
+        return self.config.attention(self.numbers[layer])
 
     def embed_tokens(self, tokens: Array) -> Array:
         """i32[...] -> [..., hidden]."""
         assert self.embed is not None, "only the first stage embeds"
-        x = self.embed[...][tokens].astype(self.dtype)
+        x = self._embedded(tokens).astype(self.dtype)
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
-    def run_layers(self, x: Array, positions: Array, attend: Attend, routed: Routed | None = None) -> Array:
+    def _embedded(self, tokens: Array) -> Array:
+        """Rows of the table: of one that is spread, each from the shard that has it; all others give zeros."""
+        assert self.embed is not None
+        table = self.embed[...]
+        if self.spread is None:
+            return table[tokens]
+        row = tokens - jax.lax.axis_index(self.spread.axes) * table.shape[0]
+        here = (row >= 0) & (row < table.shape[0])
+        rows = table[jnp.where(here, row, 0)]
+        return jax.lax.psum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), self.spread.axes)
+
+    def run_layers(
+        self, x: Array, positions: Array, attend: Attend, routed: Routed | None = None, held: Array | None = None
+    ) -> Array:
         """[..., hidden] -> [..., hidden]; `positions` is i32[...]. routed: is told of each layer with experts in turn
-        to which of them the tokens are sent, i32[tokens, experts a token]."""
+        to which of them the tokens are sent, i32[tokens, experts a token]. held: bool[layers], of a ring: which places
+        of this stage are no padding."""
         config = self.config
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         far = near = rotations(positions, inverse_frequencies(config), factor)
         if config.local_rope_theta is not None:
             near = rotations(positions, inverse_frequencies(config, local=True))
         for index, layer in enumerate(self.layers):
-            x = layer(x, far if config.window(self.first + index) is None else near, index, attend, routed)
+            y = layer(x, far if config.window(self.numbers[index]) is None else near, index, attend, routed)
+            x = y if held is None else jnp.where(held[index], y, x)
         return x
 
     def logits(self, x: Array) -> Array:
@@ -205,8 +237,9 @@ class Stage(nnx.Module):
         assert head is not None
         x = self.norm(x)
         y = scored(x, head[...]) if self.head_scale is None else self._scaled_scores(x, head[...])
-        if self.axis is not None and self.vocab_shards > 1:
-            y = jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
+        if self.head_cut.axes and self.head_cut.shards > 1:
+            y = jax.lax.all_gather(y, self.head_cut.axes, axis=y.ndim - 1, tiled=True)
+        y = y if y.shape[-1] == self.config.vocab_size else y[..., : self.config.vocab_size]
         return soft_capped(y, self.config.final_soft_cap)
 
     def _scaled_scores(self, x: Array, head: Array) -> Array:

@@ -4,7 +4,7 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 `Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model.experts import MATRICES, ExpertMLP
 from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
-from jdisagg.model.network import Stage, Weight
+from jdisagg.model.network import Stage, Vocabulary, Weight
 from jdisagg.model.products import MatrixForm, layout_of
 from jdisagg.model.shards import channel_scales, scaled_shard, shard_of_leaf
 from jdisagg.model.sources import FLOATS, Source
@@ -80,18 +80,22 @@ class StageParams:
 
 def abstract_stage(
     config: ModelConfig,
-    layers: range,
+    layers: Sequence[int],
     tp: int,
     axis: str | None,
     dtype: DTypeLike,
     weights: WeightFormat = AS_MADE,
     out_first: bool = False,
+    spread: Vocabulary | None = None,
 ) -> AbstractStage:
-    """The stage of `layers` as one of `tp` shards sees it, its matrices in the form asked for; nothing is allocated."""
-    assert layers.step == 1 and 0 <= layers.start < layers.stop <= config.num_layers, layers
+    """The stage of `layers` as one of `tp` shards sees it, its matrices in the form asked for; nothing is allocated.
+
+    spread: of a ring, see `network.Stage`.
+    """
+    assert len(layers) and 0 <= min(layers) <= max(layers) < config.num_layers, layers
 
     def formed() -> Stage:
-        stage = Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0))
+        stage = Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0), spread=spread)
         stage.become(weights, out_first)
         return stage
 
@@ -145,11 +149,11 @@ def load_stage(
     mesh's platform wants them.
     Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
     """
-    _check_depth(source, config, layers)
+    check_depth(source, config, layers)
     outline, abstract, rules = _outline(config, layers, mesh, dtype, weights, out_first)
-    _check(source, rules)
+    check_leaves(source, rules)
     named = zip(abstract.paths, rules, outline.leaves, strict=True)
-    leaves = [_load_leaf(_shards(source, abstract, path, rule, mesh.size, leaf), rule, leaf, mesh.size)
+    leaves = [_load_leaf(shards_of(source, abstract, path, rule, mesh.size, leaf), rule, leaf, mesh.size)
               for path, rule, leaf in named]  # fmt: skip
     return replace(outline, leaves=leaves)
 
@@ -191,19 +195,19 @@ def _outline(
 def check_tensors(source: Source, config: ModelConfig) -> None:
     """Every tensor of the whole model is in `source`. Raises `MissingTensor`, `WrongShape`, `WrongDtype`."""
     layers = range(config.num_layers)
-    _check_depth(source, config, layers)
+    check_depth(source, config, layers)
     table = stage_leaves(config, layers, 1)
-    _check(source, [table[path] for path in abstract_stage(config, layers, 1, None, jnp.float32).paths])
+    check_leaves(source, [table[path] for path in abstract_stage(config, layers, 1, None, jnp.float32).paths])
 
 
-def _check_depth(source: Source, config: ModelConfig, layers: range) -> None:
+def check_depth(source: Source, config: ModelConfig, layers: range) -> None:
     """Every layer is there, as its first norm tells: drawing a network of hundreds of them takes minutes."""
     for name in (first_tensor(config, layer) for layer in layers):
         if source.shape(name) is None:
             raise MissingTensor(f"tensor {name} is not in {source.place}")
 
 
-def _check(source: Source, rules: list[Leaf]) -> None:
+def check_leaves(source: Source, rules: list[Leaf]) -> None:
     """Every tensor is there with its shape and holds real numbers, before the first byte is read."""
     for part in (part for rule in rules for part in rule.parts):
         found = source.shape(part.name)
@@ -243,7 +247,7 @@ def _load_leaf(shard_of: Callable[[int], np.ndarray], rule: Leaf, leaf: jax.Shap
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard_at))
 
 
-def _shards(
+def shards_of(
     source: Source, abstract: AbstractStage, path: str, rule: Leaf, tp: int, leaf: jax.ShapeDtypeStruct
 ) -> Callable[[int], np.ndarray]:
     """What makes one shard of a leaf on the host."""

@@ -7,6 +7,8 @@ layers takes minutes to draw.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.stages import RingCut
 from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.network import Stage
+from jdisagg.model.network import Stage, Vocabulary
 from jdisagg.model.products import MatrixForm
+from jdisagg.model.ring_params import alike
 
 SCALE_BYTES = 4  # of an output channel, f32
 
@@ -32,6 +36,17 @@ def shard_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, w
     return found + norm + head
 
 
+def ring_shard_bytes(config: ModelConfig, cut: RingCut, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
+    """Of all that one device of a ring holds, padding included: a layer a place, and its share of both tables."""
+    rows = Vocabulary((), cut.num_stages * tp).rows(config.vocab_size)
+    share = replace(config, vocab_size=rows)
+    tables = _table_bytes(share, dtype, weights)
+    if not _is_embedding(config, 1, weights):
+        tables += _head_bytes(share, 1, dtype, weights)
+    norm = jnp.dtype(dtype).itemsize * config.hidden_size
+    return _layers_bytes(config, cut.numbers, tp, dtype, alike(weights, cut)) + tables + norm
+
+
 def number_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> float:
     """Of the mean number that is multiplied by: of the layers, and behind the last of the head, tied or not."""
     held = _layers_bytes(config, layers, tp, dtype, weights)
@@ -41,7 +56,7 @@ def number_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, 
     return held / numbers
 
 
-def _layers_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
+def _layers_bytes(config: ModelConfig, layers: Sequence[int], tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
     kinds = Counter((config.is_sparse(layer), _kept(weights, layer)) for layer in layers)
     first = {(config.is_sparse(layer), _kept(weights, layer)): layer for layer in reversed(layers)}
     return sum(count * _layer_bytes(config, first[kind], tp, dtype, weights) for kind, count in kinds.items())

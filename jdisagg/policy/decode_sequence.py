@@ -68,7 +68,7 @@ class DecodeSequence:
     output: list[int] = field(default_factory=list[int])  # tokens of this attempt, as read
     first: Sampled | None = None  # known from COMMIT on
     dispatched: int = 0  # output tokens drawn, and those that steps in flight may draw
-    in_flight: int = 0  # steps; each draws a token at least
+    in_flight: int = 0  # tokens that steps in flight draw at least, unless they stop
     slot: int | None = None
     on_device: bool = False  # its admission has been dispatched
     stepped: bool = False  # a decoded token has been read
@@ -113,19 +113,19 @@ class DecodeSequence:
         self.output.append(manifest.first.token)
         self.dispatched = 1
 
-    def dispatch(self, width: int) -> None:
-        """A step that draws up to `width` tokens of it is under way."""
+    def dispatch(self, width: int, least: int) -> None:
+        """A step that draws up to `width` tokens of it, and `least` unless one of them is its last, is under way."""
         self.on_device = True
-        self.in_flight += 1
+        self.in_flight += least
         self.dispatched += width
 
     def step_back(self) -> None:
         """What its steps in flight draw is nobody's: it decodes from where it was when it came."""
         self.slot, self.on_device, self.dispatched, self.in_flight = None, False, 1, 0
 
-    def read(self, width: int, drawn: int) -> None:
+    def read(self, width: int, least: int, drawn: int) -> None:
         """One of its steps ended, which could have drawn `width` tokens."""
-        self.in_flight -= 1
+        self.in_flight -= least
         self.dispatched -= width - drawn
 
     def renew(self, now_s: float) -> None:

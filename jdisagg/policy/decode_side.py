@@ -48,6 +48,11 @@ class DecodeSide:
         return len(self._ready)
 
     @property
+    def expects(self) -> bool:
+        """Whether a sequence is held for whose KV is still to come."""
+        return any(not admitted(sequence) for sequence in self.sequences.values())
+
+    @property
     def reservable_pages(self) -> int:
         """Pages to be had, less one for each sequence that may still grow."""
         growing = sum(self._may_grow(sequence) for sequence in self.sequences.values())

@@ -9,7 +9,7 @@ slot has its row in it, taken or not, so that a prompt is cut at the same tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jdisagg.core.events import RunStep
@@ -23,6 +23,11 @@ from jdisagg.policy.planning import choose_victim
 from jdisagg.policy.prefill_side import PrefillSide
 
 Row = tuple[int, DecodeSequence]  # its slot, and who sits there
+
+
+def left_of(sequence: DecodeSequence) -> int:
+    """Tokens that its next step may draw at most: none where those in flight, were all accepted, would be its last."""
+    return sequence.sampling.max_tokens - sequence.dispatched
 
 
 class Scheduler:
@@ -85,7 +90,7 @@ class Scheduler:
         widths = dict(zip(rows.active, rows.widths, strict=True)) if rows.widths else dict.fromkeys(rows.active, 1)
         self.decode_side.steps[step_id] = Step(rows.microbatch, sequences, rows.retire, widths)
         for slot, sequence in sequences.items():
-            sequence.dispatch(widths[slot])
+            sequence.dispatch(widths[slot], self.config.least_drawn(widths[slot]))
             if sequence.drained:
                 self.decode_side.drain(sequence)
 
@@ -98,13 +103,14 @@ class Scheduler:
 
     def _rows(self, microbatch: int) -> DecodeRows | None:
         seated = [(slot, sequence) for slot, sequence in self.slots.seated(microbatch) if self._may_draw(sequence)]
-        if self.shared.available < len(seated) * self._pages_at_most:
+        most = self._most([sequence for _, sequence in seated])
+        if self.shared.available < len(seated) * self.config.pages_for(most):
             seated.sort(key=lambda each: each[1].order)  # the best takes pages first: it is never its inferiors' victim
         grants: list[PageGrant] = []
-        active = sorted((row for row in seated if self._has_room(row, grants)), key=lambda each: each[0])
+        active = sorted((row for row in seated if self._has_room(row, most, grants)), key=lambda each: each[0])
         if not active:
             return None
-        longest = max(self._end_of(sequence) for _, sequence in active)
+        longest = max(self._end_of(sequence, most) for _, sequence in active)
         return DecodeRows(
             microbatch=microbatch,
             active=tuple(slot for slot, _ in active),
@@ -113,32 +119,48 @@ class Scheduler:
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),
-            widths=tuple(self._width(sequence) for _, sequence in active) if self.config.draft_tokens else (),
+            widths=tuple(min(most, left_of(sequence)) for _, sequence in active) if self._several else (),
         )
+
+    @property
+    def _several(self) -> bool:
+        """Whether rows ever draw more than one token a step."""
+        return self.config.draft_tokens > 0 or self.config.decode_turns > 1
 
     def _may_draw(self, sequence: DecodeSequence) -> bool:
         """One whose next token depends on how its last one is read is held back until it has been."""
-        return self._width(sequence) > 0 and not (sequence.sampling.synchronous and sequence.in_flight)
+        return left_of(sequence) > 0 and not (sequence.sampling.synchronous and sequence.in_flight)
 
-    def _width(self, sequence: DecodeSequence) -> int:
-        """Tokens that its next step may draw: none where those in flight, were all accepted, would be its last."""
-        return min(1 + self.config.draft_tokens, sequence.sampling.max_tokens - sequence.dispatched)
+    def _most(self, seated: Sequence[DecodeSequence]) -> int:
+        """Tokens that a row of the next step may draw: of a draft, or of as many turns as nothing else is wanted for.
 
-    def _end_of(self, sequence: DecodeSequence) -> int:
+        No turn is taken that somebody could use better: with a token that depends on how the last one is read, one;
+        where somebody waits for a slot, until the first is sure to come free; where KV is on its way, a quarter; where
+        pages would have to be had of others, one.
+        """
+        turns = self.config.decode_turns
+        if turns == 1:
+            return 1 + self.config.draft_tokens
+        if not seated or any(sequence.sampling.synchronous for sequence in seated):
+            return 1
+        if self.decode_side.num_ready:
+            turns = min(turns, *(left_of(sequence) for sequence in seated))
+        elif self.decode_side.expects:
+            turns = max(1, turns // 4)
+        ends = [(sequence, self.config.pages_for(self._end_of(sequence, turns))) for sequence in seated]
+        wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
+        return turns if wanted <= self.shared.available else 1
+
+    def _end_of(self, sequence: DecodeSequence, most: int) -> int:
         """KV tokens when its next step is over, at most."""
-        return sequence.num_tokens + sequence.dispatched + self._width(sequence) - 1
-
-    @property
-    def _pages_at_most(self) -> int:
-        """That one row may need for one step."""
-        return self.config.pages_for(1 + self.config.draft_tokens)
+        return sequence.num_tokens + sequence.dispatched + min(most, left_of(sequence)) - 1
 
     # ------------------------------------------------------------ pages
 
-    def _has_room(self, row: Row, grants: list[PageGrant]) -> bool:
+    def _has_room(self, row: Row, most: int, grants: list[PageGrant]) -> bool:
         """Whether the sequence may take this step: it has, or gets, pages for the tokens that the step feeds."""
         slot, sequence = row
-        while sequence.slot == slot and self.config.pages_for(self._end_of(sequence)) > len(sequence.pages):
+        while sequence.slot == slot and self.config.pages_for(self._end_of(sequence, most)) > len(sequence.pages):
             page = self._page_for(sequence)
             if page is None:
                 return False

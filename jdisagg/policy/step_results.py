@@ -15,7 +15,7 @@ class StepResults:
     """Of the decode rows of one worker."""
 
     def __init__(self, decode_side: DecodeSide) -> None:
-        self.decode_side, self.out = decode_side, decode_side.out
+        self.config, self.decode_side, self.out = decode_side.config, decode_side, decode_side.out
 
     def done(self, event: StepDone, now_s: float) -> None:
         step = self.decode_side.steps.pop(event.step_id)
@@ -29,7 +29,7 @@ class StepResults:
             assert drawn, f"slot {slot} masked itself though its sequence goes on"
             self._first_step(sequence, now_s)
             kept, reason = self._until_end(sequence, drawn)
-            sequence.read(step.widths[slot], len(drawn))
+            sequence.read(step.widths[slot], self.config.least_drawn(step.widths[slot]), len(drawn))
             if kept:
                 index = sequence.num_output + len(sequence.output)
                 sequence.output.extend(sampled.token for sampled in kept)

@@ -12,18 +12,18 @@ from typing import Any
 
 from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
-from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.settings import Settings, int_list
-from jdisagg.core.stages import split_layers
+from jdisagg.core.stages import ring_cut, split_layers
 from jdisagg.core.targets import GIB
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
-from jdisagg.model.weight_bytes import shard_bytes
+from jdisagg.model.weight_bytes import ring_shard_bytes, shard_bytes
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
@@ -93,7 +93,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
         raise ConfigError(
             f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
         )
-    layers = split_layers(model, mesh.decode_pp)
+    layers = cut_layers(model, mesh)
     budget = Budget(model, layers, dtype, weights, device_bytes)
     name = settings.served_model_name or name_of(folder)
     workers = tuple(
@@ -108,9 +108,14 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
         )
         for place in mesh.workers()
     )
-    layers = split_layers(model, mesh.decode_pp)
     workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
+    workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers)
+
+
+def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
+    """The layers of each decode stage. Raises MeshError."""
+    return ring_cut(model, mesh.decode_pp).runs if mesh.is_ring else split_layers(model, mesh.decode_pp)
 
 
 def model_fingerprint(deployment: Deployment, settings: Settings) -> str:
@@ -185,7 +190,8 @@ def compression_warnings(settings: Settings) -> list[str]:
 def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
     """One worker's sizes; slots are rounded up to whole microbatches."""
     slots = -(-settings.max_num_seqs // place.pp) * place.pp
-    short = short_tokens(settings, slots // place.pp, page_size) if place.role is Role.DECODE else 0
+    ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
+    short = short_tokens(settings, slots // place.pp, page_size) if place.role is Role.DECODE and not ring else 0
     mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
     pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
@@ -196,7 +202,9 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         page_size=page_size,
         max_model_len=longest,
         num_slots=slots,
-        num_microbatches=place.pp,
+        num_microbatches=1 if ring else place.pp,
+        ring_stages=place.pp if ring else 1,
+        decode_turns=settings.decode_turns if ring else 1,
         prefill_buckets=(short,) if short else chunk_sizes(settings, slots // place.pp if mixed else 0, page_size),
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
@@ -279,6 +287,10 @@ class Budget:
 
         They hold them in as many groups as there are decode stages, and of tied tables one for each end.
         """
+        if place.schedule is Schedule.RING:
+            cut = ring_cut(self.model, place.pp)
+            held = ring_shard_bytes(self.model, cut, place.tp, self.dtype, self.weights)
+            return [(range(len(cut.numbers)), held)]
         groups = [(run, shard_bytes(self.model, run, place.tp, self.dtype, self.weights)) for run in self.layers]
         if place.pp > 1:
             return groups

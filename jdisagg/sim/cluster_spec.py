@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
@@ -42,6 +42,8 @@ class Sizes:
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
         pages = kv_tokens // self.page_size
+        if place.schedule is Schedule.RING:
+            raise ConfigError(f"{place.worker} is a ring of {place.pp}; only stages are priced: say pp{place.pp}")
         if pages < 1:
             raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {self.page_size}")
         return WorkerConfig(

@@ -6,7 +6,7 @@ import jax
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role
-from tests.engine.stacks import GREEDY, HALVES, generate, mixed_prompts, open_machine, tokens_of
+from tests.engine.stacks import GREEDY, HALVES, generate, mixed_prompts, open_machine, open_ring, tokens_of
 
 PROMPTS = mixed_prompts(12, longest=60)
 TURNS = 9
@@ -24,6 +24,16 @@ def tp2() -> list[list[int]]:
     found = jax.devices()
     source = open_machine(Role.PREFILL, HALVES, found[::each])
     destination = open_machine(Role.DECODE, (range(4),), found[each - 1 :: each])
+    source.warm(peers=[destination])
+    destination.warm()
+    rows = generate(source, destination, PROMPTS, TURNS, [SAMPLING[n % len(SAMPLING)] for n in range(len(PROMPTS))])
+    assert [machine.recompiles() for machine in (source, destination)] == [0, 0]
+    return tokens_of(rows)
+
+
+def ring_of_two() -> list[list[int]]:
+    """A stage of a ring in each process. Each prefills all for itself, and brings its own stage the layers it needs."""
+    source, destination = open_machine(Role.PREFILL, HALVES, jax.local_devices()), open_ring(2, 1)
     source.warm(peers=[destination])
     destination.warm()
     rows = generate(source, destination, PROMPTS, TURNS, [SAMPLING[n % len(SAMPLING)] for n in range(len(PROMPTS))])

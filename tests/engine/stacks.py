@@ -18,6 +18,7 @@ from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.stages import ring_cut
 from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -69,6 +70,21 @@ def decode_machine(pp: int, tp: int = 1) -> MeshExecutor:
     machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp * tp :], pp=pp)
     machine.warm()
     return machine
+
+
+def open_ring(
+    pp: int,
+    tp: int = 1,
+    config: ModelConfig = CONFIG,
+    source: Source = SOURCE,
+    devices: Sequence[Device] = (),
+    turns: int = 4,
+    **sizes: Any,
+) -> MeshExecutor:
+    """A cold decode machine whose stages are a ring, on the last devices."""
+    found = devices or jax.devices()[-pp * tp :]
+    sizes = {"ring_stages": pp, "decode_turns": turns, **sizes}
+    return open_machine(Role.DECODE, ring_cut(config, pp).runs, found, config, source, **sizes)
 
 
 @cache
@@ -191,7 +207,10 @@ def transfer(source: MeshExecutor, destination: MeshExecutor, index: int, length
 
 @dataclass
 class Steps:
-    """Dispatches decode steps for sequences 0, 1, ... in slots 0, 1, ... and collects what is drawn."""
+    """Dispatches decode steps for sequences 0, 1, ... in slots 0, 1, ... and collects what is drawn.
+
+    A ring takes as many turns a step as it may.
+    """
 
     machine: MeshExecutor
     drawn: dict[int, list[Sampled | None]] = field(default_factory=dict)
@@ -221,16 +240,18 @@ class Steps:
     def run(self, steps: int, admit: Sequence[Admission] = (), active: Sequence[int] = (), width: int = WIDEST) -> None:
         """`steps` of every microbatch that has an active slot, all dispatched before the first is read."""
         active = active or [admission.slot for admission in admit]
-        size, pending = self.machine.config.slots_per_microbatch, []
-        for step in range(steps):
+        size, pending, turns = self.machine.config.slots_per_microbatch, [], self.machine.config.decode_turns
+        for step in range(-(-steps // turns)):
+            most = min(turns, steps - step * turns)
             for batch in sorted({slot // size for slot in active}):
                 slots = tuple(slot for slot in active if slot // size == batch)
                 new = tuple(each for each in admit if step == 0 and each.slot // size == batch)
-                pending.append(self.machine.run(decode_plan(self.step_id, batch, slots, width, new)))
+                widths = (most,) * len(slots) if turns > 1 else ()
+                pending.append(self.machine.run(decode_plan(self.step_id, batch, slots, width, new, widths=widths)))
                 self.step_id += 1
         for each in pending:
             for slot, drawn in each.read().decode:
-                self.drawn.setdefault(slot, []).append(drawn and drawn[0])
+                self.drawn.setdefault(slot, []).extend(drawn or (None,))
 
 
 def generate(

@@ -35,7 +35,7 @@ def metadata_of(*sampling: SamplingParams, output_start: int = 0) -> SamplingMet
     rows = SamplingRows(len(sampling))
     for row, each in enumerate(sampling):
         rows.set(row, each, output_start)
-    return rows.on(jax.devices()[0])
+    return rows.on(jax.device_put)
 
 
 def no_counts(slots: int) -> Counts:

@@ -191,10 +191,10 @@ class Machine:
     def _draw(
         self, device: Device, slot: int, width: int, void: frozenset[Attempt]
     ) -> tuple[Device, tuple[Sampled, ...] | None]:
-        """A token; of a row that may draw more, as many of a draft as its position says, each fed in its turn."""
+        """A token; of a row that may draw more, one a turn, or as many of a draft as its position says; each is fed."""
         seat, drawn = device.slots[slot], []
         assert seat is not None, "an active slot is empty"
-        accepted = (seat.position + 1) % width
+        accepted = width - 1 if self.config.decode_turns > 1 else (seat.position + 1) % width
         while not seat.stopped and len(drawn) <= accepted:
             if drawn:
                 for stage in range(self.num_groups):

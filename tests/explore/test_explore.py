@@ -116,3 +116,13 @@ def test_rows_as_wide_as_a_draft_go_through_a_fault(fault, also):
 def test_a_row_whose_tokens_are_read_one_by_one_goes_through_a_fault():
     requests = [request(1, max_tokens=4, synchronous=True), request(2, max_tokens=3)]
     assert endings(whole(colocated(2, 1, requests=requests, **MIXED).but(fail=1))) == {"length", "error"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "also"), [("fail", {"error"}), ("cancel", {"abort"}), ("loss", set())])
+def test_turns_of_a_ring_go_through_a_fault(fault, also):
+    """Each step of the decode worker draws up to two tokens a row, and the page of the second is granted with it."""
+    scene = disaggregated(requests=[request(1, max_tokens=4)], transfer=TransferMode.WHOLE)
+    prefill, decode = scene.workers
+    found = whole(replace(scene, workers=(prefill, replace(decode, decode_turns=2))).but(**{fault: 1}))
+    assert endings(found) == {"length"} | also

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from tests.policy.bench import Bench
-from tests.sim.cases import check_outputs, colocated, definition, pair, request, run_all, stopping, worker
+from tests.sim.cases import check_outputs, colocated, definition, pair, request, ring, run_all, stopping, worker
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 from tests.steps import runs_decode, runs_prefill
@@ -98,7 +98,53 @@ def test_a_row_whose_tokens_are_read_one_by_one_is_held_back_and_keeps_nobody_wa
     assert bench.free_pages == 64
 
 
-@pytest.mark.parametrize("cluster", [pair, colocated])
+def widths_of(world: World) -> list[tuple[int, ...]]:
+    return [effect.plan.decode.widths for _, _, effect in world.effects if runs_decode(effect)]
+
+
+def test_a_ring_takes_all_its_turns_where_nothing_can_change_and_no_step_behind_the_last_token():
+    world, each = World(ring(reserve_tokens=64)), request("a", max_tokens=22)
+    run_all(world, [each])
+    assert widths_of(world) == [(4,)] * 5 + [(1,)]
+
+
+def test_a_stop_within_a_rings_turns_ends_the_answer_there():
+    world, each = World(ring()), stopping("b", after=6)
+    run_all(world, [each])
+    assert len(definition(each)) == 6
+
+
+def test_a_ring_takes_one_turn_where_a_token_depends_on_how_the_last_one_is_read():
+    world = World(ring())
+    run_all(world, [request("held", max_tokens=9, synchronous=True), request("free", max_tokens=30)])
+    together = [widths for widths in widths_of(world) if len(widths) == 2]
+    assert together and set(together) == {(1, 1)} and (4,) in widths_of(world)
+
+
+def test_a_ring_stops_for_who_waits_when_the_first_slot_is_sure_to_come_free():
+    bench = Bench(worker("decode-0", Role.DECODE, ring_stages=2, decode_turns=8, num_slots=2, reservations_ahead=2))
+    asked = [request(f"r{n}", max_tokens=6 + 9 * n) for n in range(3)]
+    for each in asked:
+        assert bench.reserve(each)
+    for each in asked:
+        bench.arrive(each)
+        bench.commit(each)
+    bench.read_all()
+    steps = [(run.plan.decode.widths, [each.request_id for each in run.plan.decode.admit]) for run in bench.decode_runs]
+    assert steps[:2] == [((2,), ["r0"]), ((2,), [])], "a quarter of the turns while KV is on its way"
+    assert steps[2:4] == [((1, 1), ["r1"]), ((8, 8), ["r2"])], "the third has the place of the first at once"
+    assert bench.free_pages == 64
+
+
+def test_a_ring_takes_pages_of_nobody_for_turns_that_can_wait():
+    """Three sequences fill the pool; each goes on token by token, and nobody is preempted for tokens to come."""
+    world = World(ring(num_pages=9, reserve_tokens=1, decode_turns=8))
+    asked = [request(f"r{n}", 6, max_tokens=6) for n in range(3)]
+    run_all(world, asked)
+    assert not [effect for _, _, effect in world.effects if "Preempted" in str(type(getattr(effect, "message", None)))]
+
+
+@pytest.mark.parametrize("cluster", [pair, colocated, ring])
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails(cluster, data: st.DataObject):

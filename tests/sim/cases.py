@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.messages import Abort
@@ -31,6 +32,15 @@ def worker(name: str, role: Role, **sizes: Any) -> WorkerConfig:
 
 def pair(**sizes: Any) -> list[WorkerConfig]:
     return [worker("prefill-0", Role.PREFILL, **sizes), worker("decode-0", Role.DECODE, **sizes)]
+
+
+def ring(**sizes: Any) -> list[WorkerConfig]:
+    """A pair whose decode worker is a ring, and takes several turns a step."""
+    sizes = {**sizes, "num_microbatches": 1}
+    drawn = {"decode_turns": 4, **sizes, "ring_stages": 2, "draft_tokens": 0, "mixed_steps": False}
+    one, other = worker("prefill-0", Role.PREFILL, **sizes), worker("decode-0", Role.DECODE, **drawn)
+    other.check()
+    return [replace(one, decode_turns=1), other]
 
 
 def colocated(**sizes: Any) -> list[WorkerConfig]:

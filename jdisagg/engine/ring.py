@@ -1,0 +1,214 @@
+"""Decode as a ring: one program over ("pp", "tp") that takes several turns of every slot, and draws on the devices.
+
+The slots are split into as many microbatches as stages. At each *tick* every stage steps one of them, activations hop
+to the next stage by `ppermute`, and what leaves the last stage is drawn and enters the first one at the next tick:
+after the first pp - 1 ticks no stage stands still. A dispatch of n turns is n * pp + pp - 1 ticks; it ends with nothing
+under way, so that between two of them pages, slots and admissions are as with any other step, at the price of pp - 1
+ticks each. Layers, attention and drawing are those of `stages` (`layer_group.py`, `decode.py`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.stages import RingCut
+from jdisagg.engine.attention import decode_rows, paged_attend
+from jdisagg.engine.decode import ENABLED, MASKED, POSITION, TOKEN, draw, draw_greedy, steered
+from jdisagg.engine.expert_load import Tally
+from jdisagg.engine.layer_group import running
+from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
+from jdisagg.kv.ring_pools import RING_POOL_SPEC, ring_pool_format
+from jdisagg.model.network import Stage
+from jdisagg.model.ring_params import RingParams
+from jdisagg.parallel.ring import RING, RingMesh
+from jdisagg.parallel.submesh import WHOLE, Program
+
+PLAIN, DRAWN, SCORED = "plain", "drawn", "scored"  # what a dispatch draws: argmax, anything, and its logprobs too
+
+
+class Slots(NamedTuple):
+    """What a dispatch knows of all slots, [.., S]; inside a program [.., pp, B]."""
+
+    table: Array  # i32[S, W]
+    state: Array  # i32[4, S], see `decode.py`
+    left: Array  # i32[S]: tokens that each slot may draw in this dispatch
+    turns: Array  # i32[]: the most of them
+    metadata: SamplingMetadata
+    counts: Counts | None  # None where nothing but the argmax is asked for
+
+
+class Drawn(NamedTuple):
+    """What a dispatch makes beside the pages: by turn and slot, and the slots' next state."""
+
+    tokens: Array  # i32[most, S], -1 where nothing was drawn
+    logprobs: tuple[Array, Array, Array] | None  # f32[most, S], i32[most, S, 20], f32[most, S, 20]
+    output: Array | None  # i32[S, V] of the counts
+    state: Array  # i32[4, S]
+
+
+class Carry(NamedTuple):
+    """From tick to tick, on one device."""
+
+    pools: list[Array]
+    x: Array  # [B, hidden]: what this stage is about to take
+    state: Array  # i32[4, pp, B]
+    left: Array  # i32[pp, B]
+    tokens: Array  # i32[most, pp, B]
+    output: Array | None  # i32[pp, B, V]
+    logprobs: tuple[Array, ...]  # [most, pp, B, ...] each
+    load: Array | None  # i32[sparse places, experts]
+
+
+class RingPrograms:
+    """The programs of a ring, whether or not weights and pages exist."""
+
+    def __init__(
+        self, model: ModelConfig, cut: RingCut, ring: RingMesh, params: RingParams, num_slots: int, most_turns: int
+    ) -> None:
+        assert num_slots % ring.pp == 0, (num_slots, ring.pp)
+        self.model, self.cut, self.ring, self.params = model, cut, ring, params
+        self.rows, self.most_turns = num_slots // ring.pp, most_turns
+        self.sparse = [place for place, layer in enumerate(cut.numbers) if model.is_sparse(layer)]
+        self.turns = {kind: self._turns_program(kind) for kind in (PLAIN, DRAWN, SCORED)}
+        self.steer = ring.program(steered, (WHOLE, WHOLE), WHOLE)
+        self.set_row_program = ring.program(with_row_set, (WHOLE,) * 4, WHOLE, donate=(0,))
+
+    @property
+    def programs(self) -> list[Program]:
+        return [*self.turns.values(), self.steer, self.set_row_program]
+
+    def set_row(self, counts: Counts, slot: Array, prompt: Array, output: Array) -> Counts:
+        return self.set_row_program(counts, slot, prompt, output)[0]
+
+    def _turns_program(self, kind: str) -> Program:
+        specs = (self.params.specs, RING_POOL_SPEC, WHOLE)
+        loads = (PartitionSpec(RING),) if self.sparse else ()
+        formats = (ring_pool_format(self.ring), *[None] * (1 + len(loads)))
+        results = (RING_POOL_SPEC, *loads, WHOLE)
+        return self.ring.program(partial(self._turns, kind), specs, results, (1,), formats)
+
+    # ------------------------------------------------------------ what one device runs
+
+    def _turns(self, kind: str, leaves: list[Array], pools: list[Array], slots: Slots) -> tuple[Any, ...]:
+        pp, stage = self.ring.pp, self.params.merge(leaves)
+        split = self._split(slots)
+        carry = self._begin(kind, pools, split, stage)
+        tick = partial(self._tick, kind, stage, split)
+        end = jax.lax.fori_loop(0, split.turns * pp + pp - 1, tick, carry)
+        loads = () if end.load is None else (end.load[None],)
+        return end.pools, *loads, self._drawn(end)
+
+    def _split(self, slots: Slots) -> Slots:
+        """By microbatch."""
+        shape, metadata = (self.ring.pp, self.rows), slots.metadata
+        counts = slots.counts
+        return Slots(
+            slots.table.reshape(*shape, -1),
+            slots.state.reshape(4, *shape),
+            slots.left.reshape(shape),
+            slots.turns,
+            SamplingMetadata(metadata.ints.reshape(*shape, -1), metadata.floats.reshape(*shape, -1)),
+            None if counts is None else Counts(*(each.reshape(*shape, -1) for each in counts)),
+        )
+
+    def _begin(self, kind: str, pools: list[Array], slots: Slots, stage: Stage) -> Carry:
+        most, shape, experts = self.most_turns, (self.ring.pp, self.rows), self.model.experts
+        top = min(NUM_TOP, self.model.vocab_size)
+        kept = [((), jnp.float32), ((top,), jnp.int32), ((top,), jnp.float32)] if kind == SCORED else []
+        return Carry(
+            list(pools),
+            jnp.zeros((self.rows, self.model.hidden_size), stage.dtype),
+            slots.state,
+            slots.left,
+            jnp.full((most, *shape), MASKED, jnp.int32),
+            None if slots.counts is None else slots.counts.output,
+            tuple(jnp.zeros((most, *shape, *rest), dtype) for rest, dtype in kept),
+            jnp.zeros((len(self.sparse), experts.number), jnp.int32) if self.sparse and experts else None,
+        )
+
+    def _drawn(self, end: Carry) -> Drawn:
+        def flat(each: Array) -> Array:
+            return each.reshape(each.shape[0], -1, *each.shape[3:])
+
+        logprobs = None if not end.logprobs else tuple(map(flat, end.logprobs))
+        output = None if end.output is None else end.output.reshape(-1, end.output.shape[-1])
+        return Drawn(flat(end.tokens), logprobs, output, flat(end.state))  # pyright: ignore[reportArgumentType]
+
+    def _tick(self, kind: str, stage: Stage, slots: Slots, t: Array, carry: Carry) -> Carry:
+        """Every stage steps the microbatch that is at it; the one that leaves the last is drawn."""
+        pp, here = self.ring.pp, jax.lax.axis_index(RING)
+        x = jnp.where(here == 0, stage.embed_tokens(_at(carry.state, t % pp, 1)[TOKEN]), carry.x)
+        pools, x, load = self._layers(stage, slots, t, carry, x)
+        carry = carry._replace(pools=pools, load=load)
+        leaving = jax.lax.psum(jnp.where(here == pp - 1, x, jnp.zeros_like(x)), RING)
+        carry = self._draw(kind, slots, t, carry, stage.logits(leaving))
+        return carry._replace(x=jax.lax.ppermute(x, RING, [(s, (s + 1) % pp) for s in range(pp)]))
+
+    def _layers(
+        self, stage: Stage, slots: Slots, t: Array, carry: Carry, x: Array
+    ) -> tuple[list[Array], Array, Array | None]:
+        """This stage's layers, for its microbatch of this tick; where there is none, nothing is kept."""
+        pp, here = self.ring.pp, jax.lax.axis_index(RING)
+        mine, age = (t - here) % pp, t - here
+        state, pools = _at(carry.state, mine, 1), list(carry.pools)
+        alive = running(state) & (_at(carry.left, mine) > 0) & (age >= 0) & (age < slots.turns * pp)
+        rows = decode_rows(_at(slots.table, mine), state[POSITION], alive, pools[0].shape[3])
+        held = jnp.array([[layer is not None for layer in row] for row in self.cut.places])[here]
+        tally = Tally(self.model.experts, alive)
+        attend = paged_attend(pools, rows, None, stage.attention)
+        x = stage.run_layers(x, state[POSITION], attend, tally, held)
+        load = carry.load
+        if load is not None:
+            load = load + jnp.where(held[jnp.array(self.sparse)][:, None], tally.counts[0], 0)
+        return pools, x, load
+
+    def _draw(self, kind: str, slots: Slots, t: Array, carry: Carry, logits: Array) -> Carry:
+        """Draws for the microbatch that has left the last stage; nothing in the ticks before the first one has."""
+        pp = self.ring.pp
+        m, turn = (t + 1) % pp, jnp.maximum((t - (pp - 1)) // pp, 0)
+        state, left = _at(carry.state, m, 1), _at(carry.left, m)
+        enabled = state[ENABLED] * ((left > 0) & (t >= pp - 1)).astype(jnp.int32)
+        metadata = SamplingMetadata(*(_at(each, m) for each in slots.metadata))
+        output, logprobs = carry.output, carry.logprobs
+        if kind == PLAIN:
+            after, tokens = draw_greedy(logits, state.at[ENABLED].set(enabled), metadata)
+        else:
+            assert slots.counts is not None and output is not None
+            counts = Counts(_at(slots.counts.prompt, m), _at(output, m))
+            after, tokens = draw(logits, state.at[ENABLED].set(enabled), metadata, counts)
+            output = _put(output, counted(counts, tokens).output, m)
+        if kind == SCORED:
+            scores = token_logprobs(logits, tokens)
+            logprobs = tuple(_put_at(kept, new, turn, m) for kept, new in zip(logprobs, scores, strict=True))
+        return carry._replace(
+            state=_put(carry.state, after.at[ENABLED].set(state[ENABLED]), m, 1),
+            left=_put(carry.left, left - (tokens != MASKED).astype(jnp.int32), m),
+            tokens=_put_at(carry.tokens, tokens, turn, m),
+            output=output,
+            logprobs=logprobs,
+        )
+
+
+def with_row_set(counts: Counts, slot: Array, prompt: Array, output: Array) -> tuple[Counts, Array]:
+    """`with_row`; the second result only says that it is done."""
+    return with_row(counts, slot, prompt, output), slot[None]
+
+
+def _at(array: Array, index: Array, axis: int = 0) -> Array:
+    return jax.lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
+
+
+def _put(array: Array, new: Array, index: Array, axis: int = 0) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(array, new, index, axis)
+
+
+def _put_at(array: Array, new: Array, turn: Array, index: Array) -> Array:
+    """Of [most, pp, ...]."""
+    return jax.lax.dynamic_update_slice(array, new[None, None], (turn, index, *[0] * (array.ndim - 2)))

@@ -1,0 +1,147 @@
+"""A ring's programs, declared; see `programs.py`, whose table of shipments is every worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.stages import RingCut, ring_cut
+from jdisagg.core.weight_format import AS_MADE, WeightFormat
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes
+from jdisagg.engine.programs import ProgramTable, abstract, transfer_programs_of
+from jdisagg.engine.ring import PLAIN, RingPrograms, Slots
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
+from jdisagg.kv.ring_pools import abstract_ring_pool
+from jdisagg.model.ring_params import ring_outline
+from jdisagg.parallel.ring import RingMesh
+from jdisagg.parallel.submesh import Device, Program
+
+
+@dataclass(frozen=True)
+class RingTable(ProgramTable):
+    """`layer_groups` are the ring's stages, which have no steps of their own; stage `num_stages` is the ring itself."""
+
+    ring: RingPrograms | None = None
+
+    @property
+    def owned(self) -> list[Program]:
+        return [*super().owned, *self._ring.programs]
+
+    @property
+    def _ring(self) -> RingPrograms:
+        assert self.ring is not None
+        return self.ring
+
+    def steps(self) -> list[DeclaredProgram]:
+        widths = self.config.table_buckets
+        turns = [self._turns(kind, program, width) for kind, program in self._ring.turns.items() for width in widths]
+        return [*turns, *self._changes()]
+
+    def weight_bytes(self, stage: int) -> int:
+        """Of one device: every one holds as much."""
+        return sum(local_bytes(leaf) for leaf in self._ring.params.leaves)
+
+    def pool_bytes(self, stage: int, layers: int | None = None) -> int:
+        """As of any stage; without `layers` those of all places, padding among them."""
+        return super().pool_bytes(stage, len(self._ring.cut.numbers) if layers is None else layers)
+
+    def _turns(self, kind: str, program: Program, width: int) -> DeclaredProgram:
+        ring, places = self._ring, len(self._ring.cut.numbers)
+        pool = abstract_ring_pool(self.layout, self.config.num_pages, ring.ring)
+        rows = self.config.num_slots // ring.ring.pp
+        windows = tuple({self.model.window(layer) for layer in ring.cut.numbers})
+        return DeclaredProgram(
+            f"ring {kind}",
+            ring.ring.pp,
+            width,
+            program,
+            (self._slots(kind, width),),
+            ring.ring,
+            range(places),
+            abstract(ring.params.leaves),
+            [pool] * places,
+            (ring.ring.pp, windows),
+            self._activation_bytes(rows, ring.ring.tp) + logit_bytes(self.model, rows) + self._kept_bytes(kind),
+            self.pool_bytes(0),
+            self._collectives(),
+        )
+
+    def _kept_bytes(self, kind: str) -> int:
+        """Of counts, twice over."""
+        return 0 if kind == PLAIN else 4 * self.config.num_slots * self.model.vocab_size * 5
+
+    def _collectives(self) -> dict[str, int]:
+        """Of one tick: sums of the layers, of the embedding and of what leaves; the vocabulary's gather; the hop."""
+        ring = self._ring
+        sums = ring.params.num_reductions if ring.ring.tp > 1 else 0
+        return {"all-reduce": sums + 2, "all-gather": 1, "collective-permute": 1}
+
+    def _slots(self, kind: str, width: int) -> Slots:
+        slots, vocab_size = self.config.num_slots, self.model.vocab_size
+        metadata = SamplingMetadata(
+            self._whole(slots, INT_COLUMNS), self._whole(slots, FLOAT_COLUMNS, dtype=jnp.float32)
+        )
+        counts = None if kind == PLAIN else self._counts(vocab_size)
+        state = self._whole(4, slots), self._whole(slots), self._whole()
+        return Slots(self._whole(slots, width), *state, metadata, counts)
+
+    def _counts(self, vocab_size: int) -> Any:
+        slots = self.config.num_slots
+        return Counts(self._whole(slots, vocab_size, dtype=jnp.bool_), self._whole(slots, vocab_size))
+
+    def _whole(self, *shape: int, dtype: DTypeLike = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._ring.ring.whole)
+
+    def _changes(self) -> list[DeclaredProgram]:
+        ring, slots, vocab_size = self._ring, self.config.num_slots, self.model.vocab_size
+        state, counts = self._whole(4, slots), self._counts(vocab_size)
+        row = self._whole(), self._whole(vocab_size, dtype=jnp.bool_), self._whole(vocab_size)
+        room = logit_bytes(self.model, slots)
+        both = sum(map(local_bytes, counts))
+        return [
+            DeclaredProgram("draw steer", ring.ring.pp, slots, ring.steer, (state, state), ring.ring, batch_bytes=room),
+            DeclaredProgram(
+                "draw set row",
+                ring.ring.pp,
+                slots,
+                ring.set_row_program,
+                (counts, *row),
+                ring.ring,
+                batch_bytes=room,
+                donated_bytes=both,
+            ),
+        ]
+
+
+class AbstractStage:
+    """A stage of a ring that need not exist."""
+
+    programs: tuple[Program, ...] = ()
+
+    def __init__(self, cut: RingCut, ring: RingMesh, stage: int) -> None:
+        self.layers, self.submesh = cut.runs[stage], ring.stages[stage]
+
+
+def abstract_ring_table(
+    config: WorkerConfig,
+    model: ModelConfig,
+    layout: KVLayout,
+    devices: Sequence[Device],
+    dtype: DTypeLike,
+    weights: WeightFormat = AS_MADE,
+) -> RingTable:
+    """As `abstract_table`, of a ring."""
+    ring, cut = RingMesh(devices, config.ring_stages), ring_cut(model, config.ring_stages)
+    params = ring_outline(model, cut, ring, dtype, weights).params
+    programs = RingPrograms(model, cut, ring, params, config.num_slots, config.decode_turns)
+    stages: Any = [AbstractStage(cut, ring, stage) for stage in range(ring.pp)]
+    transfers = transfer_programs_of(config, ring.stages)
+    return RingTable(config, model, layout, dtype, stages, transfers, None, None, programs)

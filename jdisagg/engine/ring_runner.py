@@ -1,0 +1,153 @@
+"""Runs a ring's steps: the host's part of `ring.py`. A dispatch holds the rows of all slots, of one turn or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jdisagg.core.events import StepDone
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Sampled
+from jdisagg.core.stages import RingCut
+from jdisagg.core.steps import DecodeRows, StepPlan
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.decode import MASKED, DrawnRows, Microbatch
+from jdisagg.engine.executor import GroupDone, PendingStep
+from jdisagg.engine.expert_load import ExpertLoad
+from jdisagg.engine.gates import Gates
+from jdisagg.engine.ring import DRAWN, PLAIN, SCORED, Drawn, RingPrograms, Slots
+from jdisagg.engine.sampling import Counts
+from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
+from jdisagg.kv.ring_pools import RingPages
+from jdisagg.model.ring_params import RingParams
+from jdisagg.parallel.ring import RingMesh
+from jdisagg.parallel.submesh import Program
+
+
+class Ring(RingPrograms):
+    """A ring that runs: its weights are loaded and its pages allocated."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: ModelConfig,
+        layout: KVLayout,
+        cut: RingCut,
+        ring: RingMesh,
+        params: RingParams,
+    ) -> None:
+        super().__init__(model, cut, ring, params, config.num_slots, config.decode_turns)
+        self.kv = RingPages(layout, cut, config.num_pages, ring)
+        self.layers, self.submesh = range(len(cut.numbers)), ring
+        self.stages = [RingStage(self, stage) for stage in range(ring.pp)]
+
+    def dispatch(self, kind: str, slots: Slots) -> Drawn:
+        self.kv.pools[:], *loads, drawn = self.turns[kind](self.params.leaves, self.kv.pools, slots)
+        for stage in self.stages:
+            stage.load_leaves(loads)
+        return drawn
+
+
+class RingStage:
+    """One stage of a ring as shipments and figures see it: its layers, its submesh, its pages."""
+
+    programs: tuple[Program, ...] = ()  # those of the ring are not its own
+
+    def __init__(self, ring: Ring, stage: int) -> None:
+        self.layers, self.submesh = ring.cut.runs[stage], ring.ring.stages[stage]
+        self.kv, self.params = ring.kv.stages[stage], _Share(ring.params.num_bytes // ring.ring.pp)
+        self.is_first, self.is_last = stage == 0, stage == ring.ring.pp - 1
+        rows = [row for row, place in enumerate(ring.sparse) if ring.cut.places[stage][place] is not None]
+        layers = [ring.cut.places[stage][ring.sparse[row]] for row in rows]
+        self.sparse = [layer for layer in layers if layer is not None]
+        self.load = ExpertLoad(self.sparse, ring.model.experts, rows)
+        self._ring, self._stage = ring.ring, stage
+
+    def load_leaves(self, loads: list[Array]) -> None:
+        """Counts of all stages, of which this process may hold this one's."""
+        for each in loads if self.sparse and self.submesh.local_devices else ():
+            here = self.submesh.local_devices[0]
+            self.load.leaves([shard.data for shard in each.addressable_shards if shard.device == here])
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A stage's part of the ring's weights."""
+
+    num_bytes: int
+    leaves: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class PendingTurns:
+    """A dispatch on its way; see `executor.PendingStep`."""
+
+    step_id: int
+    plan: DecodeRows
+    drawn: Drawn
+    wanted: list[int | None]
+    counts: tuple[tuple[ExpertLoad, list[Array]], ...]
+
+    def read(self) -> StepDone:
+        tokens = np.asarray(self.drawn.tokens)
+        logprobs = None if self.drawn.logprobs is None else [np.asarray(part) for part in self.drawn.logprobs]
+        for load, taken in self.counts:
+            load.read(taken)
+        return StepDone(self.step_id, self._rows(tokens, logprobs), (), ())
+
+    def _rows(self, tokens: np.ndarray, logprobs: list[np.ndarray] | None) -> DrawnRows:
+        found = list[tuple[int, tuple[Sampled, ...] | None]]()
+        for slot, wanted in zip(self.plan.active, self.wanted, strict=True):
+            drawn = [token for token in tokens[:, slot].tolist() if token != MASKED]
+            scores = None if logprobs is None else [part[: len(drawn), slot] for part in logprobs]
+            found.append((slot, tuple(sampled_rows(drawn, [wanted] * len(drawn), scores)) or None))
+        return tuple(found)
+
+
+class RingRunner:
+    """One ring's slots, and its steps."""
+
+    prefiller = None  # it computes no prompts
+    decoder = None  # what draws is part of the ring's program
+
+    def __init__(self, ring: Ring, config: WorkerConfig) -> None:
+        self.ring, self.config, self.gates = ring, config, Gates()
+        self.slots = Microbatch(0, config.num_slots, config.table_buckets[-1], ring.model.vocab_size, ring.ring.put)
+        self._widths: tuple[tuple[int, ...], Array, Array] | None = None  # as last sent
+
+    def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
+        """See `executor.Executor.run`."""
+        rows = plan.decode
+        assert rows is not None and plan.prefill is None and not rows.gates, "a ring decodes, and waits at no gate"
+        self.slots.send_changes(rows, self.ring.steer, self.ring.set_row)
+        asked = self.slots.asked(rows.active)
+        wanted = [sampling.logprobs for sampling in asked]
+        kind = SCORED if any(number is not None for number in wanted) else DRAWN
+        kind = PLAIN if kind == DRAWN and all(map(is_plain, asked)) else kind
+        drawn = self.ring.dispatch(kind, self._slots(rows, kind))
+        self.slots.state = drawn.state
+        if drawn.output is not None:
+            self.slots.counts = Counts(self.slots.counts.prompt, drawn.output)
+        for array in (drawn.tokens, *(drawn.logprobs or ())):
+            array.copy_to_host_async()
+        counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
+        return PendingTurns(plan.step_id, rows, drawn, wanted, counts)
+
+    def _slots(self, rows: DecodeRows, kind: str) -> Slots:
+        table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots
+        left, turns = self._left(rows)
+        return Slots(table, batch.state, left, turns, batch.metadata, None if kind == PLAIN else batch.counts)
+
+    def _left(self, rows: DecodeRows) -> tuple[Array, Array]:
+        """Tokens for each slot and the most of them; sent where they are not as in the step before."""
+        widths = [0] * self.config.num_slots
+        for slot, width in zip(rows.active, rows.widths or [1] * len(rows.active), strict=True):
+            widths[slot] = width
+        if self._widths is None or self._widths[0] != tuple(widths):
+            host = np.array(widths, np.int32), np.array(max(widths), np.int32)
+            self._widths = tuple(widths), *self.ring.ring.put(host)
+        return self._widths[1:]
