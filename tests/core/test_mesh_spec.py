@@ -105,3 +105,25 @@ def test_those_who_share_devices_are_named_with_them():
 def test_a_bad_mesh_says_what_is_wrong_and_what_is_allowed(text, says):
     with pytest.raises(MeshError, match=says):
         MeshSpec.parse(text)
+
+
+def test_a_ring_is_read_and_written_and_has_the_devices_of_its_stages():
+    spec = MeshSpec.parse("prefill:tp2,decode:2xring4tp2@2")
+    assert str(spec) == "prefill:tp2,decode:2xring4tp2@2" and spec.is_ring and spec.decode_pp == 4
+    assert [place.device_ids for place in spec.workers()] == [range(2), range(2, 10), range(10, 18)]
+    assert not MeshSpec.parse("prefill:tp2,decode:pp4tp2").is_ring
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prefill:ring2,decode:tp1", "a ring decodes and does nothing else"),
+        ("colocated:ring2", "a ring decodes and does nothing else"),
+        ("prefill:tp1,decode:ring1tp2", "a ring takes 2 stages or more"),
+        ("prefill:tp1,decode:pp2ring2", "says pp and ring"),
+        ("prefill:tp1,decode:ring2,colocated:pp2", "a ring and colocated workers cut the layers differently"),
+    ],
+)
+def test_a_ring_that_cannot_be_says_why(text, says):
+    with pytest.raises(MeshError, match=says):
+        MeshSpec.parse(text)
