@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 import jax
+import numpy as np
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role
-from tests.engine.stacks import GREEDY, HALVES, generate, mixed_prompts, open_machine, open_ring, tokens_of
+from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.model.names import Index
+from jdisagg.model.sources import RandomSource
+from tests.engine.stacks import CONFIG, GREEDY, HALVES, generate, mixed_prompts, open_machine, open_ring, tokens_of
 
 PROMPTS = mixed_prompts(12, longest=60)
 TURNS = 9
@@ -39,3 +43,28 @@ def ring_of_two() -> list[list[int]]:
     rows = generate(source, destination, PROMPTS, TURNS, [SAMPLING[n % len(SAMPLING)] for n in range(len(PROMPTS))])
     assert [machine.recompiles() for machine in (source, destination)] == [0, 0]
     return tokens_of(rows)
+
+
+class CountedSource(RandomSource):
+    """Notes how many bytes were read."""
+
+    read_bytes = 0
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        found = super().read(name, index)
+        self.read_bytes += found.nbytes
+        return found
+
+
+def bytes_read() -> list[int]:
+    """That loading a mesh of two shards took here, and a ring of two stages."""
+    found = []
+    for make in (lambda source: open_machine(Role.PREFILL, HALVES, jax.devices()[-2:], source=source), ring_of):
+        source = CountedSource(CONFIG, seed=3)
+        make(source)
+        found.append(source.read_bytes)
+    return found
+
+
+def ring_of(source: RandomSource) -> MeshExecutor:
+    return open_ring(2, 1, source=source)
