@@ -231,6 +231,14 @@ def transport() -> str:
     return f"{origin(report)}\n\n{rows_of(['transport', 'size', 'GB/s, median', 'best', 'aim'], rows)}"
 
 
+def group_stream() -> str:
+    report = result("group_stream_cpu")
+    keys = ("said_best_us", "said_median_us", "way_best_us", "way_median_us", "aim_us")
+    rows = [[each["plan"], each["record_bytes"], *(short(each[key]) for key in keys)] for each in report["rows"]]
+    head = ["plan", "bytes", "said, us: best", "median", "way, us: best", "median", "aim"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def simulator() -> str:
     report = result("simulator_cpu")
     rows = [
@@ -269,6 +277,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         prefix_reuse,
         processes,
         transport,
+        group_stream,
         simulator,
         kernels,
     )

@@ -7,6 +7,7 @@ of one, has ended without it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ FLAG = "supervise"
 BAD_USE = 2
 STOPPED_S = 30.0
 TICK_S = 0.1
+PR_SET_PDEATHSIG = 1
 
 
 def asked(argv: Sequence[str]) -> bool:
@@ -61,7 +63,8 @@ def child_of(argv: Sequence[str]) -> list[str]:
 def _live(command: Sequence[str], stopping: list[int]) -> int:
     """One child from its start to its end; signals go on to it. It has a session of its own, so that Ctrl-C in a
     terminal comes once."""
-    child, passed_on, stopped_s = subprocess.Popen(command, start_new_session=True), 0, None
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)  # noqa: PLW1509  # no threads
+    passed_on, stopped_s = 0, None
     while (code := child.poll()) is None:
         for number in stopping[passed_on:]:
             passed_on += 1
@@ -73,6 +76,12 @@ def _live(command: Sequence[str], stopping: list[int]) -> int:
             child.kill()
         time.sleep(TICK_S)
     return 128 - code if code < 0 else code
+
+
+def _end_with_parent() -> None:
+    """In the child: a supervisor that is killed leaves nobody behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -150,17 +150,14 @@ class RemoteShipment:
     """A part that came from another process; see `executor.Shipment`."""
 
     transfer: KVTransfer
-    landed: list[LandedKV]
+    landed: list[LandedKV]  # where a stage is on other processes' devices alone, nothing of it
+    came: bool = True
 
     def wait_packed(self) -> None:
         """It was pulled: it has been packed."""
 
     def wait(self) -> None:
         """It was pulled: it is here."""
-
-    @property
-    def came(self) -> bool:
-        return bool(self.landed)
 
 
 class RemoteKV:
@@ -251,7 +248,7 @@ class RemoteKV:
             return RemoteShipment(transfer, self._pull(machine, notice, peer, time.monotonic() + self.timeout_s))
         except TransportError as error:
             log.warning("part %d of %s did not come: %s", transfer.part, transfer.attempt.request_id, error)
-            return RemoteShipment(transfer, [])
+            return RemoteShipment(transfer, [], came=False)
 
     def _pull(
         self, machine: MeshExecutor, notice: dict[str, Any], peer: PeerRecord, deadline_s: float
@@ -270,6 +267,8 @@ class RemoteKV:
             raise BadTicket(f"nothing is offered by rank {min(lacking)} of {peer.worker}, which holds some of it")
         landed = []
         for each, ranks, (stage, first, stop, pages, _, kinds) in zip(seats, sources, moves, strict=True):
+            if not each.shards:
+                continue
             slices = each.joined([next(came[rank]) for rank in ranks], kinds)
             landed.append(LandedKV(stage, range(first, stop), slices, np.array(pages, np.int32)))
         return landed

@@ -31,11 +31,6 @@ class GroupShipment(RemoteShipment):
     """A part of which every process of the group has what its shards need."""
 
     number: int = 0  # by which the members know theirs
-    others_came: bool = True
-
-    @property
-    def came(self) -> bool:
-        return bool(self.landed) and self.others_came
 
 
 @dataclass(frozen=True)
@@ -95,9 +90,11 @@ class GroupExecutor(MeshExecutor):
         replies = self.members.ask({"check": shipment.number})
         with ending(self.members, "a check"):
             own = super().check(shipment)
-        if own is None:
-            return None
-        return lambda: own() & all(reply["intact"] for reply in awaited(replies))
+
+        def verdict() -> bool:
+            return all([own is None or own(), *[reply["intact"] for reply in awaited(replies)]])
+
+        return verdict
 
     def insert(self, shipment: Any) -> None:
         self.members.command({"insert": shipment.number})
@@ -154,7 +151,7 @@ class GroupKV(RemoteKV):
             came = all(reply["came"] for reply in awaited(replies, self.timeout_s + 1))
         except TimeoutError:
             came = False
-        shipment = GroupShipment(own.transfer, own.landed, number, came)
+        shipment = GroupShipment(own.transfer, own.landed, own.came and came, number)
         return shipment, KVArrived(arrived.transfer, shipment.came, arrived.wire_s)
 
     def withdraw(self, attempt: Attempt) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serve.cluster.processes import Answer, Cluster, Process, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # up to five processes start at once
 
 GREEDY = [
     {"prompt": "def f(", "max_tokens": 12},
