@@ -1,4 +1,4 @@
-"""One machine as a SLURM cluster of one node, its daemons and files a test's own."""
+"""One machine as a SLURM cluster of four nodes, its daemons and files a test's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.ports import free_port
 
-NODES = ("n0", "n1", "n2")
+NODES = tuple(f"127.0.0.{number}" for number in range(11, 15))  # names that resolve: groups meet by them
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "sinfo", "squeue")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONF = """

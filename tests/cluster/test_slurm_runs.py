@@ -76,12 +76,12 @@ def slurm(tmp_path_factory) -> Iterator[Cluster]:
         yield here
 
 
-@pytest.fixture
-def job(slurm: Cluster, tmp_path: Path) -> Job:
-    port, log = free_port(), tmp_path / "job.txt"
+def handed_in(slurm: Cluster, folder: Path, mesh: str, devices_per_host: int) -> Job:
+    """The job of a small model on this mesh; its output is the test's to tell."""
+    port, log = free_port(), folder / "job.txt"
     settings = Settings(
         model=str(conformance.load("llama3").folder),
-        mesh="prefill:tp1,decode:tp1",
+        mesh=mesh,
         platform="cpu",
         kv_tokens=2048,
         max_model_len=256,
@@ -94,17 +94,19 @@ def job(slurm: Cluster, tmp_path: Path) -> Job:
         control_port=free_port(),
         queue_timeout_s=200,
     )
-    made = job_files.files(job_files.JobValues(settings, "small", "", 8, "v5p", "Made by a test"), ["slurm"])
-    script, secret = tmp_path / "slurm.sbatch", tmp_path / "secret"
+    made = job_files.files(job_files.JobValues(settings, "small", "", devices_per_host, "v5p", "By a test"), ["slurm"])
+    script, secret = folder / "slurm.sbatch", folder / "secret"
     script.write_text(made["slurm.sbatch"])
     told = {"JDISAGG_PYTHON": sys.executable, "JDISAGG_SECRET_FILE": str(secret), "JDISAGG_RESTART_S": "1"}
     told |= {name: quick()[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS")} | {"PYTHONPATH": str(ROOT)}
     number = slurm.run("sbatch", "--parsable", f"--output={log}", f"--chdir={ROOT}", str(script), **told)
-    return Job(slurm, number, port, secret, log)
+    job = Job(slurm, number, port, secret, log)
+    until(job.ready, "a job that is ready", 280)
+    return job
 
 
-def test_a_job_starts_answers_loses_each_worker_and_ends_clean(job: Job):
-    until(job.ready, f"a job that is ready: {job.said() if job.log.exists() else 'no output'}", 280)
+def test_a_job_starts_answers_loses_each_worker_and_ends_clean(slurm: Cluster, tmp_path: Path):
+    job = handed_in(slurm, tmp_path, "prefill:tp1,decode:tp1", 8)
     steps = job.slurm.run("squeue", "-s", "-h", "-o", "%j")
     assert {"router", "prefill-0", "decode-0"} <= {*steps.split()}
     first = job.completion()
@@ -115,14 +117,30 @@ def test_a_job_starts_answers_loses_each_worker_and_ends_clean(job: Job):
         assert job.completion() == first, f"another answer after the {role} process was killed"
         (other,) = job.processes(role)
         assert other != victim
-    job.slurm.run("scancel", job.number)
-    until(lambda: not job.slurm.run("squeue", "-h"), "an empty queue", 60)
-    left = [process for role in ("router", "prefill", "decode") for process in job.processes(role)]
-    assert not left
-    said = job.said()
+    said = ended(job)
     assert said.count("leaving: nothing is left here") == 2, said
     for name in ("router", "prefill-0", "decode-0"):
         assert f"{name} ended with 0" in said, said
+
+
+def test_a_worker_of_two_processes_is_a_step_on_two_nodes_and_is_started_again_whole(slurm: Cluster, tmp_path: Path):
+    job = handed_in(slurm, tmp_path, "prefill:tp2,decode:tp1", 1)
+    first, members = job.completion(), job.processes("prefill")
+    assert first and len(members) == 2
+    os.kill(members[1], signal.SIGKILL)
+    assert job.completion() == first
+    others = job.processes("prefill")
+    assert len(others) == 2 and not {*others} & {*members}
+    said = ended(job)
+    assert "rank 0 of 2" in said and "rank 1 of 2" in said
+
+
+def ended(job: Job) -> str:
+    """Cancels it; nothing of it is left, and this is what it said."""
+    job.slurm.run("scancel", job.number)
+    until(lambda: not job.slurm.run("squeue", "-h"), "an empty queue", 60)
+    assert not [process for role in ("router", "prefill", "decode") for process in job.processes(role)]
+    return job.said()
 
 
 def test_a_mistake_in_the_settings_ends_the_job_and_is_not_tried_again(slurm: Cluster, tmp_path: Path):
