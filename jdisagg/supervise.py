@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from jdisagg.policy.restarts import Restarts
 
 FLAG = "supervise"
+MARK = "JDISAGG_IS_SUPERVISED"  # in a child's environment: whatever its flags say, it supervises nothing
 BAD_USE = 2
 STOPPED_S = 30.0
 TICK_S = 0.1
@@ -33,6 +34,9 @@ def asked(argv: Sequence[str]) -> bool:
 
 def run(command: Sequence[str]) -> int:
     """Exit code of the last child of this command, which is to be without --supervise."""
+    if MARK in os.environ:
+        _say("this process is supervised already: leave --supervise to the first")
+        return BAD_USE
     restarts, stopping = Restarts(), list[int]()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
@@ -63,7 +67,8 @@ def child_of(argv: Sequence[str]) -> list[str]:
 def _live(command: Sequence[str], stopping: list[int]) -> int:
     """One child from its start to its end; signals go on to it. It has a session of its own, so that Ctrl-C in a
     terminal comes once."""
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)  # noqa: PLW1509  # no threads
+    environment = {**os.environ, MARK: "1"}
+    child = subprocess.Popen(command, start_new_session=True, env=environment, preexec_fn=_end_with_parent)  # noqa: PLW1509
     passed_on, stopped_s = 0, None
     while (code := child.poll()) is None:
         for number in stopping[passed_on:]:

@@ -101,3 +101,11 @@ def test_the_child_is_the_same_command_that_supervises_nothing():
         text=True,
     )
     assert ended.returncode == 2 and "--page_size is 0" in ended.stderr and time.monotonic() - began_s < 120
+
+
+def test_a_child_supervises_nothing_whatever_it_is_told(tmp_path: Path):
+    count = tmp_path / "count"
+    again = "from jdisagg import supervise; sys.exit(supervise.run([sys.executable, '-c', 'raise SystemExit(1)']))"
+    parent = supervised(again, count)
+    assert "this process is supervised already" in parent.communicate(timeout=60)[1]
+    assert parent.returncode == 2 and len(count.read_text()) == 1
