@@ -257,6 +257,21 @@ def simulator() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
+def topology() -> str:
+    report = result("topology")
+    rows = [
+        [
+            f"`{each['routing']}`",
+            "yes" if each["labels"] else "no",
+            f"{each['crossed']:.0%}",
+            *(f"{1e3 * each[key]:,.1f}" for key in ("ttft_p50_s", "transfer_p50_s", "transfer_p99_s", "tpot_p99_s")),
+        ]
+        for each in report["rows"]
+    ]
+    head = ["`--routing=`", "labels", "crossed racks", "TTFT p50, ms", "exposed transfer p50, ms", "p99, ms"]
+    return f"{origin(report)}\n\n{rows_of([*head, 'TPOT p99, ms'], rows)}"
+
+
 def kernels() -> str:
     return kernels_table.tables(kernels_table.read_records())
 
@@ -279,6 +294,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         transport,
         group_stream,
         simulator,
+        topology,
         kernels,
     )
 }

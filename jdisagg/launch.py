@@ -1,5 +1,4 @@
 """`python -m jdisagg.launch`: one command from nothing to a running stack. See --help.
-
 Settings, ports and the deployment are settled before anything is loaded: a mistake costs a second, and one line.
 """
 
@@ -21,6 +20,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import Progress
 
-from jdisagg import banner, command, config, devices, flags, terminal
+from jdisagg import banner, command, config, devices, flags, labels, terminal
 from jdisagg.cluster.membership import POD_PORT, GroupPlace, resolve
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
@@ -96,6 +96,7 @@ def run(settings: Settings) -> int:
     if settings.supervise:  # as a file or the environment says
         return supervise.run(supervise.child_of(sys.argv))
     write_logs(settings.log_level, settings.log_format)
+    settings = replace(settings, labels=str(labels.here(settings.labels)))
     console = Console(stderr=bool(settings.prompt or settings.chat), soft_wrap=True)
     if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)

@@ -41,12 +41,13 @@ from jdisagg.sim.model_numbers import model_of
 from jdisagg.sim.planner import tables
 from jdisagg.sim.planner.candidate_builder import CandidateBuilder, ProfiledCandidateBuilder
 from jdisagg.sim.planner.formulas import estimates
+from jdisagg.sim.planner.placement import paired
 from jdisagg.sim.planner.policy_file import as_policy, settings_of
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.recommendation import Recommendation, headroom, recommend, total
 from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.sensitivity import vary
-from jdisagg.sim.planner.space import Space
+from jdisagg.sim.planner.space import Candidate, Space
 from jdisagg.sim.traces.workloads import read_workload
 
 LAUNCH_DTYPES = ("bfloat16", "float32")
@@ -84,6 +85,13 @@ def _define_costs(values: flags.FlagValues) -> None:
         "link",
         "nic",
         "a device's way to the other pool: nic or node (of --hardware), none, or GB/s",
+        flag_values=values,
+    )
+    absl_flags.DEFINE_integer(
+        "domain_devices",
+        0,
+        "devices of a node or slice, with fast links inside: pairs are also tried within such; 0: --link is all",
+        0,
         flag_values=values,
     )
     absl_flags.DEFINE_float("usd_per_hour", 0.0, "of a device; 0: the hardware's", 0.0, flag_values=values)
@@ -140,7 +148,8 @@ def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder |
         max_num_seqs=values.max_num_seqs,
         reserve_tokens=values.reserve_tokens,
     )
-    return CandidateBuilder(sizes, costs(values), link_bytes_per_s(values))
+    chip = hardware(values.hardware)
+    return CandidateBuilder(sizes, costs(values), link_bytes_per_s(values), chip.link_bytes_per_s * chip.link)
 
 
 def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | ProfiledCandidateBuilder]:
@@ -169,6 +178,7 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
         int_list(values.pps, "pps"),
         (builder.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
         tuple(TransferMode(each) for each in values.transfers),
+        domain_devices=0 if profiled else values.domain_devices,
     )
 
 
@@ -202,12 +212,13 @@ def answer(values: flags.FlagValues) -> int:
     )
     console.print(tables.shortlist(problem, found, usd, values.rate), highlight=False)
     lines = [*recommendation.lines, *asked(values, problem, recommendation)]
-    for line in [*lines, *tables.counted(found.counts)]:
+    for line in [*lines, *placed(recommendation.winner.candidate), *tables.counted(found.counts)]:
         console.print(line, highlight=False, soft_wrap=True)
     if rows:
         console.print(tables.varied(rows), highlight=False)
     took_s, runs = time.perf_counter() - began, found.counts.runs + extra.runs
     console.print(f"{runs} simulations in {took_s:.1f} s", highlight=False)
+    lines += placed(recommendation.winner.candidate)
     settings = settings_of(recommendation.winner.candidate, builder.build(recommendation.winner.candidate))
     if values.output:
         write(values, settings, lines)
@@ -251,6 +262,12 @@ def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommenda
         rate = factor * values.rate
         lines.append(f"at {rate:g} requests/s it {'holds' if rate <= carried else 'does not hold'}: {carried:.3g} go")
     return lines
+
+
+def placed(candidate: Candidate) -> list[str]:
+    """Who stands together, of a plan whose pairs keep within fast domains."""
+    units = paired(candidate.mesh, candidate.domain_devices) if candidate.domain_devices else ()
+    return [f"placement: {unit}" for unit in units]
 
 
 def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> None:

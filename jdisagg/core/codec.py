@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from jdisagg.core import events, messages, steps
 from jdisagg.core.errors import DecodeError
+from jdisagg.core.labels import Labels
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Attempt, Request, Sampled, SamplingParams
 from jdisagg.core.router_config import RouterConfig
@@ -46,7 +47,7 @@ NOUNS: dict[str, type] = {
         *_dataclasses_of(steps),
         *_dataclasses_of(messages),
         *_dataclasses_of(events),
-        *(Attempt, Request, SamplingParams, Sampled, Ledger, WorkerConfig, RouterConfig),
+        *(Attempt, Request, SamplingParams, Sampled, Ledger, Labels, WorkerConfig, RouterConfig),
     )
 }
 

@@ -134,7 +134,7 @@ class Progress:
     mark: Mark
     at_s: float
     wire_s: float = 0.0  # with COMMITTED: that parts of its KV were on their way
-    cached_tokens: int = 0  # with PREFILL_STARTED: prompt tokens whose KV was there already
+    cached_tokens: int = 0  # with PREFILL_STARTED and COMMITTED: prompt tokens whose KV was there already
 
 
 @dataclass(frozen=True, slots=True)

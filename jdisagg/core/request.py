@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
 BROKEN = -2  # in the place of a token: the logits were no numbers, nothing can be drawn (-1 is a masked slot's)
+LONGEST_OBJECTIVE_S = 1e6  # of ttft_s and tpot_s
 MAX_PRIORITY = 10  # of a client's request, either way
 
 
@@ -119,6 +120,8 @@ class Request:
     queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
     cache_salt: str = ""  # KV is shared between requests of one salt only: a tenant's, say
     traceparent: str = ""  # the W3C trace context of who asked; nothing is decided by it
+    ttft_s: float | None = None  # asked for: from its arrival to its first token
+    tpot_s: float | None = None  # asked for: the mean gap between its tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -157,6 +160,9 @@ class Request:
         _check_range("arrival_s", self.arrival_s, -math.inf, math.inf)
         if self.queue_deadline_s is not None:
             _check_range("queue_deadline_s", self.queue_deadline_s, -math.inf, math.inf)
+        for field, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if value is not None:
+                _check_range(field, value, 0.0, LONGEST_OBJECTIVE_S, open_low=True)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -14,6 +14,7 @@ class Routing(StrEnum):
     CACHE_AWARE = "cache_aware"  # the least work with the prompt's uncached tokens added
     PAIR_AFFINITY = "pair_affinity"  # each prefill worker ships to its own decode workers, as long as they have room
     RANDOM = "random"  # by lot
+    PREDICTED = "predicted"  # the fewest predicted seconds: queue, prefill, this pair's link, decode, and what is late
 
 
 @dataclass(frozen=True, slots=True)

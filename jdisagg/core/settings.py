@@ -98,7 +98,8 @@ class Settings:
     table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
     # scheduling
     routing: str = _everyday("cache_aware", "scheduling", "by what prefill and decode workers are paired",
-                            ("cache_aware", "least_loaded", "round_robin", "pair_affinity", "random"))  # fmt: skip
+                            ("cache_aware", "predicted", "least_loaded", "round_robin", "pair_affinity",
+                             "random"))  # fmt: skip
     colocated_fallback: str = _everyday("auto", "scheduling", "auto: workers of both roles beside pools take requests"
                                        " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
     queue_limit: int = _everyday(256, "scheduling", "waiting requests over which new ones are refused (429)")
@@ -139,6 +140,8 @@ class Settings:
     role: str = _everyday(
         "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas, or all"
     )
+    labels: str = _setting("", "cluster", "where this process stands, as host=a,rack=b,slice=c,pod=d; what is not said"
+                           " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip
     router: str = _everyday("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
     control_port: int = _everyday(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
     kv_listen: str = _everyday(

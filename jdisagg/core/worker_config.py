@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.request import WorkerId
 
 
@@ -45,7 +46,7 @@ class Digests(StrEnum):
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
 MAY_BE_NONE = (
     *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "short_prompt_tokens"),
-    "part_tries",
+    *("part_tries", "kv_token_bytes"),
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
@@ -100,6 +101,8 @@ class WorkerConfig:
     error_bound: float = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
+    kv_token_bytes: int = 0  # of one token's KV, all layers; 0: not told
+    labels: Labels = NOWHERE  # where it stands
 
     def check(self) -> None:
         """Raises ConfigError naming the first size that no worker can have, with its value."""
@@ -119,6 +122,7 @@ class WorkerConfig:
         for name in ("ack_timeout_s", "error_bound", "part_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
+        self.labels.check(self.worker)
 
     def _check_ring(self) -> None:
         if self.ring_stages == 1 and self.decode_turns > 1:

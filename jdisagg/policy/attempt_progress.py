@@ -58,6 +58,8 @@ class AttemptProgress:
                 if mark is Mark.PREFILL_STARTED:
                     row.begun(message.cached_tokens)
                     self._found_by_prefill(row, sender, message.cached_tokens)
+                if mark is Mark.COMMITTED and sender == row.decode and row.phase is not Phase.DECODING:
+                    self.requests.routes.shipped(row, message.cached_tokens, message.wire_s)
                 self._reach(row, PHASE_OF_MARK.get(mark, row.phase), now_s)
             case Ended():
                 row.ended = message

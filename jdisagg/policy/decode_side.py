@@ -119,7 +119,8 @@ class DecodeSide:
             insort(self._ready, sequence, key=lambda each: each.order)
         elif sequence.drained:
             self.drain(sequence)
-        self.out.reach(sequence.owner, Mark.COMMITTED, now_s, sequence.arrivals.wire_s)
+        cached_tokens = sequence.cached_pages * self.config.page_size
+        self.out.reach(sequence.owner, Mark.COMMITTED, now_s, sequence.arrivals.wire_s, cached_tokens)
         return True
 
     def reservation_waits(self, owner: Attempt) -> bool:

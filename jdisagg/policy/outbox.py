@@ -24,8 +24,8 @@ class Outbox:
     def tell_router(self, message: Message) -> None:
         self._effects.append(Send(ROUTER, message))
 
-    def reach(self, attempt: Attempt, mark: Mark, now_s: float, wire_s: float = 0.0) -> None:
-        self.tell_router(Progress(attempt, mark, now_s, wire_s))
+    def reach(self, attempt: Attempt, mark: Mark, now_s: float, wire_s: float = 0.0, cached_tokens: int = 0) -> None:
+        self.tell_router(Progress(attempt, mark, now_s, wire_s, cached_tokens))
 
     def draw(self, deltas: list[TokenDelta]) -> None:
         if deltas:

@@ -56,18 +56,21 @@ class Pace:
     transfer: Figures = field(default_factory=Figures)
     lengths: Figures = field(default_factory=Figures)  # output tokens of requests
 
-    def learn(self, ledger: Ledger, prefill: WorkerId, decode: WorkerId, tokens: Counts, now_s: float) -> None:
-        """Of a request that ended by itself, in one attempt."""
+    def learn(self, ledger: Ledger, prefill: WorkerId, decode: WorkerId, tokens: Counts, now_s: float) -> float | None:
+        """Of a request that ended by itself, in one attempt; its mean gap, None where it tells nothing of one."""
         if any(mark is Mark.REQUEUED for mark, _ in ledger.marks):
-            return
+            return None
         prompt_tokens, tokens_run, output_tokens = tokens
         parts_s = {name: nanoseconds / 1e9 for name, nanoseconds in ledger.parts_ns().items()}
         self.prompt.learn(prefill, parts_s["prefill"] / tokens_run, now_s)
         if prefill != decode:
             self.transfer.learn(f"{prefill} {decode}", parts_s["transfer"] / prompt_tokens, now_s)
-        if output_tokens > 1:
-            self.output.learn(decode, (parts_s["decode"] + parts_s["first_step"]) / (output_tokens - 1), now_s)
         self.lengths.learn("", output_tokens, now_s)
+        if output_tokens <= 1:
+            return None
+        gap_s = (parts_s["decode"] + parts_s["first_step"]) / (output_tokens - 1)
+        self.output.learn(decode, gap_s, now_s)
+        return gap_s
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone."""

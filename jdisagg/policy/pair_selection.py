@@ -8,12 +8,14 @@ from dataclasses import replace
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
+from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.decisions import Decision, Verdict
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
+from jdisagg.policy.forecasts import Forecasts
 from jdisagg.policy.pace import Pace
 from jdisagg.policy.prefix_directory import PrefixDirectory
 from jdisagg.policy.request_state import RequestState
-from jdisagg.policy.routing import FAILED, RANKS, Choice, Pair, RoutingRequest, WorkerSnapshot, choose_pair
+from jdisagg.policy.routing import choose_pair
 from jdisagg.policy.worker_state import WorkerState
 
 
@@ -25,6 +27,7 @@ class PairSelection:
     ) -> None:
         self.config, self.peers, self.note = config, peers, note
         self.directory, self.pace = PrefixDirectory(), Pace()
+        self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
         self._mixed = False
         self.joined()
@@ -43,12 +46,23 @@ class PairSelection:
             config.routing_seed,
             ship=lambda tokens: config.ship_token_weight * tokens,
             among_rows=lambda tokens: config.short_token_weight * tokens,
+            forecast=self._forecast(request, now_s),
         )
         choice = choose_pair(snapshots, routed, self.config.routing)
         if self._mixed and self.config.colocated_fallback and not choice.by_itself:
             choice = self._with_fallback(choice, request, now_s)
         self._decided(row, choice, now_s)
         return choice.taken
+
+    def _forecast(self, request: Request, now_s: float) -> Forecast:
+        predicted = self.config.routing is Routing.PREDICTED
+        return self.forecasts.of(request, now_s) if predicted else UNASKED
+
+    def shipped(self, row: RequestState, cached_tokens: int, wire_s: float) -> None:
+        """The KV of its present attempt has reached its decode worker, but what was there already."""
+        if row.prefill is not None and row.decode is not None:
+            tokens = len(row.request.prompt) + row.num_before - cached_tokens
+            self.forecasts.shipped(row.prefill, row.decode, tokens, wire_s)
 
     def _snapshot(self, peer: WorkerState, request: Request, row: RequestState, ask_anyway: bool) -> WorkerSnapshot:
         cached_tokens = 0
@@ -81,14 +95,18 @@ class PairSelection:
         """It is gone."""
         self.directory.forget(worker)
         self.pace.forget(worker)
+        self.forecasts.forget(worker)
         self.joined()
 
     def ended(self, row: RequestState, now_s: float) -> None:
         """What its ledger tells is only asked for where there is a choice."""
-        if self._mixed and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
+        asked = self._mixed or self.config.routing is Routing.PREDICTED
+        if asked and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
             prompt_tokens = len(row.request.prompt)
             tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)
-            self.pace.learn(row.ledger, row.prefill, row.decode, tokens, now_s)
+            gap_s = self.pace.learn(row.ledger, row.prefill, row.decode, tokens, now_s)
+            if gap_s is not None:
+                self.forecasts.decoded(row.decode, gap_s, now_s)
 
     def _pools_could(self, request: Request) -> bool:
         able = {peer.config.role for peer in self.peers.values() if peer.could_hold(request) and not peer.leaving}
@@ -124,7 +142,7 @@ class PairSelection:
         if prompt_s is None or output_s is None:
             return None
         transfer_s = pace.transfer.guess(f"{prefill} {decode}", now_s) if prefill != decode else None
-        queued = sum(peer.prefill_work.values())
+        queued = peer.prompt_tokens
         tokens = self._run_tokens(prefill, prompt_tokens)
         return PathEstimate(tokens, queued, prompt_s, output_s, transfer_s or 0.0, peer.view.running)
 

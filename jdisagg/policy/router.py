@@ -53,6 +53,7 @@ from jdisagg.policy.admission import (
     why_rejected,
 )
 from jdisagg.policy.attempt_progress import AttemptProgress
+from jdisagg.policy.choice import Pair
 from jdisagg.policy.decisions import Decision, Verdict, unheard
 from jdisagg.policy.failures import Failure, FailureKind
 from jdisagg.policy.outbox import Outbox
@@ -60,7 +61,6 @@ from jdisagg.policy.pair_selection import PairSelection
 from jdisagg.policy.planning import order_of
 from jdisagg.policy.request_state import FAILURE_OF_WAIT, RequestState, Waiting
 from jdisagg.policy.request_table import RequestTable
-from jdisagg.policy.routing import Pair
 from jdisagg.policy.worker_state import WorkerState
 
 CAPACITY_TIMER = "capacity"
@@ -242,7 +242,7 @@ class Router:
 
     def _follow_cache(self, config: WorkerConfig) -> None:
         """Where it is asked what workers keep."""
-        if self.config.routing is Routing.CACHE_AWARE:
+        if self.config.routing in (Routing.CACHE_AWARE, Routing.PREDICTED):
             self.routes.directory.follow(config)
 
     def _lose(self, worker: WorkerId, now_s: float) -> None:

@@ -13,131 +13,31 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from typing import NamedTuple
 
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-
-SHOWN = 8  # candidates of a phase that a choice shows
-FREELY, APART, FAILED = 0, 1, 2
-RANKS = ("", "another's partner", "failed this request before")
-
-
-class WorkerSnapshot(NamedTuple):
-    """One live worker as the router sees it for one request. There are many: a tuple is made in a third of the time."""
-
-    worker: WorkerId
-    role: Role
-    work: float  # outstanding: what was sent there and has not ended
-    served: int  # requests sent there so far, to share the idle hours
-    has_room: bool  # as far as is known: for a reservation (decode), or for its prompt at all (prefill)
-    avoided: bool = False  # it failed this request before
-    cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
-    short_prompt_tokens: int = 0  # of a decode worker: the end of a prompt that it computes itself, at most
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    """What is to be routed, and how dear its prompt is: by default in prompt tokens, and no KV fetched."""
-
-    request_id: str = ""
-    prompt_tokens: int = 0
-    number: int = 0  # of pairs taken before it: whose turn it is
-    seed: int = 0  # of lots
-    prefill: Callable[[int, int], float] = lambda tokens, cached: float(tokens - cached)
-    fetch: Callable[[int], float] = lambda tokens: math.inf  # the KV of so many tokens, from another prefill worker
-    ship: Callable[[int], float] = lambda tokens: 0.0  # the KV of so many tokens, to a decode worker
-    among_rows: Callable[[int], float] = lambda tokens: math.inf  # so many prompt tokens, computed by a decode worker
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One worker for one phase. Rank first, then cost, then requests served."""
-
-    worker: WorkerId
-    rank: int  # a place in RANKS
-    parts: tuple[tuple[str, float], ...]  # what the cost is made of
-    served: int
-
-    @property
-    def rank_name(self) -> str:
-        """Why it comes after others whatever it costs; empty where it does not."""
-        return RANKS[self.rank]
-
-    @property
-    def cost(self) -> float:
-        return _total(self.parts)
-
-    @property
-    def score(self) -> tuple[int, float, int, str]:
-        return (self.rank, self.cost, self.served, self.worker)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prefill: WorkerId
-    decode: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The pair taken, None where no pair has room, and the best candidates of each kind, best first."""
-
-    routing: Routing
-    taken: Pair | None
-    prefills: tuple[Candidate, ...] = ()
-    decodes: tuple[Candidate, ...] = ()
-    colocated: tuple[Candidate, ...] = ()
-    alone: tuple[Candidate, ...] = ()  # decode workers that could compute what they lack of the prompt themselves
-    why: str = ""  # the pair, or one worker for both phases, where there was the choice
-
-    @property
-    def reason(self) -> str:
-        """In words."""
-        if self.taken is None:
-            return f"{self.routing}: no worker has room for its {self._missing()}"
-        if self.taken.prefill == self.taken.decode:
-            able = self.alone if self.by_itself else self.colocated
-            return "; ".join([f"{self.routing}: {_words(able)}", *self._why()])
-        return "; ".join([f"{self.routing}: {_words(self.prefills)}", _words(self.decodes), *self._why()])
-
-    @property
-    def by_itself(self) -> bool:
-        """Whether a decode worker computes the end of the prompt."""
-        return bool(self.alone) and self.taken == Pair(self.alone[0].worker, self.alone[0].worker)
-
-    def _why(self) -> list[str]:
-        return [self.why] if self.why else []
-
-    def _missing(self) -> str:
-        phases = (("prompt", self.prefills), ("output", self.decodes))
-        return " and its ".join(name for name, able in phases if not able)
-
-
-def _words(candidates: Sequence[Candidate]) -> str:
-    first, *others = candidates
-    text = f"{first.worker} costs {_sum(first)}"
-    if first.rank:
-        text += f" ({first.rank_name}, and there is no other)"
-    return text + (f", next {others[0].worker} {_sum(others[0])}" if others else "")
-
-
-def _sum(candidate: Candidate) -> str:
-    parts = " + ".join(f"{name} {part:.4g}" for name, part in candidate.parts)
-    return parts if len(candidate.parts) == 1 else f"{candidate.cost:.4g} ({parts})"
-
+from jdisagg.policy.choice import (
+    APART,
+    FAILED,
+    FREELY,
+    SHOWN,
+    Candidate,
+    Choice,
+    Pair,
+    Parts,
+    RoutingRequest,
+    WorkerSnapshot,
+    end_of,
+    total,
+)
+from jdisagg.policy.predicted import choose_predicted
 
 # ------------------------------------------------------------------ what a worker costs
 
-Parts = tuple[tuple[str, float], ...]
 Cost = Callable[[WorkerSnapshot], Parts]
-
-
-def _total(parts: Parts) -> float:
-    return parts[0][1] if len(parts) == 1 else sum([part for _, part in parts])
 
 
 def work(snapshot: WorkerSnapshot) -> Parts:
@@ -193,14 +93,9 @@ def end_there(routed: RoutingRequest) -> Cost:
     """The work there, and the end of the prompt, computed beside the rows that decode: nothing is shipped."""
 
     def cost(snapshot: WorkerSnapshot) -> Parts:
-        return (("work", snapshot.work), ("prefill", routed.among_rows(_end_of(snapshot, routed))))
+        return (("work", snapshot.work), ("prefill", routed.among_rows(end_of(snapshot, routed))))
 
     return cost
-
-
-def _end_of(snapshot: WorkerSnapshot, routed: RoutingRequest) -> int:
-    """Prompt tokens to be computed there: the last one always is, for what is drawn after it."""
-    return max(1, routed.prompt_tokens - snapshot.cached_tokens)
 
 
 # ------------------------------------------------------------------ pairs
@@ -215,6 +110,8 @@ def choose_pair(
     match routing:
         case Routing.PAIR_AFFINITY:
             return _partners(prefills, decodes, colocated)
+        case Routing.PREDICTED:
+            return choose_predicted(prefills, decodes, colocated, routed)
         case Routing.ROUND_ROBIN:
             costs = (place_in_turn(kind, routed.number) for kind in (prefills, decodes, colocated))
         case Routing.RANDOM:
@@ -237,7 +134,7 @@ def _ranked(
         if snapshot.has_room:
             rank = FAILED if snapshot.avoided else APART if apart is not None and apart(snapshot) else FREELY
             parts = cost(snapshot)
-            able.append((rank, _total(parts), snapshot.served, snapshot.worker, parts))
+            able.append((rank, total(parts), snapshot.served, snapshot.worker, parts))
     best = heapq.nsmallest(SHOWN, able)  # no two have the same name: parts are never compared
     return tuple(Candidate(worker, rank, parts, served) for rank, _, served, worker, parts in best)
 
@@ -257,7 +154,7 @@ def _joined(
 
 def _with_alone(choice: Choice, decodes: Sequence[WorkerSnapshot], routed: RoutingRequest) -> Choice:
     """The best decode worker that could do it all, where it costs less than what is taken so far; in both cases why."""
-    able = [each for each in decodes if each.cached_tokens and _end_of(each, routed) <= each.short_prompt_tokens]
+    able = [each for each in decodes if each.cached_tokens and end_of(each, routed) <= each.short_prompt_tokens]
     alone = _ranked(able, end_there(routed)) if able else ()
     if not alone or math.isinf(alone[0].cost):
         return choice

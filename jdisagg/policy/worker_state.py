@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from jdisagg.core.messages import View
 from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.choice import WorkerSnapshot
 from jdisagg.policy.planning import predicted_pages
-from jdisagg.policy.routing import WorkerSnapshot
 
 
 def empty_view(config: WorkerConfig) -> View:
@@ -30,6 +30,7 @@ class WorkerState:
     prefill_work: dict[RequestId, float] = field(default_factory=dict[RequestId, float])
     decode_work: dict[RequestId, float] = field(default_factory=dict[RequestId, float])
     work_tokens: float = 0.0  # sum of both
+    prompt_tokens: float = 0.0  # sum of the first
     longest: int = field(init=False)  # prompt and output of the longest request that the empty worker could hold
 
     def __post_init__(self) -> None:
@@ -73,13 +74,16 @@ class WorkerState:
         """Work that is sent there; a second booking of the same request adds the other part."""
         if prefill_tokens:
             self.prefill_work[request_id] = prefill_tokens
+            self.prompt_tokens += prefill_tokens
         if decode_tokens:
             self.decode_work[request_id] = decode_tokens
         self.served += 1
         self.work_tokens += prefill_tokens + decode_tokens
 
     def prefilled(self, request_id: RequestId) -> None:
-        self.work_tokens -= self.prefill_work.pop(request_id, 0.0)
+        tokens = self.prefill_work.pop(request_id, 0.0)
+        self.work_tokens -= tokens
+        self.prompt_tokens -= tokens
 
     def release(self, request_id: RequestId) -> None:
         self.prefilled(request_id)

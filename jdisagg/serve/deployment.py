@@ -12,6 +12,7 @@ from typing import Any
 
 from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
+from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
@@ -214,6 +215,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         mixed_steps=mixed,
         short_prompt_tokens=short,
         ack_timeout_s=settings.handoff_timeout_s,
+        labels=Labels.parse(settings.labels),
     )
 
 
@@ -242,6 +244,7 @@ def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> di
         "digests": Digests(settings.transfer_digests),
         "stage_admission": settings.stage_admission == "on",
         "layer_groups": tuple((run.start, run.stop) for run in layers),
+        "kv_token_bytes": kv.bytes_per_page // kv.page_size,
         "compress": Compress(settings.transfer_compress),
         "error_bound": settings.transfer_error_bound,
         # Pages and dtypes may differ.

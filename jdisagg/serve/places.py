@@ -29,6 +29,7 @@ class Place:
             "page_size": config.page_size,
             "num_pages": config.num_pages,
             "num_slots": config.num_slots if config.role.decodes else 0,
+            "labels": str(config.labels),
             "stages": [{"layers": [each.layers.start, each.layers.stop], "shards": each.tp} for each in self.stages],
         }
 

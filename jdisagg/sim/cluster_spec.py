@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Attempt, RequestId, WorkerId
+from jdisagg.core.router_config import Routing
+from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
-from jdisagg.sim.links import FairLinks, HostLinks
+from jdisagg.sim.links import DomainLinks, FairLinks
 from jdisagg.sim.traces import Trace
+
+ONE_TOKEN = KVTransfer(Attempt(RequestId("one"), 0), WorkerId("a"), WorkerId("b"), (1,), (1,), 1)
 
 
 def slots_per_stage(max_num_seqs: int, stages: int, otherwise: int = 256) -> int:
@@ -78,6 +83,7 @@ class ClusterSpec:
     slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # devices share cores: see `sim.shared`
     message_s: float = 50e-6  # of a word between actors
     latency_s: float = 0.0  # of a part of KV, besides its bytes
+    routing: Routing | None = None  # None: the simulator's own
 
 
 CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
@@ -90,30 +96,52 @@ class Hosts:
     workers: int
     nic_bytes_per_s: float
 
+    def topology(self, mesh: MeshSpec) -> Topology:
+        labels = {
+            place.worker: Labels(host=f"host-{index // self.workers}") for index, place in enumerate(mesh.workers())
+        }
+        return Topology(labels, {each.host: self.nic_bytes_per_s for each in labels.values()})
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where workers stand, and the uplinks of the places named there: bytes a second, each way."""
+
+    labels: Mapping[WorkerId, Labels]
+    uplinks: Mapping[str, float]
+
+    def links(self, ports: Mapping[Hashable, float]) -> DomainLinks:
+        """`ports`: the workers' own."""
+        uplinks = {(way, place): rate for place, rate in self.uplinks.items() for way in ("out", "in")}
+        places: dict[Hashable, tuple[str, ...]] = {
+            worker: tuple(place for place in (each.host, each.rack or each.slice, each.pod) if place)
+            for worker, each in self.labels.items()
+        }
+        return DomainLinks({**ports, **uplinks}, places)
+
 
 def cluster_spec(
-    mesh: MeshSpec, sizes: Sizes, cost_of: CostOf, port_bytes_per_s: float | None = None, hosts: Hosts | None = None
+    mesh: MeshSpec,
+    sizes: Sizes,
+    cost_of: CostOf,
+    port_bytes_per_s: float | None = None,
+    hosts: Hosts | Topology | None = None,
 ) -> ClusterSpec:
     """Every worker of the mesh. port_bytes_per_s: of each worker, each way; None: no port takes time.
 
     Without ports and hosts the network takes no time at all, to compare with.
     """
+    topology = hosts.topology(mesh) if isinstance(hosts, Hosts) else hosts
     workers, costs = [], {}
     ports: dict[Hashable, float] = {}
     for place in mesh.workers():
         costs[place.worker], kv_tokens = cost_of(place)
-        workers.append(sizes.config(place, kv_tokens))
+        labels = topology.labels[place.worker] if topology is not None else NOWHERE
+        token_bytes = round(costs[place.worker].transfer_bytes(ONE_TOKEN))
+        workers.append(replace(sizes.config(place, kv_tokens), labels=labels, kv_token_bytes=token_bytes))
         ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
-    links = FairLinks(ports) if hosts is None else _behind_nics(mesh, ports, hosts)
+    links = FairLinks(ports) if topology is None else topology.links(ports)
     return ClusterSpec(tuple(workers), costs, links)
-
-
-def _behind_nics(mesh: MeshSpec, ports: dict[Hashable, float], hosts: Hosts) -> HostLinks:
-    host_of: dict[Hashable, str] = {
-        place.worker: f"host-{index // hosts.workers}" for index, place in enumerate(mesh.workers())
-    }
-    nics = {(way, host): hosts.nic_bytes_per_s for host in host_of.values() for way in ("out", "in")}
-    return HostLinks({**ports, **nics}, host_of)
 
 
 def longest(trace: Trace) -> int:

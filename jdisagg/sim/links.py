@@ -75,22 +75,24 @@ class FairLinks:
             unsettled = [flow for flow in unsettled if tightest is not None and tightest not in flow.ports]
 
 
-class HostLinks(FairLinks):
-    """Ports named (way, worker), and behind those of one host its NIC, named (way, host): its workers share it.
+class DomainLinks(FairLinks):
+    """Ports named (way, worker), and behind those of the workers of one place its uplink, named (way, place).
 
-    What goes from one worker to another of the same host crosses their ports and no NIC.
+    Places lie within each other: a host, its rack, its pod. A flow crosses the uplinks of the places that only one of
+    its ends stands in: what goes from one worker to another of the same host crosses their ports and no NIC.
     """
 
-    def __init__(self, bytes_per_s: Mapping[Hashable, float], hosts: Mapping[Hashable, str]) -> None:
-        """hosts: of each worker."""
+    def __init__(self, bytes_per_s: Mapping[Hashable, float], places: Mapping[Hashable, tuple[str, ...]]) -> None:
+        """places: of each worker, the innermost first; their names are different."""
         super().__init__(bytes_per_s)
-        self.hosts = dict(hosts)
+        self.places = dict(places)
 
     def start(self, name: Hashable, ports: tuple[Hashable, ...], size_bytes: float, now_s: float) -> None:
-        ends = cast(tuple[tuple[str, Hashable], ...], ports)
-        nics = tuple((way, self.hosts[worker]) for way, worker in ends)
-        away = len({host for _, host in nics}) > 1
-        super().start(name, (*ports, *nics) if away else ports, size_bytes, now_s)
+        (out, source), (into, destination) = cast(tuple[tuple[str, Hashable], ...], ports)
+        left, entered = self.places.get(source, ()), self.places.get(destination, ())
+        uplinks = [(out, place) for place in left if place not in entered]
+        uplinks += [(into, place) for place in entered if place not in left]
+        super().start(name, (*ports, *uplinks), size_bytes, now_s)
 
 
 def _tightest(flows: list[Flow], left: Mapping[Hashable, float]) -> tuple[float, Hashable | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -19,7 +19,7 @@ from jdisagg.core.profile import PHASES
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
 from jdisagg.sim.device import Span, done
@@ -188,7 +188,8 @@ def simulated(given: ClusterSpec, **named: Any) -> Cluster:
         cost = given.costs[config.worker]
         if config.mixed_steps and not isinstance(cost, MixedCostModel):
             raise ConfigError(f"{config.worker}: {type(cost).__name__} has no price for a mixed step")
-    named = {"message_s": given.message_s, "latency_s": given.latency_s, **named}
+    routed = {} if given.routing is None else {"router": replace(PATIENT, routing=given.routing)}
+    named = {"message_s": given.message_s, "latency_s": given.latency_s, **routed, **named}
     if given.slowdown:
         return SharedCluster(given.workers, given.costs, given.links, slowdown=given.slowdown, **named)
     return Cluster(given.workers, given.costs, given.links, **named)

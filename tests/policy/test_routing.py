@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.routing import FAILED, Pair, RoutingRequest, WorkerSnapshot, choose_pair
+from jdisagg.policy.choice import FAILED, Pair, RoutingRequest, WorkerSnapshot
+from jdisagg.policy.routing import choose_pair
 
 looks = st.lists(
     st.builds(

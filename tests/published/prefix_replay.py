@@ -19,8 +19,9 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
+from jdisagg.policy.choice import Candidate, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.prefix_cache import PrefixCache
-from jdisagg.policy.routing import Candidate, RoutingRequest, WorkerSnapshot, choose_pair
+from jdisagg.policy.routing import choose_pair
 from jdisagg.sim.cost_models import CostModel, Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.sequence import Sequence as Length

@@ -10,7 +10,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.links import HostLinks
+from jdisagg.sim.links import DomainLinks
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 
@@ -70,6 +70,6 @@ def test_hosts_take_workers_in_the_meshs_order():
     cost = Roofline(SHAPE, devices_of("h100")[Role.DECODE])
     mesh = MeshSpec.parse("prefill:2xtp1,decode:2xtp1")
     links = cluster_spec(mesh, Sizes(8192), lambda _: (cost, 9999), hosts=Hosts(3, 1.0)).links
-    assert isinstance(links, HostLinks)
-    assert links.hosts[WorkerId("prefill-1")] == links.hosts[WorkerId("decode-0")] == "host-0"
-    assert links.hosts[WorkerId("decode-1")] == "host-1"
+    assert isinstance(links, DomainLinks)
+    assert links.places[WorkerId("prefill-1")] == links.places[WorkerId("decode-0")] == ("host-0",)
+    assert links.places[WorkerId("decode-1")] == ("host-1",)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.sim.links import FairLinks, HostLinks
+from jdisagg.sim.links import DomainLinks, FairLinks
 
 
 def drain(links: FairLinks, until_s: float = math.inf) -> dict:
@@ -47,14 +47,23 @@ def test_a_port_without_a_limit_takes_no_time():
 
 
 def test_workers_of_one_host_share_its_nic_and_cross_none_among_themselves():
-    hosts: dict[Hashable, str] = {"p0": "left", "p1": "left", "d0": "right"}
-    links = HostLinks({("out", "left"): 10.0, ("in", "right"): 100.0, ("out", "p1"): 5.0}, hosts)
+    hosts: dict[Hashable, tuple[str, ...]] = {"p0": ("left",), "p1": ("left",), "d0": ("right",)}
+    links = DomainLinks({("out", "left"): 10.0, ("in", "right"): 100.0, ("out", "p1"): 5.0}, hosts)
     links.start("a", (("out", "p0"), ("in", "d0")), 100.0, 0.0)
     links.start("b", (("out", "p1"), ("in", "d0")), 100.0, 0.0)
     assert drain(links) == {"a": 20.0, "b": 20.0}
     links.start("a", (("out", "p0"), ("in", "d0")), 100.0, 30.0)
     links.start("within", (("out", "p1"), ("in", "p0")), 10.0, 30.0)
     assert drain(links) == {"within": 32.0, "a": 40.0}
+
+
+def test_racks_have_uplinks_that_only_what_leaves_them_crosses():
+    places: dict[Hashable, tuple[str, ...]] = {"p": ("h0", "r0"), "near": ("h1", "r0"), "far": ("h2", "r1")}
+    links = DomainLinks({("out", "h0"): 10.0, ("out", "r0"): 2.0, ("in", "r1"): 1.0}, places)
+    links.start("near", (("out", "p"), ("in", "near")), 100.0, 0.0)
+    assert drain(links) == {"near": 10.0}
+    links.start("far", (("out", "p"), ("in", "far")), 100.0, 20.0)
+    assert drain(links) == {"far": 120.0}
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 2), st.integers(0, 2), st.floats(1, 100)), max_size=12))

@@ -9,6 +9,7 @@ from jdisagg.core.profile import Profile
 from jdisagg.sim.cluster_spec import ClusterSpec, CostOf, Sizes, cluster_spec
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.measured import cluster_spec_of
+from jdisagg.sim.planner.placement import PAIRING, paired, topology_of
 from jdisagg.sim.planner.space import Candidate
 
 
@@ -19,17 +20,27 @@ class CandidateBuilder:
     sizes: Sizes
     cost_of: CostOf
     device_bytes_per_s: float = 0.0
+    inside_bytes_per_s: float = 0.0  # so, within a fast domain
 
     def build(self, candidate: Candidate) -> ClusterSpec:
         """Raises ConfigError where weights or a page have no room."""
         sizes = replace(self.sizes, chunk_tokens=candidate.chunk_tokens, transfer=candidate.transfer)
-        ports: dict[Hashable, float] = {
-            (way, place.worker): self.device_bytes_per_s * len(place.device_ids)
+        if candidate.domain_devices:
+            topology = topology_of(paired(candidate.mesh, candidate.domain_devices), self.device_bytes_per_s)
+            given = cluster_spec(candidate.mesh, sizes, self.cost_of, hosts=topology)
+            return replace(
+                given, links=topology.links(self._ports(candidate, self.inside_bytes_per_s)), routing=PAIRING
+            )
+        ports = self._ports(candidate, self.device_bytes_per_s)
+        return replace(cluster_spec(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
+
+    def _ports(self, candidate: Candidate, device_bytes_per_s: float) -> dict[Hashable, float]:
+        return {
+            (way, place.worker): device_bytes_per_s * len(place.device_ids)
             for place in candidate.mesh.workers()
             for way in ("out", "in")
-            if self.device_bytes_per_s
+            if device_bytes_per_s
         }
-        return replace(cluster_spec(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
 
     def half_the_link(self) -> CandidateBuilder:
         return replace(self, device_bytes_per_s=self.device_bytes_per_s / 2)

@@ -29,6 +29,8 @@ def settings_of(candidate: Candidate, given: ClusterSpec) -> dict[str, Any]:
     }
     if candidate.kind is Kind.DISAGGREGATED:
         found["transfer"] = str(candidate.transfer)
+    if given.routing is not None:
+        found["routing"] = str(given.routing)
     return found
 
 

@@ -131,11 +131,12 @@ class Search:
     def with_limits(self, candidates: Iterable[Candidate]) -> list[BoundedCandidate]:
         """Those that arithmetic leaves in, best bound first. Of each disaggregated mesh only the chunk with the best
         bound: chunks matter most where decode waits for them."""
-        best: dict[tuple[str, int], BoundedCandidate] = {}
+        best: dict[tuple[str, int, int], BoundedCandidate] = {}
         for candidate in candidates:
             self.counts.considered += 1
             bounded = self.bounded(candidate)
-            key = (str(candidate.mesh), 0 if candidate.kind is Kind.DISAGGREGATED else candidate.chunk_tokens)
+            chunk = 0 if candidate.kind is Kind.DISAGGREGATED else candidate.chunk_tokens
+            key = (str(candidate.mesh), candidate.domain_devices, chunk)
             if bounded and (key not in best or bounded.bound > best[key].bound):
                 best[key] = bounded
         if not best:

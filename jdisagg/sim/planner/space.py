@@ -10,6 +10,7 @@ from enum import StrEnum
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.sim.planner.placement import paired
 
 
 class Kind(StrEnum):
@@ -27,10 +28,12 @@ class Candidate:
     mesh: MeshSpec
     chunk_tokens: int
     transfer: TransferMode = TransferMode.CHUNK
+    domain_devices: int = 0  # pairs stand within fast domains of so many; 0: anywhere
 
     def __str__(self) -> str:
         ships = f", {self.transfer}" if self.kind is Kind.DISAGGREGATED else ""
-        return f"{self.mesh} (chunks of {self.chunk_tokens}{ships})"
+        pairs = f", pairs within {self.domain_devices} devices" if self.domain_devices else ""
+        return f"{self.mesh} (chunks of {self.chunk_tokens}{ships}{pairs})"
 
     @property
     def kind(self) -> Kind:
@@ -60,7 +63,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """`fill`: candidates take as many of the devices as their shapes can; else any number of them up to all."""
+    """`fill`: candidates take as many of the devices as their shapes can; else any number of them up to all.
+
+    `domain_devices`: of a fast domain (a node, a slice), 0 where there are none: pools whose pairs may stand
+    within such domains are tried so, too.
+    """
 
     devices: int
     tps: tuple[int, ...] = (1, 2, 4, 8)
@@ -68,6 +75,7 @@ class Space:
     chunks: tuple[int, ...] = (512, 1024, 2048, 4096)
     transfers: tuple[TransferMode, ...] = (TransferMode.CHUNK, TransferMode.LAYER, TransferMode.WHOLE)
     fill: bool = True
+    domain_devices: int = 0
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -81,6 +89,13 @@ class Space:
         for mesh in [*self._colocated(), *self._disaggregated()]:
             for chunk in self.chunks:
                 yield Candidate(mesh, chunk, self.transfers[0])
+                if self._pairs(mesh):
+                    yield Candidate(mesh, chunk, self.transfers[0], self.domain_devices)
+
+    def _pairs(self, mesh: MeshSpec) -> bool:
+        """Whether its pairs fit into the domains that there are."""
+        units = paired(mesh, self.domain_devices) if self.domain_devices and len(mesh.pools) > 1 else ()
+        return 0 < sum(unit.domains for unit in units) <= -(-self.devices // self.domain_devices)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same mesh in the other transfer modes and with chunks a step smaller or larger."""

@@ -1,0 +1,74 @@
+"""Where a worker stands, as labels, and which kind of link lies between two workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from jdisagg.core.errors import ConfigError
+
+LONGEST_LABEL = 128
+
+
+class LinkClass(StrEnum):
+    """What a transfer has to cross, the nearest first."""
+
+    PROCESS = "process"  # nothing: both ends are of one process
+    HOST = "host"
+    RACK = "rack"  # hosts of one rack, or of one slice
+    POD = "pod"
+    BEYOND = "beyond"
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Names of the places that a worker stands in, each inside the next; an empty one is not known."""
+
+    process: str = ""
+    host: str = ""
+    rack: str = ""
+    slice: str = ""
+    pod: str = ""
+
+    @staticmethod
+    def parse(text: str) -> Labels:
+        """Of "host=a,rack=b,slice=c,pod=d", any of them. Raises ConfigError."""
+        given: dict[str, str] = {}
+        for word in filter(None, text.replace(" ", "").split(",")):
+            name, equals, value = word.partition("=")
+            if name not in NAMES or not equals:
+                raise ConfigError(f"--labels={text}: {word!r} is none of {', '.join(f'{each}=NAME' for each in NAMES)}")
+            if name in given:
+                raise ConfigError(f"--labels={text}: {name} is {given[name]!r} and {value!r}, can be one")
+            given[name] = value
+        labels = Labels(**given)
+        labels.check("--labels")
+        return labels
+
+    def check(self, whose: str) -> None:
+        """Raises ConfigError naming the first label that cannot be, with its value."""
+        for name in NAMES:
+            value: str = getattr(self, name)
+            if len(value) > LONGEST_LABEL or not value.isprintable():
+                raise ConfigError(f"{whose}: {name} is {value[:40]!r}, must be printable and at most {LONGEST_LABEL}")
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in NAMES if getattr(self, name))
+
+
+NOWHERE = Labels()
+NAMES = tuple(each.name for each in fields(Labels))
+SHARED_BY: dict[LinkClass, tuple[str, ...]] = {
+    LinkClass.PROCESS: ("process",),
+    LinkClass.HOST: ("host",),
+    LinkClass.RACK: ("rack", "slice"),
+    LinkClass.POD: ("pod",),
+}
+
+
+def link_class(one: Labels, other: Labels) -> LinkClass:
+    """The nearest place that both are known to stand in."""
+    for found, names in SHARED_BY.items():
+        if any(getattr(one, name) and getattr(one, name) == getattr(other, name) for name in names):
+            return found
+    return LinkClass.BEYOND

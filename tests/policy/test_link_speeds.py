@@ -1,0 +1,85 @@
+"""What links are taken to give: priors by class, what transfers taught of a class, and of a pair."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.core.labels import Labels, LinkClass
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role
+from jdisagg.policy.link_speeds import MOST_PAIRS, PRIOR, LinkSpeeds, kv_bytes
+from tests.sim.cases import worker
+
+
+def at(name, role=Role.PREFILL, **labels):
+    return worker(name, role, labels=Labels(**labels), kv_token_bytes=1000)
+
+
+HERE = at("p0", host="h0", rack="r0", pod="x")
+NEAR = at("d0", Role.DECODE, host="h0", rack="r0", pod="x")
+RACK = at("d1", Role.DECODE, host="h1", rack="r0", pod="x")
+AWAY = at("d2", Role.DECODE, host="h2", rack="r1", pod="x")
+
+
+def test_who_knows_nothing_knows_that_near_is_faster():
+    speeds = LinkSpeeds()
+    seconds = [speeds.byte_s(HERE, other) for other in (NEAR, RACK, AWAY, at("d3", host="h9"))]
+    assert seconds == sorted(seconds) and len(set(seconds)) == 4
+    assert speeds.byte_s(HERE, AWAY) == pytest.approx(1 / PRIOR[LinkClass.POD])
+
+
+def test_a_class_that_is_slower_than_thought_makes_the_others_slower_too():
+    speeds = LinkSpeeds()
+    for _ in range(5):
+        speeds.learn(HERE, AWAY, 1e6, 10e6 / PRIOR[LinkClass.POD])
+    assert speeds.byte_s(HERE, AWAY) == pytest.approx(10 / PRIOR[LinkClass.POD])
+    assert speeds.byte_s(HERE, NEAR) == pytest.approx(10 / PRIOR[LinkClass.HOST])
+
+
+def test_a_pair_is_like_its_class_until_enough_was_seen_of_it():
+    speeds, other = LinkSpeeds(), at("p1", host="h1", rack="r0", pod="x")
+    for _ in range(30):
+        speeds.learn(other, AWAY, 1e6, 1e-3)
+    speeds.learn(HERE, AWAY, 1e6, 1e-1)
+    once = speeds.byte_s(HERE, AWAY)
+    assert 1e-9 < once < 0.5e-7, "one slow transfer is not yet a slow link"
+    for _ in range(30):
+        speeds.learn(HERE, AWAY, 1e6, 1e-1)
+        speeds.learn(other, AWAY, 1e6, 1e-3)
+    assert speeds.byte_s(HERE, AWAY) > 0.75e-7
+    assert speeds.byte_s(other, AWAY) < 0.5 * speeds.byte_s(HERE, AWAY)
+
+
+def test_a_lost_workers_pairs_are_forgotten_and_its_class_is_not():
+    speeds = LinkSpeeds()
+    speeds.learn(HERE, RACK, 1e6, 1.0)
+    speeds.forget(WorkerId("d1"))
+    assert speeds.class_byte_s(LinkClass.RACK) == pytest.approx(1e-6)
+    assert speeds.byte_s(HERE, RACK) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("told", [(0.0, 1.0), (-5.0, 1.0), (5.0, 0.0), (5.0, float("inf")), (5.0, float("nan"))])
+def test_what_tells_nothing_teaches_nothing(told):
+    speeds = LinkSpeeds()
+    speeds.learn(HERE, RACK, *told)
+    assert speeds.class_byte_s(LinkClass.RACK) == pytest.approx(1 / PRIOR[LinkClass.RACK])
+
+
+def test_no_more_pairs_are_remembered_than_are_allowed(monkeypatch):
+    monkeypatch.setattr("jdisagg.policy.link_speeds.MOST_PAIRS", 3)
+    speeds = LinkSpeeds()
+    for index in range(9):
+        speeds.learn(at(f"p{index}"), AWAY, 1e6, 1.0 + index)
+    assert len(speeds._pairs) == 3 and MOST_PAIRS > 3
+
+
+@given(st.lists(st.tuples(st.sampled_from([NEAR, RACK, AWAY]), st.floats(1, 1e9), st.floats(1e-6, 1e3)), max_size=20))
+def test_no_link_is_faster_than_the_fastest_and_none_is_free(told):
+    speeds = LinkSpeeds()
+    for other, size_bytes, seconds in told:
+        speeds.learn(HERE, other, size_bytes, seconds)
+        assert 0 < speeds.least_byte_s <= min(speeds.byte_s(HERE, each) for each in (NEAR, RACK, AWAY)) * (1 + 1e-9)
+
+
+def test_a_worker_that_does_not_say_its_bytes_has_some():
+    assert kv_bytes(NEAR, 7) == 7000 and kv_bytes(worker("d", Role.DECODE), 1) > 0
