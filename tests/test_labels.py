@@ -1,15 +1,10 @@
 """Where a process stands: what the flag says, and what is read from the environment where it says nothing."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jdisagg import labels
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.labels import NAMES, Labels, LinkClass, link_class
-
-names = st.sampled_from(["", "a", "b"])
-places = st.builds(Labels, names, names, names, names, names)
+from jdisagg.core.labels import Labels
 
 
 def here(text="", **environment):
@@ -58,18 +53,3 @@ def test_what_a_scheduler_says_is_never_a_mistake():
 def test_a_label_that_cannot_be_is_refused_with_its_value(text, says):
     with pytest.raises(ConfigError, match=says):
         Labels.parse(text)
-
-
-@given(places, places)
-def test_a_link_is_of_the_nearest_place_that_both_share_and_the_same_both_ways(one, other):
-    found = link_class(one, other)
-    assert found is link_class(other, one)
-    shared = {name for name in NAMES if getattr(one, name) and getattr(one, name) == getattr(other, name)}
-    order = ("process", "host", "rack", "slice", "pod")
-    nearest = next((name for name in order if name in shared), "beyond")
-    assert found is LinkClass("rack" if nearest == "slice" else nearest)
-
-
-@given(places)
-def test_labels_read_back_as_they_were_written(place):
-    assert Labels.parse(str(place)) == place
