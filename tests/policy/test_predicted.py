@@ -145,3 +145,17 @@ def test_a_request_late_by_prediction_is_late_in_the_record():
     talk.submit(replace(request("a", 100), ttft_s=1e-4))
     shown = talk.decisions[0].to_json()["candidates"]["prefill"][0]
     assert shown["parts"]["late"] > 0 and "late" in talk.decisions[0].reason
+
+
+def test_a_worker_of_both_roles_takes_what_the_pools_have_no_room_for():
+    both = [look("slow", Role.COLOCATED, 3), look("quick", Role.COLOCATED, 1)]
+    choice = choose_predicted([look("p", Role.PREFILL)], [look("d", Role.DECODE, room=False)], both, RoutingRequest())
+    assert choice.taken == Pair(WorkerId("quick"), WorkerId("quick"))
+    assert [each.worker for each in choice.colocated] == ["quick", "slow"]
+    assert choice.reason.startswith("predicted: quick costs")
+
+
+def test_where_nobody_has_room_nobody_is_taken():
+    choice = choose_predicted([look("p", Role.PREFILL)], [look("d", Role.DECODE, room=False)], [], RoutingRequest())
+    assert choice.taken is None
+    assert choice.reason == "predicted: no worker has room for its output"
