@@ -83,3 +83,21 @@ def test_no_link_is_faster_than_the_fastest_and_none_is_free(told):
 
 def test_a_worker_that_does_not_say_its_bytes_has_some():
     assert kv_bytes(NEAR, 7) == 7000 and kv_bytes(worker("d", Role.DECODE), 1) > 0
+
+
+def test_later_transfers_count_more_than_earlier_ones():
+    """A link that has become slow is known to be slow after a few dozen transfers, and so it is when it recovers."""
+    speeds = LinkSpeeds()
+    for seconds in (1e-3, 1e-1, 1e-3):
+        for _ in range(60):
+            speeds.learn(HERE, AWAY, 1e6, seconds)
+        assert speeds.byte_s(HERE, AWAY) == pytest.approx(seconds / 1e6, rel=0.2)
+
+
+def test_what_one_pair_teaches_is_known_of_another_pair_of_its_class():
+    speeds, other = LinkSpeeds(), at("p1", host="h5", rack="r0", pod="x")
+    for _ in range(9):
+        speeds.learn(HERE, RACK, 1e6, 2e-3)
+    assert speeds.byte_s(other, RACK) == pytest.approx(2e-9)
+    assert speeds.byte_s(RACK, HERE) == pytest.approx(2e-9), "the other way is of the same class"
+    assert speeds.byte_s(other, AWAY) > speeds.byte_s(other, RACK), "and what is farther is slower still"

@@ -159,3 +159,20 @@ def test_where_nobody_has_room_nobody_is_taken():
     choice = choose_predicted([look("p", Role.PREFILL)], [look("d", Role.DECODE, room=False)], [], RoutingRequest())
     assert choice.taken is None
     assert choice.reason == "predicted: no worker has room for its output"
+
+
+def test_of_equal_pairs_the_one_that_served_less_is_taken():
+    firsts = [look("p0", Role.PREFILL, served=2), look("p1", Role.PREFILL, served=1)]
+    seconds = [look("d0", Role.DECODE, served=3), look("d1", Role.DECODE, served=0)]
+    assert choose_predicted(firsts, seconds, [], RoutingRequest()).taken == Pair(WorkerId("p1"), WorkerId("d1"))
+
+
+def test_kv_that_is_there_already_is_neither_computed_nor_shipped():
+    forecast = Forecast(transfer=lambda p, d, tokens: 1.0 * tokens)
+    routed = RoutingRequest(prompt_tokens=10, forecast=forecast)
+    firsts = [look("p0", Role.PREFILL), look("p1", Role.PREFILL, cached=9)]
+    seconds = [look("d0", Role.DECODE), look("d1", Role.DECODE, cached=8)]
+    choice = choose_predicted(firsts, seconds, [], routed)
+    assert choice.taken == Pair(WorkerId("p1"), WorkerId("d1"))
+    assert dict(choice.prefills[0].parts) == {"queue": 0.0, "prefill": 1.0}
+    assert dict(choice.decodes[0].parts) == {"transfer": 2.0, "decode": 0.0}
