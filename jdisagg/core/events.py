@@ -68,6 +68,24 @@ class RouterLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """To the router: the worker is to leave, and to become `config`, if anything. Answered by WorkerStands."""
+
+    worker: WorkerId
+    number: int  # of the asker's choice: the answers carry it
+    config: WorkerConfig | None = None  # None: it is drained, and stays so
+    drain_s: float = 30.0  # that what runs there may take to end; then it goes on elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """To a worker: its machine is this now, and holds nothing. `why`: it could not become what it was to be."""
+
+    config: WorkerConfig
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """A step's results were read.
 
@@ -127,6 +145,8 @@ Event = (
     | WorkerLeaving
     | WorkerJoined
     | RouterLost
+    | ChangeRole
+    | Reshaped
     | StepDone
     | KVArrived
     | WiresTimed
@@ -222,6 +242,37 @@ class Reject:
     detail: str
 
 
-Effect = Send | RunStep | ShipKV | InsertKV | DropKV | OpenGates | SetTimer | EmitTokens | Finish | Reject
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """The worker holds nothing: make its machine this. Reshaped follows."""
+
+    config: WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStands:
+    """For people: where a change of a worker's role is now (`policy/role_change.py`), or why there is none."""
+
+    worker: WorkerId
+    number: int  # of ChangeRole
+    standing: str
+    role: str = ""  # that it has now
+    refused: str = ""  # why it is not changed
+
+
+Effect = (
+    Send
+    | RunStep
+    | ShipKV
+    | InsertKV
+    | DropKV
+    | OpenGates
+    | SetTimer
+    | EmitTokens
+    | Finish
+    | Reject
+    | Reshape
+    | WorkerStands
+)
 
 ROUTER = WorkerId("router")

@@ -16,10 +16,12 @@ from jdisagg.core.events import (
     InsertKV,
     OpenGates,
     Reject,
+    Reshape,
     RunStep,
     Send,
     SetTimer,
     ShipKV,
+    WorkerStands,
 )
 from jdisagg.core.request import WorkerId
 
@@ -48,6 +50,10 @@ class Effects(Protocol):
 
     def reject(self, actor: WorkerId, effect: Reject, /) -> None: ...
 
+    def reshape(self, actor: WorkerId, effect: Reshape, /) -> None: ...
+
+    def stands(self, actor: WorkerId, effect: WorkerStands, /) -> None: ...
+
 
 class Unheeded:
     """Effects that are not carried out, for who cares for some kinds only and says what these are to it. No driver is
@@ -57,6 +63,7 @@ class Unheeded:
         return
 
     send = set_timer = run_step = ship = insert = drop = open_gates = emit = finish = reject = _nothing
+    reshape = stands = _nothing
 
 
 def interpret(actor: WorkerId, effect: Effect, effects: Effects) -> None:
@@ -82,5 +89,9 @@ def interpret(actor: WorkerId, effect: Effect, effects: Effects) -> None:
             effects.finish(actor, effect)
         case Reject():
             effects.reject(actor, effect)
+        case Reshape():
+            effects.reshape(actor, effect)
+        case WorkerStands():
+            effects.stands(actor, effect)
         case _:
             assert_never(effect)

@@ -78,7 +78,7 @@ class MeshSpec:
     @staticmethod
     def parse(text: str) -> MeshSpec:
         """Raises MeshError saying what is wrong and what the grammar is."""
-        spec = MeshSpec(tuple(_parse_pool(part, text) for part in text.replace(" ", "").split(",")))
+        spec = MeshSpec(MeshSpec.pools_of(text))
         roles = [pool.role for pool in spec.pools]
         if len(set(roles)) != len(roles):
             raise MeshError(f"mesh {text!r} names a role twice; write the count instead, as in prefill:2xtp4")
@@ -93,6 +93,11 @@ class MeshSpec:
         if len(stages) > 1:
             raise MeshError(f"mesh {text!r}: the decode and the colocated pool must have equally many stages (pp)")
         return spec
+
+    @staticmethod
+    def pools_of(text: str) -> tuple[PoolSpec, ...]:
+        """Pools that need make no whole mesh. Raises MeshError."""
+        return tuple(_parse_pool(part, text) for part in text.replace(" ", "").split(","))
 
     def __str__(self) -> str:
         return ",".join(str(pool) for pool in self.pools)

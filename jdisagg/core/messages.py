@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.ledger import Mark
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.worker_config import WorkerConfig
 
 PAGE_NAME_BYTES = 16  # of the name of one page: a hash of its tokens and of all before them
 PAGES_A_WORD = 4096  # that one CacheHeld names at most
@@ -225,6 +226,30 @@ class CacheChanged:
     removed: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Router to worker: nothing new will come; when nothing is left, say Left, and become this, if anything."""
+
+    life: int  # of this change: the answers carry it
+    config: WorkerConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Worker to router: nothing of any request is left here."""
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Worker to router: it is this now and holds nothing. `why`: it could not become what it was to be."""
+
+    life: int
+    config: WorkerConfig
+    why: str = ""
+
+
 Message = (
     Reserve
     | Reserved
@@ -244,4 +269,7 @@ Message = (
     | CacheWanted
     | CacheHeld
     | CacheChanged
+    | Leave
+    | Left
+    | Joined
 )

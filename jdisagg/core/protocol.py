@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jdisagg.core.errors import SenselessWord
+from jdisagg.core.errors import ConfigError, SenselessWord
 from jdisagg.core.messages import (
     PAGE_NAME_BYTES,
     PAGES_A_WORD,
@@ -24,6 +24,9 @@ from jdisagg.core.messages import (
     Commit,
     Drawn,
     Ended,
+    Joined,
+    Leave,
+    Left,
     Message,
     Preempted,
     Progress,
@@ -39,8 +42,11 @@ from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 
-TO_ROUTER = (Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View, CacheHeld, CacheChanged)
-FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted)
+TO_ROUTER = (
+    *(Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View, CacheHeld, CacheChanged),
+    *(Left, Joined),
+)
+FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted, Leave)
 FROM_PREFILL = (Commit, Renew)  # to the worker that decodes
 FROM_DECODE = (Ack, Resend)  # and back
 EITHER_WAY = (Abort, AbortAck)
@@ -75,6 +81,8 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
         case CacheChanged() if sender is not None:
             for names in (message.added, message.removed):
                 _check_kept(message, names, sender.num_pages)
+        case Joined(config=config) if sender is not None:
+            _check_joined(message, config, sender)
         case Reserve() if to is not None:
             _check_length(message, message.prompt_tokens, to)
             _check_names(message, to)
@@ -143,6 +151,16 @@ def _check_reservation(message: Reserved, sender: WorkerConfig) -> None:
     if message.cached_pages > len(pages) or message.page_size not in (0, sender.page_size):
         found = f"cached_pages is {message.cached_pages} of {len(pages)}, page_size {message.page_size}"
         raise _senseless(message, f"{found} where {sender.page_size} was said at the joining")
+
+
+def _check_joined(message: Joined, config: WorkerConfig, sender: WorkerConfig) -> None:
+    """What a worker has become: a worker of the same name, of sizes that can be."""
+    if config.worker != sender.worker:
+        raise _senseless(message, f"is of {config.worker!r}, and comes from {sender.worker!r}")
+    try:
+        config.check()
+    except ConfigError as error:
+        raise _senseless(message, str(error)) from error
 
 
 def _check_length(message: Message, prompt_tokens: int, to: WorkerConfig) -> None:

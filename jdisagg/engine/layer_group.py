@@ -16,19 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
 from jdisagg.engine.expert_load import ExpertLoad, Tally
 from jdisagg.engine.lookup import by_rows
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
-from jdisagg.model.params import StageParams, load_stage
-from jdisagg.model.sources import Source
+from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 
 SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
@@ -165,16 +162,14 @@ class LayerGroup(LayerGroupPrograms):
 
     def __init__(
         self,
-        source: Source,
+        params: StageParams,
         config: ModelConfig,
         layers: range,
         submesh: Submesh,
         layout: KVLayout,
         num_pages: int,
-        dtype: DTypeLike,
-        weights: WeightFormat = AS_MADE,
     ) -> None:
-        super().__init__(config, layers, submesh, load_stage(source, config, layers, submesh.mesh, dtype, weights))
+        super().__init__(config, layers, submesh, params)
         self.kv = StagePages(layout, layers, num_pages, submesh)
         self.load = ExpertLoad(self.sparse, config.experts)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jdisagg.core.events import WireCost
@@ -45,6 +46,7 @@ from jdisagg.kv.shipping import (
     pack_pages,
     ship_pages,
 )
+from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
 from jdisagg.parallel.ring import RingMesh
@@ -91,6 +93,21 @@ class Figures:
     num_programs: int  # compiled so far
 
 
+LoadStage = Callable[[Source, ModelConfig, range, Mesh, DTypeLike, WeightFormat], StageParams]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a machine was made of: from these another can be made on the same devices."""
+
+    source: Source
+    layout: KVLayout
+    layers: tuple[range, ...]
+    devices: tuple[Device, ...]
+    dtype: DTypeLike
+    weights: WeightFormat
+
+
 class MeshExecutor:
     """Implements `executor.Executor`."""
 
@@ -104,13 +121,15 @@ class MeshExecutor:
         devices: Sequence[Device],
         dtype: DTypeLike,
         weights: WeightFormat = AS_MADE,
+        load: LoadStage = load_stage,
     ) -> None:
-        """Reads the weights and allocates the pages; `warm` must follow before the first plan.
+        """Reads the weights (`load`) and allocates the pages; `warm` must follow before the first plan.
 
         `layers` are the runs of layers of the decode stages, whatever this worker's role; `devices` are this worker's,
         stage-major. KV pages have the layout's dtype.
         """
         self.config, self.model = config, model
+        self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights)
         self.error_monitor = ErrorMonitor(config.error_bound)
         self.ring: Ring | None = None
         if config.ring_stages > 1:
@@ -121,9 +140,11 @@ class MeshExecutor:
             self.layer_groups: list[Any] = list(self.ring.stages)
         else:
             submeshes = submeshes_of(config.role, len(layers), devices)
+            cuts = list(zip(layers, submeshes, strict=True))
+            loaded = [load(source, model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [
-                LayerGroup(source, model, run, submesh, layout, config.num_pages, dtype, weights)
-                for run, submesh in zip(layers, submeshes, strict=True)
+                LayerGroup(params, model, run, submesh, layout, config.num_pages)
+                for params, (run, submesh) in zip(loaded, cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
         self.runner = self._runner()
@@ -203,11 +224,16 @@ class MeshExecutor:
             declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]
         declared = [each for each in declared if each[1].submesh.local_devices]  # the others are other processes'
         cold = {each.key: (machine, each) for machine, each in declared if each.key not in machine.warmed}
-        for done, (key, (machine, each)) in enumerate(cold.items()):
+        for done, (machine, each) in enumerate(cold.values()):
             progress(each.label if machine is self else f"{machine.config.worker} {each.label}", done, len(cold))
-            jax.block_until_ready(run_null(machine.owner(each), each, null_batch(each)))
-            machine.warmed[key] = each
+            machine.warm_one(each)
         progress("ready", len(cold), len(cold))
+
+    def warm_one(self, declared: DeclaredProgram) -> None:
+        """Compiles a program of this machine's table by running it; nothing is done where it is warm."""
+        if declared.key not in self.warmed:
+            jax.block_until_ready(run_null(self.owner(declared), declared, null_batch(declared)))
+            self.warmed[declared.key] = declared
 
     def group_to(self, peer: WorkerConfig) -> PageGroup:
         return group_pages(self.config.page_size, peer.page_size)

@@ -150,11 +150,10 @@ def load_stage(
     Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
     """
     check_depth(source, config, layers)
-    outline, abstract, rules = _outline(config, layers, mesh, dtype, weights, out_first)
+    outline, abstract, rules = outline_of(config, layers, mesh, dtype, weights, out_first)
     check_leaves(source, rules)
     named = zip(abstract.paths, rules, outline.leaves, strict=True)
-    leaves = [_load_leaf(shards_of(source, abstract, path, rule, mesh.size, leaf), rule, leaf, mesh.size)
-              for path, rule, leaf in named]  # fmt: skip
+    leaves = [load_leaf(source, abstract, path, rule, leaf, mesh.size) for path, rule, leaf in named]
     return replace(outline, leaves=leaves)
 
 
@@ -170,11 +169,16 @@ def abstract_stage_params(
 
     The devices may be those of a machine that is not there.
     """
-    return _outline(config, layers, mesh, dtype, weights, out_first)[0]
+    return outline_of(config, layers, mesh, dtype, weights, out_first)[0]
 
 
-def _outline(
-    config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike, weights: WeightFormat, out_first: bool | None
+def outline_of(
+    config: ModelConfig,
+    layers: range,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    weights: WeightFormat,
+    out_first: bool | None = None,
 ) -> tuple[StageParams, AbstractStage, list[Leaf]]:
     """The stage's shapes, and for each leaf how it is made from a checkpoint."""
     assert mesh.axis_names == (AXIS,), mesh.axis_names
@@ -238,7 +242,12 @@ def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp:
     return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
 
-def _load_leaf(shard_of: Callable[[int], np.ndarray], rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int) -> jax.Array:
+def load_leaf(
+    source: Source, abstract: AbstractStage, path: str, rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int
+) -> jax.Array:
+    """One leaf of a stage, each shard's slice on its own."""
+    shard_of = shards_of(source, abstract, path, rule, tp, leaf)
+
     def shard_at(index: Index | None) -> np.ndarray:
         start = 0 if rule.axis is None or not index else index[rule.axis].start or 0
         return shard_of(0 if rule.axis is None else start * tp // leaf.shape[rule.axis])

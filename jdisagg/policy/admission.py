@@ -7,14 +7,14 @@ from collections.abc import Collection
 from jdisagg.core.request import Request
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
+from jdisagg.policy.role_change import phases_of
 from jdisagg.policy.worker_state import WorkerState
 
 
 def missing_phase(peers: Collection[WorkerState]) -> str:
     """ "prefill" or "decode" where no worker that stays does it, both where there is none at all; empty else."""
     roles = [peer.config.role for peer in peers if not peer.leaving]
-    phases = {"prefill": any(role.prefills for role in roles), "decode": any(role.decodes for role in roles)}
-    return " and ".join(phase for phase, there in phases.items() if not there)
+    return " and ".join(phase for phase in ("prefill", "decode") if phase not in phases_of(roles))
 
 
 def why_rejected(peers: Collection[WorkerState], waiting: int, config: RouterConfig) -> str:

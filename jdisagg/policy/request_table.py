@@ -65,6 +65,15 @@ class RequestTable:
             self._abort_attempt(row, failure.detail, now_s, failure.gone)
             self.enqueue(row, now_s)
 
+    def move(self, row: RequestState, why: str, now_s: float) -> None:
+        """Its attempt ends where it is, and it goes on elsewhere: nothing failed, and nothing is counted as if."""
+        natural = row.natural_end()
+        if natural is not None:
+            self.finish(row, natural, "", now_s)
+        elif row.epoch:
+            self._abort_attempt(row, why, now_s, None)
+            self.enqueue(row, now_s)
+
     def enqueue(self, row: RequestState, now_s: float) -> None:
         """Back to the line, at the place of its arrival; one that never left it keeps its deadline."""
         self._release(row)

@@ -14,6 +14,7 @@ from itertools import count
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.events import (
     Cancel,
+    ChangeRole,
     Effect,
     Event,
     Received,
@@ -34,6 +35,8 @@ from jdisagg.core.messages import (
     CacheWanted,
     Drawn,
     Ended,
+    Joined,
+    Left,
     Message,
     Preempted,
     Progress,
@@ -42,20 +45,15 @@ from jdisagg.core.messages import (
     View,
 )
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
-from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy import deadlines, message_builders
-from jdisagg.policy.admission import (
-    could_ever_serve,
-    may_be_served,
-    missing_phase,
-    why_never,
-    why_rejected,
-)
+from jdisagg.policy.admission import missing_phase, why_rejected
 from jdisagg.policy.attempt_progress import AttemptProgress
 from jdisagg.policy.choice import Pair
 from jdisagg.policy.decisions import Decision, Verdict, unheard
-from jdisagg.policy.failures import Failure, FailureKind
+from jdisagg.policy.failures import Failure
+from jdisagg.policy.membership import LEAVE_TIMER, Membership
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.pair_selection import PairSelection
 from jdisagg.policy.planning import order_of
@@ -83,8 +81,9 @@ class Router:
         self._epochs = count(config.first_epoch)
         self._ask_anyway = False
         self._capacity_armed = False
+        self.members = Membership(self.requests, config.first_epoch)
         for peer in self.peers.values():
-            self._follow_cache(peer.config)
+            self.members.follow_cache(peer.config)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
@@ -99,12 +98,13 @@ class Router:
             case TimerFired(key):
                 self._timer(key, now_s)
             case WorkerLost(worker):
-                self._lose(worker, now_s)
+                self.members.lose(worker, now_s)
             case WorkerLeaving(worker):
-                if worker in self.peers:
-                    self.peers[worker].leaving = True
+                self.members.leaving(worker)
             case WorkerJoined(config):
-                self._join(config, now_s)
+                self.members.join(config, now_s)
+            case ChangeRole():
+                self.members.change_role(event, now_s)
             case _:
                 raise AssertionError(f"no router takes {event!r}")
         self._dispatch(now_s)
@@ -137,14 +137,7 @@ class Router:
         self.rows[request.request_id] = row
         insort(self.queue, row, key=lambda each: each.order)
         self.requests.wait(row, Waiting.RESERVATION, row.first_deadline_s)
-        self._refuse_if_never(row, now_s)
-
-    def _refuse_if_never(self, row: RequestState, now_s: float) -> None:
-        peers = self.peers.values()
-        if not may_be_served(peers, row.request, self.config):
-            never = why_never(peers, row.request)
-            self.routes.refuse(row.request_id, Verdict.NEVER, never, now_s)
-            self.requests.finish(row, FinishReason.ERROR, never, now_s)
+        self.members.refuse_if_never(row, now_s)
 
     def _queue_deadline_s(self, request: Request, now_s: float) -> float:
         if request.queue_deadline_s is not None:
@@ -201,6 +194,10 @@ class Router:
                 self.aborts.acknowledged(sender, attempt)
             case Progress() | Ended() | Preempted():
                 self.progress.follow(sender, message, now_s)
+            case Left():
+                self.members.left(sender, message)
+            case Joined():
+                self.members.joined(sender, message, now_s)
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a router")
 
@@ -213,6 +210,8 @@ class Router:
             self._ask_anyway = True
         elif kind == "row":
             self._row_timer(self.rows.get(RequestId(name)), now_s)
+        elif kind == LEAVE_TIMER:
+            self.members.timer(WorkerId(name), now_s)
         else:
             self.aborts.timer(key, now_s)
 
@@ -229,34 +228,3 @@ class Router:
             self.requests.meet(
                 row, Failure(FAILURE_OF_WAIT[row.waiting], FinishReason.TIMEOUT, detail, avoid=late), now_s
             )
-
-    # ------------------------------------------------------------ failures and ends
-
-    def _join(self, config: WorkerConfig, now_s: float) -> None:
-        """Who waited for a phase to have a worker, and was never tried, learns now whether it fits."""
-        self.peers[config.worker] = WorkerState(config)
-        self.routes.joined()
-        self._follow_cache(config)
-        for row in [each for each in self.queue if not (each.failures or each.output)]:
-            self._refuse_if_never(row, now_s)
-
-    def _follow_cache(self, config: WorkerConfig) -> None:
-        """Where it is asked what workers keep."""
-        if self.config.routing in (Routing.CACHE_AWARE, Routing.PREDICTED):
-            self.routes.directory.follow(config)
-
-    def _lose(self, worker: WorkerId, now_s: float) -> None:
-        self.peers.pop(worker, None)
-        self.aborts.forget(worker)
-        self.routes.forget(worker)
-        for row in list(self.rows.values()):
-            if worker in (row.prefill, row.decode):
-                kind = FailureKind.DECODE_LOST if row.decode == worker else FailureKind.PREFILL_LOST
-                self.requests.meet(
-                    row, Failure(kind, FinishReason.ERROR, f"worker {worker} was lost", gone=worker), now_s
-                )
-        for row in [] if self.config.workers_return else list(self.queue):
-            if not could_ever_serve(self.peers.values(), row.to_prefill()):
-                self.requests.finish(
-                    row, FinishReason.ERROR, f"worker {worker} was lost and no other can do its work", now_s
-                )

@@ -16,6 +16,7 @@ from jdisagg.core.events import (
     Event,
     KVArrived,
     Received,
+    Reshaped,
     RouterLost,
     Send,
     StepDone,
@@ -28,6 +29,7 @@ from jdisagg.core.messages import (
     Ack,
     CacheWanted,
     Commit,
+    Leave,
     Message,
     Renew,
     Resend,
@@ -42,6 +44,7 @@ from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.fast_forward import next_rows, repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.kv_arrivals import KVArrivals
+from jdisagg.policy.leaving import Leaving
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.prefill_side import PrefillSide
@@ -54,7 +57,11 @@ class Worker:
     """Owns its pool, its prompts, its reservations, and its side of every handoff."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        step_ids = count(1)
+        self._step_ids, self.leaving = count(1), Leaving()
+        self._begin(config)
+
+    def _begin(self, config: WorkerConfig) -> None:
+        """It is this, and holds nothing."""
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.shared = SharedPages(config, self.pool)
@@ -62,13 +69,14 @@ class Worker:
         self.decode_side = DecodeSide(config, self.shared, self.out)
         self.arrivals, self.results = KVArrivals(self.decode_side), StepResults(self.decode_side)
         self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side)
-        self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, step_ids.__next__)
+        self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, self._step_ids.__next__)
         self._told_view: View | None = None
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
         refused = self._take(event, now_s)
         self.scheduler.dispatch_all(now_s)
+        self.leaving.look(self.out, idle=self.idle)
         self._tell_view(again=refused)
         if (changed := self.shared.changes.since_told()) is not None:
             self.out.tell_router(changed)
@@ -92,6 +100,11 @@ class Worker:
                 self.prefill_side.shipping.wires.measured(costs)
             case RouterLost():
                 self._give_up_all()
+                self.leaving.router_lost()
+                return True
+            case Reshaped(config, why):
+                self._begin(config)
+                self.leaving.reshaped(self.out, config, why)
                 return True
             case _:
                 raise AssertionError(f"no worker takes {event!r}")
@@ -107,7 +120,11 @@ class Worker:
             self.prefill_side.step_done(event, now_s)
 
     def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
+        if self.leaving.refuses(self.out, message):
+            return
         match message:
+            case Leave():
+                self.leaving.asked(self.out, message, self.config)
             case Reserve():
                 self.decode_side.reserve(message, now_s)
             case StartPrefill():
@@ -162,16 +179,12 @@ class Worker:
 
     def _engine_failed(self, event: EngineFailed, now_s: float) -> None:
         reason = f"{self.config.worker} failed: {event.reason}"
-        if event.step_id is not None:
-            self._step_failed(event.step_id, reason)
-        elif event.attempt is not None and event.part is not None:
+        if event.step_id in self.decode_side.steps:
+            self.results.failed(event.step_id, reason)
+        if event.step_id in self.prefill_side.steps:
+            self.prefill_side.step_failed(event.step_id, reason)
+        if event.attempt is not None and event.part is not None:
             self._transfer_failed(event.attempt, event.part, reason, now_s)
-
-    def _step_failed(self, step_id: int, reason: str) -> None:
-        if step_id in self.decode_side.steps:
-            self.results.failed(step_id, reason)
-        if step_id in self.prefill_side.steps:
-            self.prefill_side.step_failed(step_id, reason)
 
     def _transfer_failed(self, owner: Attempt, part: int, reason: str, now_s: float) -> None:
         """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
@@ -230,21 +243,18 @@ class Worker:
     def check_invariants(self) -> None:
         """Asserts that every page is booked once, and that whoever owns pages is alive and lists just those."""
         self.shared.check_invariants()
-        listed = {
-            owner: set(sequence.own_pages)
-            for owner, sequence in self.decode_side.sequences.items()
-            if sequence.own_pages
-        }
-        listed |= {owner: set(prompt.own) for owner, prompt in self.prefill_side.sequences.items() if prompt.own}
-        owned = {owner: self.pool.pages_of(owner) for owner in self.pool.owners() - self.pool.owners(PageState.CACHED)}
-        assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
+        check_owners(self.pool, self.decode_side, self.prefill_side)
 
     @property
     def idle(self) -> bool:
         """Nothing waits, runs or is held."""
-        return not (
-            self.prefill_side.sequences
-            or self.prefill_side.steps
-            or self.decode_side.sequences
-            or self.decode_side.steps
-        )
+        sides = self.prefill_side, self.decode_side
+        return not any(side.sequences or side.steps for side in sides)
+
+
+def check_owners(pool: PagePool, decode_side: DecodeSide, prefill_side: PrefillSide) -> None:
+    """Asserts that the pool's owners of pages are those sequences that list just these."""
+    listed = {owner: set(each.own_pages) for owner, each in decode_side.sequences.items() if each.own_pages}
+    listed |= {owner: set(prompt.own) for owner, prompt in prefill_side.sequences.items() if prompt.own}
+    owned = {owner: pool.pages_of(owner) for owner in pool.owners() - pool.owners(PageState.CACHED)}
+    assert owned == listed, f"the pool says {owned}, the sequences say {listed}"

@@ -17,6 +17,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.reshape import Shape
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.checkpoint import open_source, read_defaults
 from jdisagg.model.tokenizer import Tokenizer
@@ -28,10 +29,14 @@ from jdisagg.serve.driver import Observer
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.otlp import Exporter, Source, Tracer
-from jdisagg.serve.places import place_of
+from jdisagg.serve.places import Place, place_of
+from jdisagg.serve.pools import Pools
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.remembered_weights import choices_folder
+from jdisagg.serve.reshaping import MeshReshaper
+from jdisagg.serve.shapes import WorkerShapes
+from jdisagg.serve.shapes import shapes_of as shapes_of_place
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from jdisagg.serve.weight_choice import choose_weights
 
@@ -52,15 +57,12 @@ def build(
     """
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines: dict[WorkerId, MeshExecutor] = {}
-
-    def recompiles() -> int:
-        return sum(machine.recompiles() for machine in machines.values())
-
+    recompiles = partial(recompiles_of, machines)
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, deployment.workers, deployment.kv.bytes_per_page, recompiles, compat)
     watch_experts(metrics, deployment, machines)
-    header = Header(router_config(settings), deployment.workers)
-    journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
+    config = router_config(settings)
+    journal = open_journal(Header(config, deployment.workers), settings.record_dir, metrics.journal_dropped)
     records = Records(settings.debug_keep)
     workers = {config.worker: Worker(config) for config in deployment.workers}
     machines.update(
@@ -68,9 +70,10 @@ def build(
     )  # last, so that a wrong setting does not cost the warm-up
     warm(machines, progress)
     metrics.watch_pools(workers)
-    places = [place_of(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
+    places, able = partial(places_of, machines), worker_shapes(deployment, settings)
+    reshaper = MeshReshaper(machines, shape_finder(able))
     service = LocalService(
-        Router(router_config(settings), deployment.workers, records.note),
+        Router(config, deployment.workers, records.note),
         workers,
         machines,
         model_name=deployment.model_name,
@@ -81,13 +84,37 @@ def build(
         observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), *observers),
         metrics=metrics,
         journal=journal,
-        debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places)
-        if settings.debug_keep
-        else None,
+        debug_state=DebugState(records, lambda: transfer_stats_of(workers), places) if settings.debug_keep else None,
         recompiles=recompiles,
+        reshaper=reshaper,
+        pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times),
     )
     post_compression_costs(service.driver, deployment, machines)
     return service
+
+
+def recompiles_of(machines: Mapping[WorkerId, MeshExecutor]) -> int:
+    """Programs that were compiled and not by warming."""
+    return sum(machine.recompiles() for machine in machines.values())
+
+
+def places_of(machines: Mapping[WorkerId, MeshExecutor]) -> list[Place]:
+    """Where the workers of this process stand now."""
+    return [place_of(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
+
+
+def worker_shapes(deployment: Deployment, settings: Settings) -> dict[WorkerId, WorkerShapes]:
+    """What each worker of the mesh can be; nothing is known of those beside a ring."""
+    if deployment.mesh.is_ring:
+        return {}
+    return {
+        place.worker: shapes_of_place(deployment, settings, place, place.worker) for place in deployment.mesh.workers()
+    }
+
+
+def shape_finder(able: Mapping[WorkerId, WorkerShapes]) -> Callable[[WorkerConfig], Shape]:
+    """How a machine of one of these configs is cut."""
+    return lambda config: next(each for each in able[config.worker].able.values() if each.config == config)
 
 
 def watch_experts(metrics: Metrics, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]) -> None:

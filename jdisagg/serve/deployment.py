@@ -49,6 +49,7 @@ class Deployment:
     prefill_kv: KVLayout  # of prefill workers
     max_model_len: int
     workers: tuple[WorkerConfig, ...]
+    device_bytes: int | None = None  # of memory, of one device; None on the CPU
 
     @property
     def weight_dtype(self) -> str:
@@ -103,15 +104,15 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
             place,
             layouts[place.role].page_size,
             longest,
-            _pages(settings, place, layouts[place.role], longest, budget.of(place, mesh))
+            num_pages(settings, place, layouts[place.role], longest, budget.of(place, mesh))
             if sized
             else layouts[place.role].pages_for(longest),
         )
         for place in mesh.workers()
     )
-    workers = tuple(replace(each, **_shipping(settings, layers, kv)) for each in workers)
+    workers = tuple(replace(each, **shipping_of(settings, layers, kv)) for each in workers)
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
-    return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers)
+    return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes)
 
 
 def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
@@ -237,7 +238,7 @@ def short_tokens(settings: Settings, rows: int, page_size: int) -> int:
     return max(0, tokens - tokens % page_size)
 
 
-def _shipping(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:
+def shipping_of(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:
     """How workers ship KV: when it leaves, in which layer groups, and what its bytes are."""
     return {
         "transfer": TransferMode(settings.transfer),
@@ -300,7 +301,7 @@ class Budget:
         return [(range(self.model.num_layers), sum(held for _, held in groups))]
 
 
-def _pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
+def num_pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
     """Pages of one worker's pool: what --kv_tokens says, else every slot's longest sequence as far as memory goes."""
     wanted = settings.max_num_seqs * kv.pages_for(longest)
     if settings.kv_tokens:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jdisagg.core.errors import SenselessWord
@@ -25,17 +26,27 @@ from jdisagg.core.events import (
     Received,
     TimerFired,
     WorkerLost,
+    WorkerStands,
 )
 from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.engine.executor import Executor, Shipment
 from jdisagg.serve.executors import Executors, Landed, RemoteWorkers
 from jdisagg.serve.health_monitor import HealthMonitor
-from jdisagg.serve.live_effects import LiveEffects, Outcome
+from jdisagg.serve.live_effects import LiveEffects, Outcome, Reshaping
+from jdisagg.serve.reshaping import Reshaper
 
 log = logging.getLogger("jdisagg.driver")
 
 Observer = Callable[[WorkerId, Any, float], None]  # (actor, event or effect, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """Something that another thread wants done on the driver's, where machines are used."""
+
+    act: Callable[[], None]
+    done: threading.Event
 
 
 class Actor(Protocol):
@@ -56,19 +67,23 @@ class LiveDriver:
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
         remote: RemoteWorkers | None = None,
+        reshaper: Reshaper | None = None,
+        stood: Callable[[WorkerStands], None] = lambda effect: None,
     ) -> None:
         """`deliver` takes the outcomes for clients, once an event; `died` why the loop ended; both on its thread.
 
         Whatever is for an actor that is not here, the router too where it is None, goes by way of `remote`.
+        `reshaper` makes machines anew where roles change; `stood` is told, on this thread, where workers stand then.
         """
         self.actors: dict[WorkerId, Actor] = ({} if router is None else {ROUTER: router}) | dict(workers)
         self._remote = remote
         self.executors = Executors(machines, self, clock, remote)
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
-        self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | Called | None] = queue.SimpleQueue()
         self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
         self._health = HealthMonitor()
-        self._effects = LiveEffects(self.actors, self.executors, self._health, remote)
+        reshaping = Reshaping(self, reshaper, stood)
+        self._effects = LiveEffects(self.actors, self.executors, self._health, remote, reshaping)
         self._round = self._effects.mail  # followed to its end before anything from outside
         self._lost: set[WorkerId] = set()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
@@ -86,6 +101,28 @@ class LiveDriver:
     def land(self, shipment: Shipment, event: KVArrived) -> None:
         """A part that came from another process is on the devices of its destination, which is here."""
         self.post(event.transfer.destination, Landed(shipment, event))
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Has `act` called on the driver's thread, between two rounds, and waits until it has; raises what it does."""
+        failed: list[BaseException] = []
+
+        def caught() -> None:
+            try:
+                act()
+            except Exception as error:
+                failed.append(error)
+
+        called = Called(caught, threading.Event())
+        self._inbox.put(called)
+        while not called.done.wait(0.5):
+            if not self.alive:
+                raise RuntimeError("the driver has stopped")
+        if failed:
+            raise failed[0]
+
+    def give_up(self, worker: WorkerId) -> None:
+        """From any thread: the worker is of no more use."""
+        self.call(lambda: self._lose(worker))
 
     def stop(self) -> None:
         """Ends the threads; what is in flight on the devices is left to finish unread."""
@@ -123,7 +160,10 @@ class LiveDriver:
             item = (ROUTER, None)
         if item is None:
             return False
-        if item[1] is not None:
+        if isinstance(item, Called):
+            item.act()
+            item.done.set()
+        elif item[1] is not None:
             self._take(*item)
         for timed, key in self._effects.timers.due(self.now_s()):
             self._round.append((timed, TimerFired(key)))
@@ -165,7 +205,7 @@ class LiveDriver:
             return ()
 
     def _lose(self, worker: WorkerId) -> None:
-        log.error("%s is lost: its plans fail again and again", worker)
+        log.error("%s is lost: its plans fail again and again, or its machine could not be made anew", worker)
         self._lost.add(worker)
         if ROUTER in self.actors:
             self._round.append((ROUTER, WorkerLost(worker)))

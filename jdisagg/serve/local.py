@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.events import ROUTER, Cancel, EmitTokens, Finish, Reject, Submit
+from jdisagg.core.events import ROUTER, Cancel, EmitTokens, Finish, Reject, Submit, WorkerStands
 from jdisagg.core.journal import Journal
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import joined
@@ -20,7 +20,9 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver import Actor, LiveDriver, Observer, Outcome
 from jdisagg.serve.executors import RemoteWorkers
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.pools import NO_POOLS, Pools
 from jdisagg.serve.records import DebugState
+from jdisagg.serve.reshaping import Reshaper
 from jdisagg.serve.service import Capacity, Draining, Rejected, Update
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
@@ -66,10 +68,13 @@ class LocalService:
         remote: RemoteWorkers | None = None,
         able: Callable[[], bool] | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
+        reshaper: Reshaper | None = None,
+        pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
     ) -> None:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
         With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
+        `reshaper` makes machines anew, and `pools` what the operator's routes ask for that.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
         self.model_name, self.model_config = model_name, model_config
@@ -78,12 +83,24 @@ class LocalService:
         self.sampling_defaults = dict(sampling_defaults or {})
         self.draining = False
         self.why_dead = ""  # why the driver has died
-        self._dead, self._on_death = False, list[Callable[[], object]]()
+        self._on_death = list[Callable[[], object]]()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
-            router, workers, machines, deliver=self._deliver, died=self._died, observers=observers, remote=remote
+            router,
+            workers,
+            machines,
+            deliver=self._deliver,
+            died=self._died,
+            observers=observers,
+            remote=remote,
+            reshaper=reshaper,
+            stood=self._stood,
         )
+        self.pools = pools(self.driver)
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
+
+    def _stood(self, effect: WorkerStands) -> None:
+        self.pools.stood(effect)
 
     @property
     def ready(self) -> bool:
@@ -91,7 +108,7 @@ class LocalService:
 
     @property
     def _open(self) -> bool:
-        return self.driver.alive and not (self._dead or self.draining)
+        return self.driver.alive and not (self.why_dead or self.draining)
 
     @property
     def running(self) -> int:
@@ -101,13 +118,13 @@ class LocalService:
     @property
     def alive(self) -> bool:
         """The driver has not died: requests can be served, now or when workers are there."""
-        return not self._dead
+        return not self.why_dead
 
     async def died(self) -> str:
         """Waits until the driver dies, and returns why. Nothing brings it back: the process is to end."""
         told = asyncio.Event()
         self._on_death.append(partial(asyncio.get_running_loop().call_soon_threadsafe, told.set))
-        if not self._dead:
+        if not self.why_dead:
             await told.wait()
         return self.why_dead
 
@@ -139,7 +156,7 @@ class LocalService:
         self.driver.post(ROUTER, Submit(request))
         ended = False
         try:
-            if self._dead:  # since `ready` was asked: who came after `_died` looked round would wait for ever
+            if self.why_dead:  # since `ready` was asked: who came after `_died` looked round would wait for ever
                 raise Draining(UNREADY)
             while not ended:
                 update = _joined(await mailbox.take())
@@ -167,7 +184,6 @@ class LocalService:
     def _died(self, error: BaseException) -> None:
         """The driver thread is gone: every running request ends as an error instead of waiting for ever."""
         self.why_dead = f"the driver stopped: {type(error).__name__}: {error}"
-        self._dead = True
         self._deliver(
             [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=self.why_dead)) for each in [*self._mailboxes]]
         )

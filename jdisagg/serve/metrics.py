@@ -94,7 +94,7 @@ class Metrics:
     def watch_pools(self, workers: Mapping[WorkerId, Worker]) -> None:
         """What the pages of this process's workers are for."""
         for name, worker in workers.items():
-            self._pools.watch(name, worker.shared)
+            self._pools.watch(name, worker)
 
     def limited(self, limit: str) -> None:
         """A request was over this limit of its client."""

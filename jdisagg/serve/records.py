@@ -38,6 +38,9 @@ from jdisagg.core.messages import (
     CacheHeld,
     CacheWanted,
     Drawn,
+    Joined,
+    Leave,
+    Left,
     Message,
     Preempted,
     Progress,
@@ -61,7 +64,10 @@ MARK_OF_MESSAGE = {Reserve: Mark.RESERVE_SENT, Reserved: Mark.RESERVED, Preempte
 FAMILIES = ("", "cmpl-", "chatcmpl-")  # what the fronts put before a client's id
 MAX_CHANGES = 32
 MAX_ROWS = 200  # of one request, chunks and parts counted apart
-NOT_KEPT = (Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged)  # too many, and they explain nothing
+NOT_KEPT = (  # too many, and they explain nothing; or of no request
+    *(Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged),
+    *(Leave, Left, Joined),
+)
 SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
 
 

@@ -12,6 +12,7 @@ from jdisagg.core.messages import NO_TOKENS, TokenDelta
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve.pools import Pools
 
 
 class Rejected(JdisaggError):
@@ -54,6 +55,7 @@ class Service(Protocol):
     max_model_len: int
     tokenizer: Tokenizer
     draining: bool
+    pools: Pools
     sampling_defaults: dict[str, float]  # what the model says where a client is silent
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from jdisagg.core.events import (
     EngineFailed,
@@ -16,11 +17,11 @@ from jdisagg.core.events import (
     WorkerLost,
 )
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Ended, Preempted, Progress, Resend, Reserve, Reserved, StartPrefill, View
+from jdisagg.core.messages import Ended, Joined, Preempted, Progress, Resend, Reserve, Reserved, StartPrefill, View
 from jdisagg.core.request import FinishReason
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.worker import Worker
 from jdisagg.policy.worker_state import empty_view
 from jdisagg.serve.metric_families import SECONDS, SEQUENCES, Families, Fold, Kind
 
@@ -160,12 +161,26 @@ class PoolMetrics:
         )
 
     def folds(self) -> Mapping[Kind, Fold]:
-        return {(Received, View): self._received, WorkerJoined: self._joined, WorkerLost: self._lost}
+        return {
+            (Received, View): self._received,
+            (Received, Joined): self._changed,
+            WorkerJoined: self._joined,
+            WorkerLost: self._lost,
+        }
 
-    def watch(self, worker: str, pages: SharedPages) -> None:
+    def watch(self, name: str, worker: Worker) -> None:
         """A worker of this process: what its pages are for is read when somebody asks."""
         for use in USES:
-            self._by_use.of(worker, use).set_function(lambda use=use: pages.by_use()[use])
+            self._by_use.of(name, use).set_function(lambda use=use: worker.shared.by_use()[use])
+
+    def _changed(self, actor: str, item: Received, now_s: float) -> None:
+        """Its role is another: what was shown of the other phase is no more."""
+        assert isinstance(item.message, Joined)
+        config = item.message.config
+        if config.worker in self._workers:
+            self._forget(config.worker, self._of_a_phase)
+            self._workers[config.worker] = config
+            self._set(config, empty_view(config))
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
         assert isinstance(item.message, View)
@@ -179,12 +194,19 @@ class PoolMetrics:
     def _lost(self, actor: str, item: WorkerLost, now_s: float) -> None:
         if self._workers.pop(item.worker, None) is None:
             return
-        states = [(self._pages, "free"), (self._pages, "used"), (self._sequences, "room"), (self._sequences, "running")]
-        states += [(self._by_use, use) for use in USES]
-        gauges = [(gauge,) for gauge in (self._usage, self._backlog, self._stream_tokens)]
-        for gauge, *state in [*states, *gauges]:
+        states = [(self._pages, "free"), (self._pages, "used"), (self._usage,)]
+        self._forget(item.worker, [*states, *self._of_a_phase, *((self._by_use, use) for use in USES)])
+
+    @property
+    def _of_a_phase(self) -> list[tuple[Any, ...]]:
+        """Gauges, and what they are of, that only workers of one phase have."""
+        return [(self._sequences, "room"), (self._sequences, "running"), (self._backlog,), (self._stream_tokens,)]
+
+    @staticmethod
+    def _forget(worker: str, gauges: Iterable[tuple[Any, ...]]) -> None:
+        for gauge, *state in gauges:
             with contextlib.suppress(KeyError):  # of the other phase
-                gauge.remove(item.worker, *state)
+                gauge.remove(worker, *state)
 
     def _set(self, config: WorkerConfig, view: View) -> None:
         worker, total = config.worker, config.num_pages

@@ -28,6 +28,7 @@ from jdisagg.core.events import (
     Event,
     KVArrived,
     Received,
+    Reshape,
     RunStep,
     Send,
     SetTimer,
@@ -224,6 +225,9 @@ class Rerun(Simulation):
             raise JournalError(f"event {number}, {said(here)}\n{first_difference(there.effects, here.effects)}")
 
     # ------------------------------------------------------------ durations
+
+    def reshape(self, actor: WorkerId, effect: Reshape) -> None:
+        """Its end is among what came from outside."""
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         took_s = self.measured.messages_s.get((actor, effect.to, self._numbers.next(actor, effect.to)))

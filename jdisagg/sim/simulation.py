@@ -23,12 +23,15 @@ from jdisagg.core.events import (
     OpenGates,
     Received,
     Reject,
+    Reshape,
+    Reshaped,
     RunStep,
     Send,
     SetTimer,
     ShipKV,
     Submit,
     TimerFired,
+    WorkerStands,
 )
 from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import WorkerId
@@ -136,6 +139,13 @@ class Simulation:
 
     def reject(self, actor: WorkerId, effect: Reject) -> None:
         self._end(effect)
+
+    def reshape(self, actor: WorkerId, effect: Reshape) -> None:
+        """Only who inherits from here knows what a change of role costs: here it is done at once."""
+        self._at(self.now_s, actor, Reshaped(effect.config))
+
+    def stands(self, actor: WorkerId, effect: WorkerStands) -> None:
+        """It is for people."""
 
     def _end(self, effect: Finish | Reject) -> None:
         self.requests.end(effect, self.now_s)

@@ -102,3 +102,9 @@ class Moves:
 
     def reject(self, actor: WorkerId, effect: ev.Reject) -> None:
         self.found.append(Over(effect.request_id, None))
+
+    def reshape(self, actor: WorkerId, effect: ev.Reshape) -> None:
+        raise AssertionError("no scene here changes a worker's role")
+
+    def stands(self, actor: WorkerId, effect: ev.WorkerStands) -> None:
+        """It is for people."""

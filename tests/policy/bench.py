@@ -14,6 +14,7 @@ from jdisagg.core.events import (
     InsertKV,
     KVArrived,
     Received,
+    Reshape,
     RunStep,
     Send,
     SetTimer,
@@ -35,7 +36,7 @@ from tests.sim.cases import definition
 from tests.steps import decode_runs, prefill_runs
 
 OTHER = WorkerId("other-end")
-OF_A_WORKER = (Send, RunStep, ShipKV, SetTimer, InsertKV, DropKV)
+OF_A_WORKER = (Send, RunStep, ShipKV, SetTimer, InsertKV, DropKV, Reshape)
 
 
 class Bench(Unheeded):

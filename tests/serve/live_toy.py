@@ -26,6 +26,7 @@ from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.places import place_of
 from jdisagg.serve.records import DebugState, Records
+from jdisagg.serve.reshaping import Reshaper
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from tests.serve.live_http import serving
 from tests.serve.scripted import FIXTURE
@@ -87,6 +88,7 @@ def toy_stack(
     kind: type[SlowToy] = SlowToy,
     routing: Routing = Routing.LEAST_LOADED,
     observers: Sequence[Observer] = (),
+    reshaper: Reshaper | None = None,
 ) -> Iterator[ToyStack]:
     """These workers, or one that prefills and one that decodes, started; stopped at the end."""
     configs = configs or (
@@ -116,6 +118,7 @@ def toy_stack(
         observers=[metrics.observe, records.observe, *observers],
         metrics=metrics,
         debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places),
+        reshaper=reshaper,
     )
     service.start()
     try:

@@ -13,6 +13,7 @@ from jdisagg.core.messages import TokenDelta
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve.pools import NO_POOLS
 from jdisagg.serve.service import Capacity, Draining, Update
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "conformance" / "llama3"
@@ -90,6 +91,7 @@ class ScriptedService:
         self.model_config = ModelConfig("llama", vocab, 8, 16, 1, 1, 1, 8, max_model_len)
         self.ready, self.draining, self.alive, self.script = True, False, True, script
         self.most: Capacity | None = None
+        self.pools = NO_POOLS
         self.sampling_defaults: dict[str, float] = {}
         self.seen: list[Request] = []
         self.running: set[RequestId] = set()

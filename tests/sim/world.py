@@ -25,6 +25,8 @@ from jdisagg.core.events import (
     OpenGates,
     Received,
     Reject,
+    Reshape,
+    Reshaped,
     RunStep,
     Send,
     SetTimer,
@@ -32,6 +34,7 @@ from jdisagg.core.events import (
     Submit,
     TimerFired,
     WorkerLost,
+    WorkerStands,
 )
 from jdisagg.core.interpreter import interpret
 from jdisagg.core.journal import Journal
@@ -48,6 +51,7 @@ from tests.sim.costs import Costs
 from tests.sim.fault_injector import FaultInjector, Faults
 
 MAX_EVENTS = 200_000
+RESHAPE_S = 0.5
 
 
 class World:
@@ -71,6 +75,7 @@ class World:
         self.finished: dict[RequestId, list[Finish]] = {}
         self.rejected: dict[RequestId, list[Reject]] = {}
         self.effects: list[tuple[float, WorkerId, Effect]] = []  # all, in order
+        self.stood: list[WorkerStands] = []
         self._heap: list[tuple[float, int, WorkerId, Event]] = []
         self._ties = count()
         self._timers: dict[tuple[WorkerId, str], float] = {}
@@ -167,6 +172,14 @@ class World:
 
     def reject(self, actor: WorkerId, effect: Reject) -> None:
         self.rejected.setdefault(effect.request_id, []).append(effect)
+
+    def reshape(self, actor: WorkerId, effect: Reshape) -> None:
+        """Another machine, whose pages hold nothing of the last one's, `RESHAPE_S` later."""
+        self.machines[actor] = ToyExecutor(effect.config)
+        self._at(self.now_s + RESHAPE_S, actor, Reshaped(effect.config))
+
+    def stands(self, actor: WorkerId, effect: WorkerStands) -> None:
+        self.stood.append(effect)
 
     def send(self, sender: WorkerId, effect: Send) -> None:
         """Messages of one pair stay in order; each may be late, lost or doubled."""

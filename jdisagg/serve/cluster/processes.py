@@ -54,6 +54,7 @@ from jdisagg.serve.deployment import Deployment, model_fingerprint
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.pools import Pools
 from jdisagg.serve.private_files import read_private
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
@@ -335,6 +336,7 @@ def _service(
         recompiles=node.recompiles,
         remote=node,
         able=lambda: node.able,
+        pools=lambda driver: Pools(driver.post, node.places, dict, dict),
     )
 
 

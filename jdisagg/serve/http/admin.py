@@ -16,13 +16,19 @@ from jdisagg.serve.http.errors import Unauthorized, documented
 PREFIX = "/admin/"
 
 
-def add_admin(app: FastAPI, key: str, profiles: Callable[[float], Profiles]) -> None:
-    """`profiles` blocks for as many seconds, and tells of every process. It may raise Busy."""
+def admin_check(key: str) -> Callable[[Request], None]:
+    """What raises Unauthorized for a request without the admin's key."""
     expected = f"Bearer {key}".encode()
 
     def check(request: Request) -> None:
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
             raise Unauthorized("the admin key is missing or wrong")
+
+    return check
+
+
+def add_admin(app: FastAPI, check: Callable[[Request], None], profiles: Callable[[float], Profiles]) -> None:
+    """`profiles` blocks for as many seconds, and tells of every process. It may raise Busy."""
 
     @app.post("/admin/profile", responses=documented(400, 401, 409))
     async def profile(request: Request, seconds: str = "3") -> Response:

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
@@ -22,7 +21,7 @@ from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.access_log import AccessLog
-from jdisagg.serve.http.admin import add_admin
+from jdisagg.serve.http.admin import add_admin, admin_check
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.gate import Gate, plain_id, read_body
@@ -41,7 +40,9 @@ from jdisagg.serve.http.schema import (
     GenerationFields,
     TokenizeBody,
     parse,
+    takes,
 )
+from jdisagg.serve.http.workers import add_workers
 from jdisagg.serve.logprobs import TokenNames
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.records import DebugState
@@ -117,7 +118,9 @@ def create_app(
         add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
     add_page(app)
     if settings.admin_key is not None:
-        add_admin(app, settings.admin_key, profiles)
+        check = admin_check(settings.admin_key)
+        add_admin(app, check, profiles)
+        add_workers(app, check, service.pools, settings.max_body_bytes)
     app.add_middleware(Gate, clients=clients)
     app.add_middleware(AccessLog)
     _describe_bodies(app)
@@ -134,12 +137,12 @@ def _request_name(request: Request, body: GenerationFields) -> str:
 def _add_generation(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionBody), responses=GENERATION)
+    @app.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
         body = await front.body(request, CompletionBody)
         return front.respond(await completion_job(body, service, settings, _request_name(request, body)), request)
 
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatBody), responses=GENERATION)
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:
         body = await front.body(request, ChatBody)
         return front.respond(await chat_job(body, service, settings, _request_name(request, body)), request)
@@ -152,7 +155,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 def _add_tokens(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeBody), responses=TOKENS)
+    @app.post("/tokenize", openapi_extra=takes(TokenizeBody), responses=TOKENS)
     async def tokenize(request: Request) -> Response:
         body = await front.body(request, TokenizeBody)
         check_model(body.model, service, settings)
@@ -161,7 +164,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": [*ids], "token_strs": strings}
         return Response(await offload.dump_slowly(shown), media_type="application/json")
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody), responses=TOKENS)
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeBody), responses=TOKENS)
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await front.body(request, DetokenizeBody)
         check_model(body.model, service, settings)
@@ -223,12 +226,6 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 def _state(state: str, bad: tuple[str, ...], **more: object) -> Response:
     return JSONResponse({"status": state, **more}, status_code=503 if state in bad else 200)
-
-
-def _takes(kind: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI: the body is read by hand (size, key, our own errors), so its schema is named by hand."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _describe_bodies(app: FastAPI) -> None:

@@ -18,6 +18,7 @@ from jdisagg.policy.client_limits import Allowance
 from jdisagg.serve.clients import RateLimited
 from jdisagg.serve.device_trace import Busy
 from jdisagg.serve.generation import AnswerFailed
+from jdisagg.serve.pools import NoSuchWorker, RoleConflict
 from jdisagg.serve.service import Draining, Rejected
 
 
@@ -37,10 +38,12 @@ class Unauthorized(JdisaggError):
 RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ModelNotFound, 404, "not_found_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (NoSuchWorker, 404, "not_found_error", "worker_not_found"),
     (RequestError, 400, "invalid_request_error", None),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Rejected, 429, "rate_limit_error", "queue_full"),
+    (RoleConflict, 409, "invalid_request_error", "role_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
     (Draining, 503, "service_unavailable_error", "not_ready"),
 )
@@ -50,7 +53,7 @@ MEANINGS: dict[int, str] = {
     401: "The API key is missing or wrong",
     404: "There is no such model or thing here",
     408: "The request waited, or stood still, for longer than is allowed, or its body was too slow",
-    409: "What was asked for is being done for somebody else",
+    409: "What was asked for is being done already, or cannot be now",
     413: "The body is over --max_body_bytes",
     429: "The queue is full, or the client over its limits; Retry-After says when to come again",
     431: "The headers are too large",

@@ -173,7 +173,29 @@ class DetokenizeBody(BaseModel):
     skip_special_tokens: bool = False
 
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+class DrainBody(BaseModel):
+    """POST /admin/workers/ID/drain."""
+
+    model_config = ConfigDict(extra="forbid")
+    drain_s: float = Field(30.0, ge=0, le=3600, description="what runs there may take so long to end")
+
+
+class RoleBody(DrainBody):
+    """POST /admin/workers/ID/role."""
+
+    role: str = Field(description="prefill, decode or colocated")
+    mesh: str = Field("", description="how its devices are cut, as tp2, pp2 or pp2tp2; empty: as at the start")
+
+
+BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrainBody, RoleBody)
+
+
+def takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI: the body is read by hand (size, key, our own errors), so its schema is named by hand."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
 Body = TypeVar("Body", bound=BaseModel)
 
 

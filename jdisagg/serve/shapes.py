@@ -1,0 +1,85 @@
+"""What a worker can be on its own devices: every role, and every way to cut them, worked out before anybody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jdisagg.core.errors import ConfigError, MeshError
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, WorkerMesh
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.stages import split_layers
+from jdisagg.core.worker_config import Role
+from jdisagg.engine.reshape import Shape
+from jdisagg.serve.deployment import Budget, Deployment, num_pages, shipping_of, worker_config
+
+Shapes = Mapping[str, Shape]  # by the text of the mesh: "decode:pp2"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShapes:
+    """One worker's. `impossible`: why it can not be some of them, as little memory."""
+
+    num_devices: int
+    able: dict[str, Shape]
+    impossible: dict[str, str]
+    usual: dict[Role, str]  # of a role where nobody says more
+
+    def find(self, role: str, mesh: str) -> Shape:
+        """What it is to be: mesh as "pp2tp1", "" for the usual one. Raises ConfigError, MeshError."""
+        if role not in list(Role):
+            raise ConfigError(f"role is {role[:20]!r}, must be one of {', '.join(Role)}")
+        if not mesh:
+            return self._named(self.usual[Role(role)])
+        (pool, *others) = MeshSpec.pools_of(f"{role}:{mesh}")
+        if others or pool.count != 1 or pool.first_device is not None:
+            raise MeshError(f"mesh is {mesh[:40]!r}, must be one worker's, as pp2tp2, and stays on its devices")
+        if pool.pp * pool.tp != self.num_devices:
+            raise MeshError(
+                f"mesh {mesh} is of {pool.pp * pool.tp} devices, and the worker stands on {self.num_devices}"
+            )
+        return self._named(str(pool))
+
+    def _named(self, name: str) -> Shape:
+        if name in self.able:
+            return self.able[name]
+        raise MeshError(self.impossible.get(name) or f"{name} is none of what it can be: {', '.join(self.able)}")
+
+
+def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> WorkerShapes:
+    """Of the worker at `place`, which is called `name`."""
+    able, impossible, usual = dict[str, Shape](), dict[str, str](), dict[Role, str]()
+    for pool in _cuts(len(place.device_ids)):
+        text = str(pool)
+        try:
+            able[text] = _shape(deployment, settings, replace(place, role=pool.role, pp=pool.pp, tp=pool.tp), name)
+        except ConfigError as error:
+            impossible[text] = str(error)
+        started_so = any(
+            (each.role, each.pp, each.tp) == (pool.role, pool.pp, pool.tp) for each in deployment.mesh.pools
+        )
+        if started_so or pool.role not in usual:
+            usual[pool.role] = text
+    return WorkerShapes(len(place.device_ids), able, impossible, usual)
+
+
+def _cuts(devices: int) -> Iterator[PoolSpec]:
+    """Every role on so many devices; the most stages first."""
+    yield PoolSpec(Role.PREFILL, tp=devices)
+    for role in (Role.DECODE, Role.COLOCATED):
+        for tp in range(1, devices + 1):
+            if devices % tp == 0:
+                yield PoolSpec(role, pp=devices // tp, tp=tp)
+
+
+def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> Shape:
+    """Raises ConfigError, MeshError where it cannot be."""
+    model, layout = deployment.model, deployment.layout(place.role)
+    layers = deployment.layers if not place.role.decodes else split_layers(model, place.pp)
+    budget = Budget(model, layers, deployment.dtype, deployment.weights, deployment.device_bytes)
+    longest = deployment.max_model_len
+    pages = num_pages(settings, place, layout, longest, budget.of(place, deployment.mesh))
+    config = worker_config(settings, place, layout.page_size, longest, pages)
+    config = replace(config, worker=name, **shipping_of(settings, layers, deployment.kv))
+    return Shape(config, layout, layers)
