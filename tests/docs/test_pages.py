@@ -97,11 +97,13 @@ def test_the_flags_of_every_command_in_a_page_are_there(page: Path, command: lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), [each for each in OURS if RUNNABLE & {*each[1]}], ids=told)
-def test_what_can_run_runs(page: Path, command: list[str]):
-    """FILE stands for a trace of the reader's; a search is made small."""
+def test_what_can_run_runs(page: Path, command: list[str], tmp_path: Path):
+    """FILE stands for a trace of the reader's, plan.toml for a plan that was made; a search is made small."""
     trace = ROOT / "tests" / "fixtures" / "traces" / "azure_conv_first_400.csv"
     words = [word.replace("FILE", str(trace)) for word in command[3:] if not word.startswith("--output")]
-    if command[2] == "jdisagg.plan":
+    if any(word.startswith("--emit") for word in words):
+        words = [word.replace("plan.toml", "configs/pod_70b.toml") for word in words] + [f"--job_folder={tmp_path}"]
+    elif command[2] == "jdisagg.plan":
         words = [*(word for word in words if "--devices" not in word), "--devices=2", "--quick", "--rate=2"]
         words = [word.replace("llama3-70b", "llama3-8b") for word in [*words, "--nosensitivity"]]
     if command[2] == "tests.explore":

@@ -164,9 +164,9 @@ class MemberStart:
 
 
 def check_same(theirs: WorkerConfig, ours: WorkerConfig) -> None:
-    """Raises PeerMismatch with both values of what differs, names apart."""
+    """Raises PeerMismatch with both values of what differs, names and places apart: the group's are its leader's."""
     one, other = encode(theirs), encode(ours)
-    differing = [key for key in sorted({*one, *other} - {"worker"}) if one.get(key) != other.get(key)]
+    differing = [key for key in sorted({*one, *other} - {"worker", "labels"}) if one.get(key) != other.get(key)]
     if differing:
         said = "; ".join(f"{key} is {one.get(key)} at the leader and {other.get(key)} here" for key in differing)
         raise PeerMismatch(f"this process would build another worker: {said[:600]}; start all with the same flags")
