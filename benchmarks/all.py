@@ -78,6 +78,7 @@ ALL = (
     Benchmark("crossover", "benchmarks.crossover", f"--profiles={{profiles}} --plot={IMAGES}/crossover.png"),
     Benchmark("transfer_cpu", "benchmarks.transfer", f"--rounds=3 --plot={IMAGES}/transfer_cpu.png"),
     Benchmark("transport_cpu", "benchmarks.transport", "--rounds=15"),
+    Benchmark("topology", "benchmarks.topology", "--requests=300", "--requests=20"),
     Benchmark("group_stream_cpu", "benchmarks.group_stream", "--rounds=3000", "--rounds=20"),
     Benchmark("processes_cpu", "benchmarks.processes", "--rounds=4 --num_requests=8"),
     Benchmark("compression", "benchmarks.compression"),

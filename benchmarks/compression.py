@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 from absl import flags
 from rich.console import Console
@@ -30,6 +29,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import RAW
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
+from jdisagg.engine.runner import Runner
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.build import load_executors
@@ -115,7 +115,9 @@ class Stage:
 
     def next_tokens(self) -> Iterator[np.ndarray]:
         """Log-probabilities f64[prompts, V] after the prompts and each token that follows."""
-        decoder = self.destination.runner.decoder
+        runner = self.destination.runner
+        assert isinstance(runner, Runner), "stages, no ring"
+        decoder = runner.decoder
         assert decoder is not None and len(decoder.microbatches) == 1, "one stage: every slot in one microbatch"
         (batch,), slots = decoder.microbatches, len(self.texts)
         total = len(self.texts[0])
@@ -127,10 +129,8 @@ class Stage:
             state = np.zeros((4, batch.size), np.int32)
             state[0, :slots] = [text[position] for text in self.texts]
             state[1, :slots], state[3, :slots] = position, 1
-            batch.state = jax.device_put(state, decoder.device)
-            logits = self.destination.runner.activations(
-                DecodeRows(0, (), self.destination.config.table_buckets[-1]), None
-            )
+            batch.state = batch.put(state)
+            logits = runner.activations(DecodeRows(0, (), self.destination.config.table_buckets[-1]), None)
             logits = np.asarray(logits)[:slots].astype(np.float64)
             top = logits.max(axis=-1, keepdims=True)
             yield logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))

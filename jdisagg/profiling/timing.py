@@ -21,6 +21,7 @@ from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
+from jdisagg.engine.runner import Runner
 from jdisagg.engine.warmup import null_batch, run_null
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
@@ -79,10 +80,10 @@ def time_chunk(machine: MeshExecutor, tokens: int, context: int) -> float:
 
 def time_first_draw(machine: MeshExecutor) -> float:
     """Of logits that are there."""
-    prefiller = machine.runner.prefiller
-    assert prefiller is not None, f"{machine.config.worker} does not prefill"
-    chunks = one_chunk(machine.config, 1, 0)
-    activations = machine.runner.activations(None, chunks)
+    runner = machine.runner
+    assert isinstance(runner, Runner) and runner.prefiller is not None, f"{machine.config.worker} does not prefill"
+    prefiller, chunks = runner.prefiller, one_chunk(machine.config, 1, 0)
+    activations = runner.activations(None, chunks)
     logits = jax.block_until_ready(prefiller.head(activations, pack(chunks, machine.config)))
     return seconds(lambda: jax.block_until_ready(prefiller.draw(chunks, logits)))
 

@@ -16,7 +16,7 @@ from jdisagg.core.reshard_proof import prove
 from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.kv.pools import StagePages
+from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.network import forward
 from jdisagg.model.params import load_stage
@@ -64,7 +64,7 @@ def machine(role: Role, tp: int, pp: int = 1) -> MeshExecutor:
     return open_machine(role, layers, devices, NINE, SOURCE, pp)
 
 
-def heads_of(stage: StagePages, pages: list[int]) -> np.ndarray:
+def heads_of(stage: PagesOfStage, pages: list[int]) -> np.ndarray:
     """These pages' bytes [L, n, Hkv, 2, page_size, D], each head once; all copies agree, and padding is finite."""
     tp, layers = stage.submesh.tp, []
     runs = [kv_heads_of_shard(3, tp, shard) for shard in range(tp)]

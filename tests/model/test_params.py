@@ -136,10 +136,10 @@ def test_the_arithmetic_of_a_model_counts_the_matrices_that_a_shard_loads(config
         assert Shard(config, layers, tp, 4, 4).held_bytes == 4 * held
 
 
-def test_one_device_has_no_axis_and_its_leaves_lie_there_alone():
+def test_one_device_sums_over_no_axis_and_its_leaves_lie_there_alone():
     params = load_stage(RandomSource(BIG), BIG, range(2), mesh_of(1, first=3), jnp.float32)
     assert {leaf.sharding for leaf in params.leaves} == {jax.sharding.SingleDeviceSharding(jax.devices()[3])}
-    assert params.merge(params.leaves).axis is None
+    assert params.merge(params.leaves).head_cut.axes == ()
 
 
 def test_a_bf16_checkpoint_loads_as_f32_or_as_it_is():
