@@ -17,6 +17,7 @@ from jdisagg.core.messages import (
     CacheHeld,
     CacheWanted,
     Commit,
+    Leave,
     Message,
     Renew,
     Resend,
@@ -81,7 +82,7 @@ def test_a_decode_worker_is_told_to_compute_only_where_it_has_programs_for_it():
 
 
 def test_every_message_is_for_somebody():
-    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted}
+    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave}
     assert set(Message.__args__) == between | set(TO_ROUTER)
 
 
