@@ -76,6 +76,7 @@ def test_a_supervisor_that_is_killed_leaves_nobody_behind(tmp_path: Path):
     until(lambda: not Path(f"/proc/{pid}").exists(), "the child to end", 60)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which this process has loaded
 def test_what_always_fails_is_given_up_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(supervise.Restarts, "pause_s", lambda restarts, lived_s: None)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
