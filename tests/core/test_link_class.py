@@ -52,3 +52,15 @@ def test_who_shares_nothing_is_beyond_and_who_shares_all_is_one_process():
     assert link_class(HERE, ELSEWHERE) is LinkClass.BEYOND
     assert link_class(NOWHERE, NOWHERE) is LinkClass.BEYOND
     assert link_class(HERE, HERE) is LinkClass.PROCESS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_read_what_they_write(name: str):
+    assert str(NOWHERE) == ""
+    assert Labels.parse("") == NOWHERE
+    one = replace(NOWHERE, **{name: getattr(HERE, name)})
+    assert Labels.parse(str(one)) == one
+    assert Labels.parse(str(HERE)) == HERE
+    assert Labels.parse(str(ELSEWHERE)) == ELSEWHERE
+    assert str(one) != str(HERE)
+    assert one != HERE
