@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jdisagg.cluster.job import Job, Part
+from jdisagg.cluster.job import Job, Part, with_rings
 from jdisagg.cluster.kubernetes import leader_worker_sets, router
 from jdisagg.cluster.pods import Document
 from jdisagg.core.errors import ConfigError
@@ -63,7 +63,7 @@ def slice_of(part: Part, chip: str) -> tuple[Part, str]:
 def manifests(job: Job, chip: str) -> dict[str, list[Document]]:
     """File -> documents: the router on any node, each worker on a slice of its own. Raises ConfigError."""
     placed = {part.role: slice_of(part, chip) for part in job.parts}
-    slices = replace(job, platform="tpu", parts=tuple(part for part, _ in placed.values()))
+    slices = with_rings(replace(job, platform="tpu", parts=tuple(part for part, _ in placed.values())))
 
     def selector(part: Part) -> Mapping[str, str]:
         topology = placed[part.role][1]

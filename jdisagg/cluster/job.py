@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule
 from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Role
 
 AUTO = "auto"
 KV_PORT = 8101  # where a pod's KV is pulled
@@ -69,7 +70,27 @@ def job_of(settings: Settings, name: str, image: str, platform: str, devices_per
     single = MeshSpec(tuple(replace(pool, count=1, first_device=None) for pool in mesh.pools))
     dtype = settings.dtype if settings.dtype != AUTO else "float32" if platform == "cpu" else "bfloat16"
     parts = tuple(_part(pool, devices_per_host) for pool in mesh.pools)
-    return Job(name, image, platform, replace(settings, mesh=str(single), dtype=dtype), parts)
+    return with_rings(Job(name, image, platform, replace(settings, mesh=str(single), dtype=dtype), parts))
+
+
+def with_rings(job: Job) -> Job:
+    """The job with decode pipelines of several processes as rings: `stages` are programs of one process.
+
+    Raises ConfigError where a pipeline of several processes cannot be one.
+    """
+    sizes = {part.role: part.size for part in job.parts}
+    pools = MeshSpec.parse(job.settings.mesh).pools
+    found = ",".join(str(_ring(pool) if pool.pp > 1 and sizes[pool.role.value] > 1 else pool) for pool in pools)
+    return replace(job, settings=replace(job.settings, mesh=str(MeshSpec.parse(found))))
+
+
+def _ring(pool: PoolSpec) -> PoolSpec:
+    if pool.role is not Role.DECODE:
+        raise ConfigError(
+            f"{pool} has workers of several hosts, whose stages would be a ring, and a ring decodes and does nothing"
+            f" else: write {pool.role}:tp{pool.pp * pool.tp}, or prefill and decode apart"
+        )
+    return replace(pool, schedule=Schedule.RING)
 
 
 def _part(pool: PoolSpec, devices_per_host: int) -> Part:

@@ -18,10 +18,11 @@ import yaml
 from jdisagg import config, flags, job_files, launch, plan
 from jdisagg.cluster.gke_tpu import SLICES, slice_of
 from jdisagg.cluster.job import PLACED, Part, job_of
-from jdisagg.cluster.membership import resolve
+from jdisagg.cluster.membership import GroupPlace, resolve
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.group.world import devices_each
 from jdisagg.serve.http.app import create_app
 from tests.cluster.manifests import COMPOSE, by_schema, faults, pods
 from tests.serve.scripted import ScriptedService
@@ -102,11 +103,16 @@ def test_what_is_misspelt_anywhere_in_a_manifest_is_found():
     assert by_schema(compose, COMPOSE)
 
 
+def mesh_at(where: str) -> str:
+    """Of containers of one machine, decode is stages; over hosts it is a ring, which is what spans processes."""
+    return "prefill:tp8,decode:pp4tp8" if where.startswith("compose") else "prefill:tp8,decode:ring4tp8"
+
+
 def test_every_container_is_started_with_flags_that_launch_has():
     for where, words in containers(made()):
         settings = settings_of(words)
         assert (settings.model, settings.kv_tokens, settings.drain_s) == ("/models/big", 70_000, 60.0), where
-        assert settings.mesh == "prefill:tp8,decode:pp4tp8" and settings.dtype == "bfloat16", where
+        assert settings.mesh == mesh_at(where) and settings.dtype == "bfloat16", where
         assert settings.secret_file and settings.platform == ("tpu" if "gke" in where else "gpu"), where
 
 
@@ -222,6 +228,18 @@ def test_a_slice_asks_for_the_chips_that_its_topology_has():
             assert (size > 1) == ("annotations" in document["metadata"])
 
 
+def test_a_pipeline_of_several_hosts_is_one_that_launch_takes_as_a_group():
+    """Whatever a plan calls it; where the hosts of a slice are more than those of a node, too."""
+    for settings in (WIDE, replace(WIDE, mesh="prefill:3xtp8,decode:2xring4tp8")):
+        for where, words in containers(made(settings, tpu="v6e")):
+            told = settings_of(words)
+            if not where.startswith("compose") and told.role == "decode":
+                assert devices_each(told, GroupPlace("g", 0, 4, "127.0.0.1:1")) == 8, where
+    narrow = made(replace(WIDE, mesh="prefill:tp8,decode:pp4tp2"))
+    meshes = {where.split("/")[0]: settings_of(words).mesh for where, words in containers(narrow)}
+    assert (meshes["k8s"], meshes["gke_tpu"]) == ("prefill:tp8,decode:pp4tp2", "prefill:tp8,decode:ring4tp2")
+
+
 @pytest.mark.parametrize(
     ("settings", "kinds", "says"),
     [
@@ -230,6 +248,7 @@ def test_a_slice_asks_for_the_chips_that_its_topology_has():
         (replace(WIDE, platform="tpu"), ("slurm",), "gke_tpu has slices"),
         (replace(WIDE, http_port=-1), ("compose",), "--http_port=-1"),
         (replace(WIDE, mesh="prefill:tp12,decode:tp1"), ("gke_tpu",), "prefill workers have 12 chips"),
+        (replace(WIDE, mesh="colocated:pp4tp4"), ("slurm",), "write colocated:tp16, or prefill and decode apart"),
         (WIDE, ("swarm",), "--emit names 'swarm'"),
     ],
 )
@@ -291,7 +310,7 @@ def test_the_job_of_slurm_starts_every_process_with_flags_that_launch_has(steps)
     assert roles == ["decode"] * 8 + ["prefill"] * 3 + ["router"]
     (router,) = (settings for settings, _ in found if settings.role == "router")
     for settings, _ in found:
-        assert settings.mesh == "prefill:tp8,decode:pp4tp8" and settings.secret_file == router.secret_file
+        assert settings.mesh == "prefill:tp8,decode:ring4tp8" and settings.secret_file == router.secret_file
         if settings is not router:
             assert settings.router.endswith(f":{router.control_port}") and settings.kv_advertise
 

@@ -17,7 +17,7 @@ import jax
 import jdisagg
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import ConfigError, MeshError
-from jdisagg.core.mesh_spec import WorkerMesh
+from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.model.checkpoint import read_model
@@ -43,10 +43,11 @@ def worker_of(settings: Settings) -> WorkerMesh:
             f"--mesh={settings.mesh} has {len(mine)} workers of --role={settings.role}, and a group is one: write one,"
             " and start a group for each copy of it"
         )
-    if mine[0].pp > 1:
+    if mine[0].pp > 1 and mine[0].schedule is not Schedule.RING:
+        stages, shards = mine[0].pp, f"tp{mine[0].tp}" * (mine[0].tp > 1)
         raise MeshError(
-            f"--mesh={settings.mesh}: the {mine[0].pp} stages of {mine[0].worker} are one process's, and a group spans"
-            f" several: write {mine[0].role.value}:tp{mine[0].pp * mine[0].tp}"
+            f"--mesh={settings.mesh}: the {stages} stages of {mine[0].worker} are programs of one process, and a group"
+            f" spans several: write {mine[0].role.value}:ring{stages}{shards}"
         )
     return mine[0]
 

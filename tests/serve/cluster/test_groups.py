@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,14 +27,16 @@ BODIES = [{"temperature": 0, **each, "logprobs": 3} for each in [*GREEDY, SEEDED
 LONG = [{"temperature": 0, "max_tokens": 200, "ignore_eos": True, "prompt": each["prompt"]} for each in GREEDY]
 SILENCE_S = 8.0  # as `Cluster.start_group` has it
 MESH = "prefill:tp2,decode:tp2"
+RING = "prefill:tp2,decode:ring2"
+TURNS = ("--decode_turns=4",)  # of a ring: several tokens of a stream a dispatch
 
 
 class Stack:
     """A router and whatever workers a test asks for, what is alive being kept from test to test."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.router = cluster.start("router", "--queue_timeout_s=200")
+    def __init__(self, cluster: Cluster, *flags: str) -> None:
+        self.cluster, self.flags = cluster, flags
+        self.router = cluster.start("router", "--queue_timeout_s=200", *flags)
         self.singles: dict[str, Process] = {}
         self.groups: dict[str, list[Process]] = {}
 
@@ -49,7 +53,7 @@ class Stack:
 
     def _keep(self, role: str, single: bool, group: bool) -> None:
         if single and (role not in self.singles or self.singles[role].popen.poll() is not None):
-            self.singles[role] = self.cluster.start(role)
+            self.singles[role] = self.start(role)
         if not single and role in self.singles:
             self.singles.pop(role).kill()
         members = self.groups.get(role, [])
@@ -58,7 +62,10 @@ class Stack:
                 each.kill()
             self.groups.pop(role, None)
         if group and role not in self.groups:
-            self.groups[role] = self.cluster.start_group(role)
+            self.groups[role] = self.cluster.start_group(role, *self.flags)
+
+    def start(self, role: str) -> Process:
+        return self.cluster.start(role, *self.flags)
 
     def assert_ended(self, role: str, within_s: float) -> None:
         """Every process of the group is gone, each with one line and a code that is not 0."""
@@ -89,6 +96,14 @@ def stack(alone: list[Answer], cluster: Cluster) -> Stack:
     return Stack(cluster)
 
 
+@pytest.fixture(scope="module")
+def ring_stack(alone: list[Answer], compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Whose decode workers are rings, of one process or of two."""
+    cluster = Cluster(tmp_path_factory.mktemp("rings"), compiled, RING)
+    yield Stack(cluster, *TURNS)
+    cluster.stop()
+
+
 def assert_same(told: Answer, alone: Answer) -> None:
     assert told.error is None and told.finish == alone.finish
     assert told.tokens == alone.tokens and told.text == alone.text
@@ -99,6 +114,17 @@ def assert_same(told: Answer, alone: Answer) -> None:
 def test_a_group_at_either_end_says_what_one_process_says(stack: Stack, alone: list[Answer], ends: str, pool):
     prefill, decode = ends.split()
     stack.settle(prefill=prefill, decode=decode)
+    assert_says_the_same(stack, alone, pool)
+
+
+@pytest.mark.parametrize("ends", ["single group", "group group"])
+def test_a_ring_over_processes_says_what_one_process_says(ring_stack: Stack, alone: list[Answer], ends: str, pool):
+    prefill, decode = ends.split()
+    ring_stack.settle(prefill=prefill, decode=decode)
+    assert_says_the_same(ring_stack, alone, pool)
+
+
+def assert_says_the_same(stack: Stack, alone: list[Answer], pool: ThreadPoolExecutor) -> None:
     for body, expected in zip(BODIES, alone, strict=False):
         assert_same(stack.cluster.ask(**body), expected)
     answers = [pool.submit(lambda body=body: stack.cluster.ask(**body)) for body in BODIES]  # prefixes are cached now
@@ -112,11 +138,24 @@ def test_a_group_at_either_end_says_what_one_process_says(stack: Stack, alone: l
 def test_a_decode_group_ends_as_one_and_its_streams_go_on(
     stack: Stack, alone: list[Answer], victim: int, number: signal.Signals, pool
 ):
+    assert_ends_as_one(stack, alone, victim, number, pool)
+
+
+@pytest.mark.parametrize("victim, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_ring_over_processes_ends_as_one_and_its_streams_go_on(
+    ring_stack: Stack, alone: list[Answer], victim: int, number: signal.Signals, pool
+):
+    assert_ends_as_one(ring_stack, alone, victim, number, pool)
+
+
+def assert_ends_as_one(
+    stack: Stack, alone: list[Answer], victim: int, number: signal.Signals, pool: ThreadPoolExecutor
+) -> None:
     stack.settle(prefill="single", decode="group")
     answers = [stack.cluster.begin(pool, pieces=3, **body) for body in LONG]
     began_s = time.monotonic()
     stack.groups["decode"][victim].send(number)
-    stack.singles["decode"] = stack.cluster.start("decode")
+    stack.singles["decode"] = stack.start("decode")
     if number is signal.SIGSTOP:
         other = stack.groups["decode"][1 - victim]
         until(lambda: other.popen.poll() is not None, "the other to end")
@@ -136,7 +175,7 @@ def test_a_prefill_group_whose_leader_is_stopped_ends_and_its_prompts_are_prefil
     leader, member = stack.groups["prefill"]
     leader.send(signal.SIGSTOP)
     answers = [stack.cluster.begin(pool, pieces=0, **body) for body in BODIES]
-    stack.singles["prefill"] = stack.cluster.start("prefill")
+    stack.singles["prefill"] = stack.start("prefill")
     until(lambda: member.popen.poll() is not None, "the member to end", SILENCE_S + 5)
     leader.send(signal.SIGCONT)
     stack.assert_ended("prefill", SILENCE_S + 5)
