@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,3 +42,13 @@ def spread_ticks(trace: Trace) -> Trace:
     room = np.append(np.diff(ticks), np.median(np.diff(ticks)))
     place = np.arange(len(trace)) - np.repeat(np.cumsum(counts) - counts, counts)
     return replace(trace, arrival_s=trace.arrival_s + place * (room / counts)[index])
+
+
+def one_after_another(traces: Sequence[Trace], gap_s: float) -> Trace:
+    """Each trace begins `gap_s` after the last arrival of the one before it. Block names are dropped."""
+    times, begins_s = list[np.ndarray](), 0.0
+    for each in traces:
+        times.append(each.arrival_s + begins_s)
+        begins_s = float(times[-1][-1]) + gap_s
+    inputs, outputs = ([each.input_tokens for each in traces], [each.output_tokens for each in traces])
+    return Trace(np.concatenate(times), np.concatenate(inputs), np.concatenate(outputs))
