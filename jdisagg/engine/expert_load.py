@@ -20,24 +20,10 @@ from jdisagg.core.experts import Experts
 MOST = 256  # counts that may wait for a step that draws
 
 
-class Tally:
-    """Collects, while a program is traced, what its layers' routers choose for the rows that are `live`, bool[T]."""
-
-    def __init__(self, experts: Experts | None, live: Array) -> None:
-        self._experts, self._live = experts, live
-        self._layers: list[Array] = []
-
-    def __call__(self, chosen: Array) -> None:
-        """i32[T, per_token], of the next layer."""
-        assert self._experts is not None
-        numbers = jnp.arange(self._experts.number)[None, None, :]
-        hits = (chosen[:, :, None] == numbers) & self._live[:, None, None]
-        self._layers.append(jnp.sum(hits, axis=(0, 1), dtype=jnp.int32))
-
-    @property
-    def counts(self) -> tuple[Array, ...]:
-        """i32[layers, experts], alone; nothing where no layer has experts."""
-        return (jnp.stack(self._layers),) if self._layers else ()
+def tokens_sent(experts: Experts, chosen: Array, live: Array) -> Array:
+    """i32[experts]: how many `live` rows, bool[T], one layer sends to each of them; chosen: i32[T, per_token]."""
+    hits = (chosen[:, :, None] == jnp.arange(experts.number)[None, None, :]) & live[:, None, None]
+    return jnp.sum(hits, axis=(0, 1), dtype=jnp.int32)
 
 
 class ExpertLoad:

@@ -19,9 +19,10 @@ from jax import Array
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
-from jdisagg.engine.expert_load import ExpertLoad, Tally
+from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows
+from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.lookup import by_rows
+from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.network import Stage
@@ -79,6 +80,11 @@ class LayerGroupPrograms:
         stage = self.params.merge(leaves)
         return stage, stage.embed_tokens(tokens) if x is None else x
 
+    def _layers(
+        self, stage: Stage, pools: list[Array], rows: DecodeRows | None, chunks: ChunkRows | None, live: Array
+    ) -> PagedLayers:
+        return PagedLayers(pools, rows, chunks, stage.attention, self.config.experts, live)
+
     def _slots(self, pools: list[Array], table: Array, state: Array) -> DecodeRows:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
         return decode_rows(table, state[1], running(state), pools[0].shape[3])
@@ -90,17 +96,17 @@ class LayerGroupPrograms:
         self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, state[0])
-        slots, tally = self._slots(pools, table, state), Tally(self.config.experts, running(state))
-        x = stage.run_layers(x, state[1], paged_attend(pools, slots, None, stage.attention), tally)
-        return pools, stage.logits(x) if self.is_last else x, *tally.counts
+        layers = self._layers(stage, pools, self._slots(pools, table, state), None, running(state))
+        x = stage.run_layers(x, state[1], layers)
+        return layers.pools, stage.logits(x) if self.is_last else x, *layers.counts
 
     def _prefill(
         self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, rows[0])
-        attend = paged_attend(pools, None, self._chunks(pools, rows, spans, table), stage.attention)
-        tally = Tally(self.config.experts, in_chunks(rows, spans))
-        return pools, stage.run_layers(x, rows[1], attend, tally), *tally.counts
+        layers = self._layers(stage, pools, None, self._chunks(pools, rows, spans, table), in_chunks(rows, spans))
+        x = stage.run_layers(x, rows[1], layers)
+        return layers.pools, x, *layers.counts
 
     def _mixed(
         self,
@@ -117,15 +123,14 @@ class LayerGroupPrograms:
         each chunk [S, V], and the activations [T, hidden] of the chunks."""
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
         kinds = self._slots(pools, slot_table, state), self._chunks(pools, rows, spans, table)
-        attend = paged_attend(pools, *kinds, stage.attention)
-        tally = Tally(self.config.experts, jnp.concatenate([running(state), in_chunks(rows, spans)]))
-        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), attend, tally)
+        layers = self._layers(stage, pools, *kinds, jnp.concatenate([running(state), in_chunks(rows, spans)]))
+        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), layers)
         if not self.is_last:
-            return pools, x, *tally.counts
+            return layers.pools, x, *layers.counts
         slots, chunks = x[: state.shape[1]], x[state.shape[1] :]
         ends = jnp.maximum(spans[1, 1:] - 1, 0)
         logits = stage.logits(jnp.concatenate([slots, chunks[ends]]))
-        return pools, logits[: state.shape[1]], logits[state.shape[1] :], chunks, *tally.counts
+        return layers.pools, logits[: state.shape[1]], logits[state.shape[1] :], chunks, *layers.counts
 
     def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
         return self.params.merge(leaves).logits(x[rows])

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import jax
@@ -155,6 +156,7 @@ class MeshExecutor:
             else RingTable(config, model, layout, dtype, *owners, ring=self.ring)
         )
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
+        self._warming = Lock()  # a machine's peers warm what it receives by; pools are written in place
 
     def _runner(self) -> Runner | RingRunner:
         if self.ring is not None:
@@ -231,9 +233,10 @@ class MeshExecutor:
 
     def warm_one(self, declared: DeclaredProgram) -> None:
         """Compiles a program of this machine's table by running it; nothing is done where it is warm."""
-        if declared.key not in self.warmed:
-            jax.block_until_ready(run_null(self.owner(declared), declared, null_batch(declared)))
-            self.warmed[declared.key] = declared
+        with self._warming:
+            if declared.key not in self.warmed:
+                jax.block_until_ready(run_null(self.owner(declared), declared, null_batch(declared)))
+                self.warmed[declared.key] = declared
 
     def group_to(self, peer: WorkerConfig) -> PageGroup:
         return group_pages(self.config.page_size, peer.page_size)

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut
-from jdisagg.engine.attention import decode_rows, paged_attend
+from jdisagg.engine.attention import decode_rows
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, TOKEN, draw, draw_greedy, steered
-from jdisagg.engine.expert_load import Tally
 from jdisagg.engine.layer_group import running
+from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
 from jdisagg.kv.ring_pools import RING_POOL_SPEC, ring_pool_format
 from jdisagg.model.network import Stage
@@ -157,17 +157,16 @@ class RingPrograms:
         """This stage's layers, for its microbatch of this tick; where there is none, nothing is kept."""
         pp, here = self.ring.pp, jax.lax.axis_index(RING)
         mine, age = (t - here) % pp, t - here
-        state, pools = _at(carry.state, mine, 1), list(carry.pools)
+        state = _at(carry.state, mine, 1)
         alive = running(state) & (_at(carry.left, mine) > 0) & (age >= 0) & (age < slots.turns * pp)
-        rows = decode_rows(_at(slots.table, mine), state[POSITION], alive, pools[0].shape[3])
+        rows = decode_rows(_at(slots.table, mine), state[POSITION], alive, carry.pools[0].shape[3])
         held = jnp.array([[layer is not None for layer in row] for row in self.cut.places])[here]
-        tally = Tally(self.model.experts, alive)
-        attend = paged_attend(pools, rows, None, stage.attention)
-        x = stage.run_layers(x, state[POSITION], attend, tally, held)
+        layers = PagedLayers(carry.pools, rows, None, stage.attention, self.model.experts, alive)
+        x = stage.run_layers(x, state[POSITION], layers, held)
         load = carry.load
         if load is not None:
-            load = load + jnp.where(held[jnp.array(self.sparse)][:, None], tally.counts[0], 0)
-        return pools, x, load
+            load = load + jnp.where(held[jnp.array(self.sparse)][:, None], layers.counts[0], 0)
+        return layers.pools, x, load
 
     def _draw(self, kind: str, slots: Slots, t: Array, carry: Carry, logits: Array) -> Carry:
         """Draws for the microbatch that has left the last stage; nothing in the ticks before the first one has."""

@@ -34,6 +34,7 @@ from jdisagg.model.weight import Weight, summed
 # of latents (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
 Attend = Callable[[int, Array | LatentQueries, Array, Array | None, Array | None], Array]
 OptionsOf = Callable[[int], AttentionOptions]  # by layer within the stage
+CallLayer = Callable[["Layer", Array, Rotation, int], Array]  # (layer, x, rotation, its place in the stage) -> x
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
@@ -214,19 +215,16 @@ class Stage(nnx.Module):
         rows = table[jnp.where(here, row, 0)]
         return jax.lax.psum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), self.spread.axes)
 
-    def run_layers(
-        self, x: Array, positions: Array, attend: Attend, routed: Routed | None = None, held: Array | None = None
-    ) -> Array:
-        """[..., hidden] -> [..., hidden]; `positions` is i32[...]. routed: is told of each layer with experts in turn
-        to which of them the tokens are sent, i32[tokens, experts a token]. held: bool[layers], of a ring: which places
-        of this stage are no padding."""
+    def run_layers(self, x: Array, positions: Array, call: CallLayer, held: Array | None = None) -> Array:
+        """[..., hidden] -> [..., hidden]; `positions` is i32[...]. call: runs one layer, as `attending` does. held:
+        bool[layers], of a ring: which places of this stage are no padding."""
         config = self.config
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         far = near = rotations(positions, inverse_frequencies(config), factor)
         if config.local_rope_theta is not None:
             near = rotations(positions, inverse_frequencies(config, local=True))
         for index, layer in enumerate(self.layers):
-            y = layer(x, far if config.window(self.numbers[index]) is None else near, index, attend, routed)
+            y = call(layer, x, far if config.window(self.numbers[index]) is None else near, index)
             x = y if held is None else jnp.where(held[index], y, x)
         return x
 
@@ -297,8 +295,13 @@ def _lead(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(len(shape) - 3))
 
 
+def attending(attend: Attend) -> CallLayer:
+    """Runs a layer whose attention is `attend`."""
+    return lambda layer, x, rotation, index: layer(x, rotation, index, attend)
+
+
 def forward(model: Stage, tokens: Array) -> Array:
     """Full forward of the whole model: i32[B, T] -> f32[B, T, V]. The definition every served token is held against."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-    attend = dense_attend(model.attention)
-    return model.logits(model.run_layers(model.embed_tokens(tokens), positions, attend))
+    call = attending(dense_attend(model.attention))
+    return model.logits(model.run_layers(model.embed_tokens(tokens), positions, call))

@@ -37,10 +37,9 @@ from jdisagg.serve.remembered_weights import choices_folder
 from jdisagg.serve.reshaping import MeshReshaper
 from jdisagg.serve.shapes import WorkerShapes
 from jdisagg.serve.shapes import shapes_of as shapes_of_place
+from jdisagg.serve.side_by_side import JointProgress, Progress, side_by_side
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from jdisagg.serve.weight_choice import choose_weights
-
-Progress = Callable[[str, int, int], None]
 
 
 def build(
@@ -153,19 +152,14 @@ def load_executors(
     here = dict(zip(ids, devices, strict=False))
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
     weights = choose_weights(deployment, settings, source, told, choices_folder())
-    return {
-        config.worker: kind(
-            config,
-            deployment.model,
-            source,
-            deployment.layout(config.role),
-            deployment.layers,
-            [here[device] for device in deployment.place(name).device_ids],
-            jnp.dtype(deployment.dtype),
-            weights,
-        )
-        for name, config in own.items()
-    }
+
+    def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
+        places = [here[device] for device in deployment.place(name).device_ids]
+        what = deployment.model, source, deployment.layout(config.role), deployment.layers
+        return kind(config, *what, places, jnp.dtype(deployment.dtype), weights)
+
+    machines = side_by_side([partial(load, *each) for each in own.items()])
+    return {machine.config.worker: machine for machine in machines}
 
 
 def warm(
@@ -175,13 +169,16 @@ def warm(
 ) -> None:
     """Compiles every declared program of every worker: shipments between all pairs, and its `remote_programs`."""
     decoders = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
-    for worker, machine in machines.items():
+    joint = JointProgress(progress)
+
+    def warm_one(worker: WorkerId, machine: MeshExecutor) -> None:
         peers = decoders if machine.config.role is Role.PREFILL else []
-        machine.warm(partial(_tell, progress, worker), peers, more=remote_programs(machine))
+        machine.warm(partial(joint.tell, worker), peers, more=remote_programs(machine))
 
-
-def _tell(progress: Progress, worker: WorkerId, label: str, done: int, total: int) -> None:
-    progress(f"{worker} {label}", done, total)
+    try:
+        side_by_side([partial(warm_one, *each) for each in machines.items()])
+    finally:
+        joint.stop()  # whoever still warms, ends with its program
 
 
 def router_config(settings: Settings) -> RouterConfig:

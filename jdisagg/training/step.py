@@ -11,7 +11,7 @@ from jax import Array
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.network import Stage
+from jdisagg.model.network import Stage, attending
 from jdisagg.training.attention import blocked_attend
 
 Leaves = list[Array]
@@ -57,7 +57,7 @@ def token_losses(model: Stage, tokens: Array) -> Array:
     """f32[B, T]: nats of each next token, of i32[B, T + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    logits = model.logits(model.run_layers(model.embed_tokens(inputs), positions, blocked_attend))
+    logits = model.logits(model.run_layers(model.embed_tokens(inputs), positions, attending(blocked_attend)))
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 

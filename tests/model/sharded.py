@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.network import Stage, dense_attend
+from jdisagg.model.network import Stage, attending, dense_attend
 from jdisagg.model.params import StageParams
 
 
@@ -38,6 +38,5 @@ def run_stage(
 def stage_output(stage: Stage, x: jax.Array) -> jax.Array:
     """Tokens i32[T] (first stage) or activations f32[T, hidden] -> activations, or logits f32[T, V] (last stage)."""
     x = x if stage.embed is None else stage.embed_tokens(x)
-    attend = dense_attend(stage.attention)
-    x = stage.run_layers(x, jax.numpy.arange(x.shape[0]), attend)
+    x = stage.run_layers(x, jax.numpy.arange(x.shape[0]), attending(dense_attend(stage.attention)))
     return x if stage.norm is None else stage.logits(x)

@@ -1,0 +1,84 @@
+"""The layers of a device program, each called over its own pages.
+
+Layers that are alike are traced once: the first is a jitted function, which the others call with their own weights and
+pages. Tracing and lowering thirty layers one by one is most of the time that a start takes whose programs are compiled
+already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import AttentionOptions
+from jdisagg.engine.attention import ChunkRows, DecodeRows, paged_attend
+from jdisagg.engine.expert_load import tokens_sent
+from jdisagg.model.network import Layer, OptionsOf
+from jdisagg.model.rope import Rotation
+
+
+class PagedLayers:
+    """Is called with each layer of one stage, once, while a program is traced (`network.CallLayer`).
+
+    pools: of each layer by its place, replaced by what the layer leaves. live: bool[T], the rows that count as tokens
+    that experts are sent.
+    """
+
+    def __init__(
+        self,
+        pools: list[Array],
+        rows: DecodeRows | None,
+        chunks: ChunkRows | None,
+        options_of: OptionsOf,
+        experts: Experts | None,
+        live: Array,
+    ) -> None:
+        self.pools, self.options_of, self.experts = list(pools), options_of, experts
+        self._inputs = rows, chunks, live
+        self._kinds: dict[Any, Callable[..., tuple[Array, Array, list[Array]]]] = {}
+        self._sent: list[Array] = []
+
+    def __call__(self, layer: Layer, x: Array, rotation: Rotation, index: int) -> Array:
+        graph, leaves = nnx.split(layer)
+        kind = graph, self.options_of(index)
+        if kind not in self._kinds:
+            self._kinds[kind] = jax.jit(partial(_layer, *kind, self.experts))
+        x, self.pools[index], sent = self._kinds[kind](leaves, self.pools[index], x, rotation, *self._inputs)
+        self._sent += sent
+        return x
+
+    @property
+    def counts(self) -> tuple[Array, ...]:
+        """Tokens that each expert was sent, i32[layers with experts, experts], alone; nothing where none has any."""
+        return (jnp.stack(self._sent),) if self._sent else ()
+
+
+def _layer(
+    graph: nnx.GraphDef[Layer],
+    options: AttentionOptions,
+    experts: Experts | None,
+    leaves: nnx.State[Any, Any],
+    pool: Array,
+    x: Array,
+    rotation: Rotation,
+    rows: DecodeRows | None,
+    chunks: ChunkRows | None,
+    live: Array,
+) -> tuple[Array, Array, list[Array]]:
+    """Activations and pool after one layer, and of one with experts the tokens each was sent."""
+    pools, sent = [pool], []
+
+    def routed(chosen: Array) -> None:
+        assert experts is not None
+        sent.append(tokens_sent(experts, chosen, live))
+
+    attend = paged_attend(pools, rows, chunks, lambda _: options)
+    x = nnx.merge(graph, leaves)(x, rotation, 0, attend, routed)
+    return x, pools[0], sent
