@@ -16,7 +16,7 @@ from jdisagg.core.errors import FlagError
 from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, Settings
 
 FlagValues = flags.FlagValues
-GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "cluster", "server", "one-shot", "running")
+GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "tiers", "cluster", "server", "one-shot", "running")
 NO_SETTINGS = ("help", "helpfull", "h", "config", "print_config")  # neither a key of a file nor a variable
 
 

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from jdisagg.core import events, messages, steps
+from jdisagg.core import events, messages, steps, tiers
 from jdisagg.core.errors import DecodeError
 from jdisagg.core.labels import Labels
 from jdisagg.core.ledger import Ledger
@@ -47,6 +47,7 @@ NOUNS: dict[str, type] = {
         *_dataclasses_of(steps),
         *_dataclasses_of(messages),
         *_dataclasses_of(events),
+        *_dataclasses_of(tiers),
         *(Attempt, Request, SamplingParams, Sampled, Ledger, Labels, WorkerConfig, RouterConfig),
     )
 }

@@ -8,6 +8,7 @@ from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import Message, TokenDelta
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages, PagesFound, PagesMoved
 from jdisagg.core.worker_config import WorkerConfig
 
 # ------------------------------------------------------------------ events
@@ -150,6 +151,8 @@ Event = (
     | StepDone
     | KVArrived
     | WiresTimed
+    | PagesMoved
+    | PagesFound
     | EngineFailed
 )
 
@@ -267,6 +270,9 @@ Effect = (
     | InsertKV
     | DropKV
     | OpenGates
+    | MovePages
+    | InsertPages
+    | DropPages
     | SetTimer
     | EmitTokens
     | Finish

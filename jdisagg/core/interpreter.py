@@ -24,6 +24,7 @@ from jdisagg.core.events import (
     WorkerStands,
 )
 from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages
 
 
 class Effects(Protocol):
@@ -43,6 +44,12 @@ class Effects(Protocol):
     def drop(self, actor: WorkerId, effect: DropKV, /) -> None: ...
 
     def open_gates(self, actor: WorkerId, effect: OpenGates, /) -> None: ...
+
+    def move_pages(self, actor: WorkerId, effect: MovePages, /) -> None: ...
+
+    def insert_pages(self, actor: WorkerId, effect: InsertPages, /) -> None: ...
+
+    def drop_pages(self, actor: WorkerId, effect: DropPages, /) -> None: ...
 
     def emit(self, actor: WorkerId, effect: EmitTokens, /) -> None: ...
 
@@ -64,6 +71,7 @@ class Unheeded:
 
     send = set_timer = run_step = ship = insert = drop = open_gates = emit = finish = reject = _nothing
     reshape = stands = _nothing
+    move_pages = insert_pages = drop_pages = _nothing
 
 
 def interpret(actor: WorkerId, effect: Effect, effects: Effects) -> None:
@@ -85,6 +93,12 @@ def interpret(actor: WorkerId, effect: Effect, effects: Effects) -> None:
             effects.drop(actor, effect)
         case OpenGates():
             effects.open_gates(actor, effect)
+        case MovePages():
+            effects.move_pages(actor, effect)
+        case InsertPages():
+            effects.insert_pages(actor, effect)
+        case DropPages():
+            effects.drop_pages(actor, effect)
         case Finish():
             effects.finish(actor, effect)
         case Reject():

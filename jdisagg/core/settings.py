@@ -35,6 +35,8 @@ AT_LEAST_ONE = (
 NOT_NEGATIVE = (
     "max_model_len",
     "kv_tokens",
+    "dram_tokens",
+    "disk_tokens",
     "queue_timeout_s",
     "handoff_timeout_s",
     "prefill_timeout_s",
@@ -136,6 +138,13 @@ class Settings:
     lease_s: float = _setting(
         15.0, "transfer", "how long a reservation is kept when nothing is heard of its prefill worker"
     )
+    # tiers
+    dram_tokens: int = _setting(0, "tiers", "KV each worker keeps in host memory when it leaves the device's; 0: none")
+    disk_tokens: int = _setting(0, "tiers", "so, on disk, of what was used twice; 0: none")
+    disk_path: str = _setting("", "tiers", "folder of the disk's files, one a worker; they outlive a restart")
+    tier_compress: str = _setting("none", "tiers", "what KV below the device is quantised to (as for transfers)",
+                                  ("none", "int8", "fp8", "int4"))  # fmt: skip
+    pool: str = _setting("", "tiers", "KV that all workers share: redis://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER")
     # cluster
     role: str = _everyday(
         "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas, or all"
@@ -204,6 +213,12 @@ class Settings:
                               ("debug", "info", "warning", "error"))  # fmt: skip
     log_format: str = _setting("text", "running", "json: an object a line, with the request's id", ("text", "json"))
 
+    @property
+    def tiers(self) -> str:
+        """What keeps KV below HBM, as it was asked for; "" where nothing does."""
+        names = "dram_tokens", "disk_tokens", "pool"
+        return " ".join(f"--{name}={getattr(self, name)}" for name in names if getattr(self, name))
+
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot be, with its value."""
         for each in fields(self):
@@ -231,6 +246,7 @@ class Settings:
             raise ConfigError("--api_key must be printable ASCII without a space at its ends: headers hold no other")
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp_endpoint is {self.otlp_endpoint!r}, must begin with http:// or https://")
+        _check_tiers(self)
         if bool(self.prompts) != bool(self.output):
             raise ConfigError(f"--prompts={self.prompts!r} and --output={self.output!r}: give both or neither")
         _check_group(self)
@@ -246,6 +262,18 @@ def _check_group(settings: Settings) -> None:
     _, colon, port = settings.coordinator.rpartition(":")
     if settings.coordinator and not (colon and port.isdecimal() and 0 < int(port) <= 65535):
         raise ConfigError(f"--coordinator is {settings.coordinator!r}, must be HOST:PORT, or :PORT")
+
+
+def _check_tiers(settings: Settings) -> None:
+    path, tokens = settings.disk_path, settings.disk_tokens
+    if bool(path) != bool(tokens):
+        raise ConfigError(f"--disk_path={path!r} and --disk_tokens={tokens}: give both or neither")
+    if not settings.tiers:
+        return
+    if settings.group:
+        raise ConfigError(f"{settings.tiers} and --group={settings.group}: one worker's processes keep no KV below HBM")
+    if settings.prefix_caching != "on":
+        raise ConfigError(f"{settings.tiers} and --prefix_caching={settings.prefix_caching}: tiers keep prefixes")
 
 
 def int_list(text: str, name: str) -> tuple[int, ...]:

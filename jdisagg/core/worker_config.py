@@ -46,7 +46,7 @@ class Digests(StrEnum):
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
 MAY_BE_NONE = (
     *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "short_prompt_tokens"),
-    *("part_tries", "kv_token_bytes"),
+    *("part_tries", "kv_token_bytes", "dram_pages", "disk_pages"),
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
@@ -103,6 +103,15 @@ class WorkerConfig:
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
     kv_token_bytes: int = 0  # of one token's KV, all layers; 0: not told
     labels: Labels = NOWHERE  # where it stands
+    dram_pages: int = 0  # pages kept in the host's memory below HBM; 0: none
+    disk_pages: int = 0  # so, on disk
+    shared_pool: bool = False  # pages are put into a pool that all workers share, and fetched from it
+    tier_wire: str = RAW  # what pages below HBM are quantised to
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether pages that leave HBM may lie anywhere else."""
+        return self.prefix_caching and (self.dram_pages > 0 or self.disk_pages > 0 or self.shared_pool)
 
     def check(self) -> None:
         """Raises ConfigError naming the first size that no worker can have, with its value."""

@@ -6,12 +6,15 @@ an earlier call wrote are what a later call reads. `read` and `wait` block, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from jdisagg.core.events import StepDone
 from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer, StepPlan
+from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
 
 
@@ -36,6 +39,14 @@ class Shipment(Protocol):
 
     def wait(self) -> None:
         """Blocks until the bytes are on the destination's devices (not yet in its pages)."""
+        ...
+
+
+class PagesPacked(Protocol):
+    """Pages on their way below HBM."""
+
+    def read(self) -> tuple[np.ndarray, bool]:
+        """(u8[n, bytes of a record], whether they may be kept); blocks until the devices have packed them."""
         ...
 
 
@@ -76,4 +87,17 @@ class Executor(Protocol):
 
         Where this raises, the caller opens the handoff's gates: nothing else would let a step go on that waits for it.
         """
+        ...
+
+
+class TieredExecutor(Executor, Protocol):
+    """One whose pages may lie below HBM as well."""
+
+    def pack_pages(self, pages: Sequence[int]) -> PagesPacked:
+        """Packs pages of HBM in program order, as records: see `kv/tiers/records.py`."""
+        ...
+
+    def land_pages(self, move: PageMove, records: Any, good: Sequence[bool]) -> Shipment:
+        """Starts records on their way to the devices, from any thread; `check` and `insert` follow. Pages whose record
+        is not good are not written."""
         ...

@@ -25,6 +25,7 @@ from jdisagg.core.request import Attempt
 from jdisagg.core.reshard import PageGroup, StageShape, group_pages
 from jdisagg.core.stages import ring_cut
 from jdisagg.core.steps import KVTransfer, StepPlan
+from jdisagg.core.tiers import PageMove
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
@@ -35,6 +36,7 @@ from jdisagg.engine.programs import ProgramTable, submeshes_of, transfer_program
 from jdisagg.engine.ring_declarations import RingTable
 from jdisagg.engine.ring_runner import Ring, RingRunner
 from jdisagg.engine.runner import Runner
+from jdisagg.engine.tier_pages import PackedPages, TierPages
 from jdisagg.engine.warmup import Progress, null_batch, run_null
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import PagesOfStage
@@ -148,6 +150,7 @@ class MeshExecutor:
                 for params, (run, submesh) in zip(loaded, cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
+        self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)
         self.runner = self._runner()
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
         self.table = (
@@ -185,6 +188,14 @@ class MeshExecutor:
         how = transfer.layers, transfer.wire, self.error_monitor
         return pack_pages(self.pages, self.transfer_programs, shapes, *pages, *how)
 
+    def pack_pages(self, pages: Sequence[int]) -> PackedPages:
+        return self.tier_pages.pack(pages)
+
+    def land_pages(self, move: PageMove, records: np.ndarray, good: Sequence[bool]) -> MeshShipment:
+        pages, worker = move.destination_pages, self.config.worker
+        transfer = KVTransfer(move.owner, worker, worker, (), pages, len(pages) * self.config.page_size)
+        return MeshShipment(transfer, self.tier_pages.land(pages, records, good), [])
+
     def check(self, shipment: Landed) -> Callable[[], bool] | None:
         verdicts = check_landed(self.pages, self.transfer_programs, shipment.landed)
         here = [shard for each in verdicts for shard in shards_here(each).values()]
@@ -220,7 +231,7 @@ class MeshExecutor:
         `peers` are the executors this one ships to (their inserts are compiled too). `progress(label, done, total)` is
         called before each program and once after the last, with done == total. What is warm already is not run again.
         """
-        declared = [(self, each) for each in [*self.table.steps(), *more]]
+        declared = [(self, each) for each in [*self.table.steps(), *self.table.tier_moves(), *more]]
         for peer in peers:
             declared += [(self, each) for each in self.table.departures(peer.table.shapes)]
             declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]

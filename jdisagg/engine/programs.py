@@ -29,6 +29,7 @@ from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
+from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.model.params import abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
@@ -71,24 +72,33 @@ class ProgramTable:
             found += [each for tokens in self.config.prefill_buckets for each in self._mixed(tokens)]
         return found
 
-    def departures(self, shapes: Sequence[StageShape]) -> list[DeclaredProgram]:
+    def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
         """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
         return [
             self._pack(route, wire, groups)
             for route in plan_routes(self.shapes, tuple(shapes), self.layout.num_kv_heads)
-            for wire in self.config.wires
+            for wire in wires or self.config.wires
             for groups in route.group.buckets()
         ]
 
-    def arrivals(self, shapes: Sequence[StageShape]) -> list[DeclaredProgram]:
-        """Checks and inserts of what leaves stages of these shapes."""
+    def arrivals(
+        self, shapes: Sequence[StageShape], wires: Sequence[str] = (), *, records: bool = False
+    ) -> list[DeclaredProgram]:
+        """Checks and inserts of what leaves stages of these shapes, or of what records of them keep."""
         return [
             each
             for route in plan_routes(tuple(shapes), self.shapes, self.layout.num_kv_heads)
-            for wire in self.config.wires
+            for wire in wires or self.config.wires
             for groups in route.group.buckets()
-            for each in self._inserts(shapes[route.source_stage], route, wire, groups)
+            for each in self._inserts(shapes[route.source_stage], route, wire, groups, records=records)
         ]
+
+    def tier_moves(self) -> list[DeclaredProgram]:
+        """What brings pages below HBM and back, where the worker has tiers."""
+        if not self.config.has_tiers:
+            return []
+        records, wires = (RecordLayout(self.layout).shape,), (self.config.tier_wire,)
+        return [*self.departures(records, wires), *self.arrivals(records, wires, records=True)]
 
     def weight_bytes(self, stage: int) -> int:
         """Of one device of the group."""
@@ -195,11 +205,15 @@ class ProgramTable:
             batch_bytes=2 * number * pages * local_bytes(pool) // (self.config.num_pages + 1),
         )
 
-    def _inserts(self, source: StageShape, route: Route, wire: str, groups: int) -> Iterator[DeclaredProgram]:
+    def _inserts(
+        self, source: StageShape, route: Route, wire: str, groups: int, *, records: bool
+    ) -> Iterator[DeclaredProgram]:
         stage, pages = route.destination_stage, groups * route.group.source
         submesh, number = self.layer_groups[stage].submesh, len(route.layers)
         form = replace(self.layout, page_size=source.page_size, dtype=source.dtype)
         cut = slice_shapes(form, self.layout.dtype, number, pages, route.heads, self.config.digests, wire)
+        if records:
+            cut = kept_slices(cut, self.config.digests)
         programs, slices = self.transfer_programs[submesh], landed(cut, submesh)
         taken, donated = groups * route.group.destination, self.pool_bytes(stage, number)
         moved = donated * taken // (self.config.num_pages + 1)

@@ -1,4 +1,4 @@
-"""An executor without arithmetic worth the name, for tests and simulation: no JAX, no arrays, no time.
+"""An executor without arithmetic worth the name, for tests and simulation: no JAX, no time.
 
 Its "KV" is the tokens themselves, kept a page slot each in every layer group, and a token is drawn as a hash of all
 tokens read back through the pages of all groups. So a page that is wrong, stale, foreign or not yet there, be it in one
@@ -13,16 +13,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import Attempt, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
+from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.gates import Gates, Stages
 
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote
+TOKEN_BYTES = 8  # in a record
 
 
 class ToyFault(Exception):
@@ -68,6 +72,16 @@ class ToyStep:
 
     def read(self) -> StepDone:
         return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class ToyPages:
+    """Pages on their way below HBM."""
+
+    records: np.ndarray
+
+    def read(self) -> tuple[np.ndarray, bool]:
+        return self.records, True
 
 
 def digest_of(contents: tuple[tuple[tuple[int, ...], ...], ...]) -> int:
@@ -213,6 +227,24 @@ class ToyExecutor:
     def ship(self, transfer: KVTransfer, destination: ToyExecutor) -> ToyShipment:
         groups = self._groups_of(transfer)
         contents = tuple(tuple(tuple(each[page]) for page in transfer.source_pages) for each in groups)
+        return ToyShipment(transfer, contents, digest_of(contents))
+
+    @property
+    def record_bytes(self) -> int:
+        return len(self.groups) * self.config.page_size * TOKEN_BYTES
+
+    def pack_pages(self, pages: Sequence[int]) -> ToyPages:
+        """A record holds the tokens of a page, group by group."""
+        tokens = [[token for group in self.groups for token in group[page]] for page in pages]
+        return ToyPages(np.array(tokens, np.int64).reshape(len(pages), -1).view(np.uint8))
+
+    def land_pages(self, move: PageMove, records: np.ndarray, good: Sequence[bool]) -> ToyShipment:
+        """Pages that are not good are not written."""
+        size, worker = self.config.page_size, self.config.worker
+        tokens = np.ascontiguousarray(records).view(np.int64).reshape(len(records), len(self.groups), size).tolist()
+        contents = tuple(tuple(tuple(page[at]) for page in tokens) for at in range(len(self.groups)))
+        pages = tuple(page if fine else NULL_PAGE for page, fine in zip(move.destination_pages, good, strict=True))
+        transfer = KVTransfer(move.owner, worker, worker, (), pages, len(pages) * size)
         return ToyShipment(transfer, contents, digest_of(contents))
 
     def check(self, shipment: ToyShipment) -> Callable[[], bool]:

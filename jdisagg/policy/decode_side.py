@@ -10,15 +10,15 @@ from __future__ import annotations
 from bisect import insort
 
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Ack, Commit, Preempted, Refused, Reserve, Reserved
+from jdisagg.core.messages import Ack, Commit, Preempted
 from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
 from jdisagg.policy.early_admission import EarlyAdmission
-from jdisagg.policy.handoff import End, Handoff, Signal, State
+from jdisagg.policy.handoff import Signal, State
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PageState
-from jdisagg.policy.planning import full_tokens, order_of, predicted_pages, tail_tokens
+from jdisagg.policy.planning import full_tokens, tail_tokens
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
 
@@ -60,42 +60,6 @@ class DecodeSide:
 
     def _may_grow(self, sequence: DecodeSequence) -> bool:
         return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.asked))
-
-    # ------------------------------------------------------------ the handoff
-
-    def reserve(self, message: Reserve, now_s: float) -> None:
-        owner = message.attempt
-        sequence = self.sequences.get(owner)
-        if sequence is None:
-            sequence = self._make_sequence(owner, message, now_s)
-        if sequence is None:
-            detail = f"{self.free_slots} slots and {self.reservable_pages} pages are free"
-            self.out.tell_router(Refused(owner, detail))
-        elif sequence.handoff.state is State.RESERVED:
-            self.out.tell_router(Reserved(owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
-
-    def _make_sequence(self, owner: Attempt, message: Reserve, now_s: float) -> DecodeSequence | None:
-        here = message.prefill_worker == self.config.worker
-        names, total = self.shared.to_read(message, here=here), predicted_pages(message, self.config)
-        found, cost = self.shared.room_for(names, total)
-        if self.free_slots < 1 or cost > self.reservable_pages:
-            return None
-        held = self.shared.lock(names[:found])
-        pages = self.shared.take(total - found, owner, PageState.IN_FLIGHT)
-        assert pages is not None, "reservable pages are there to be taken"
-        handoff = Handoff(owner, End.DESTINATION, now_s + message.lease_s)
-        handoff.take(Signal.RESERVE)
-        self.out.arm(handoff)
-        sequence = DecodeSequence(
-            handoff=handoff,
-            asked=message,
-            order=order_of(message),
-            pages=[*held.pages, *pages],
-            cached_pages=found,
-            held=held,
-        )
-        self.sequences[owner] = sequence
-        return sequence
 
     # ------------------------------------------------------------ admission
 

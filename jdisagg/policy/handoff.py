@@ -142,6 +142,7 @@ class Timer(StrEnum):
     DESTINATION = "destination"  # the end of a reservation's lease
     RENEW = "renew"  # the source says that it is still at it
     PARTS = "parts"  # a reservation asks for the parts that have not come
+    FETCH = "fetch"  # pages that come from a lower tier are waited for no longer
 
 
 def timer_of(kind: Timer, owner: Attempt) -> str:

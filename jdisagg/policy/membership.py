@@ -115,11 +115,14 @@ class Membership:
         due_s = change.recall_s if now_s < change.recall_s else now_s + self.config.handoff_timeout_s
         self.out.put(SetTimer(due_s, f"{LEAVE_TIMER}/{worker}"))
 
-    def left(self, sender: WorkerId, message: Left) -> None:
+    def left(self, sender: WorkerId, message: Left, now_s: float) -> None:
         change = self.changes.get(sender)
         if change is None or change.life != message.life or change.standing is not Standing.LEAVING:
             return
         change.take(Signal.EMPTY)
+        for row in list(self.requests.rows.values()):
+            if row.prefill == sender and row.phase in (Phase.QUEUED, Phase.PREFILLING):
+                self.requests.move(row, f"worker {sender} leaves", now_s)  # it had not come to it yet
         self._tell(sender, change.number)
         if change.target is not None:
             change.take(Signal.CHANGE)

@@ -19,9 +19,10 @@ from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.part_shipping import PartShipping
-from jdisagg.policy.planning import order_of
+from jdisagg.policy.planning import order_of, readable_pages
 from jdisagg.policy.prefill_sequence import PrefillSequence, is_here
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
+from jdisagg.policy.tiers import Tiers
 from jdisagg.policy.waiting_prompts import Taken, WaitingPrompts
 
 BEATS = 3  # a lease is renewed: two words of it may be lost
@@ -36,13 +37,14 @@ class PrefillSide:
         shared: SharedPages,
         out: Outbox,
         decode_side: DecodeSide,
+        tiers: Tiers,
     ) -> None:
-        self.config, self.shared, self.out = config, shared, out
+        self.config, self.shared, self.out, self.tiers = config, shared, out, tiers
         self.decode_side = decode_side
         self.sequences: dict[Attempt, PrefillSequence] = {}
         self.steps: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the step's order
         self.shipping = PartShipping(config, shared, out)
-        self.waiting = WaitingPrompts(config, shared, out, decode_side, self.shipping)
+        self.waiting = WaitingPrompts(config, shared, out, decode_side, self.shipping, tiers.fetches)
 
     def start(self, message: StartPrefill, now_s: float) -> None:
         owner = message.attempt
@@ -61,6 +63,8 @@ class PrefillSide:
         )
         if not here:
             prompt.names = self.shared.names(prompt.request)
+            to_read = prompt.names[: readable_pages(prompt.request, self.config)]
+            self.tiers.fetch(owner, to_read, self.shared.available, now_s)
         self.sequences[owner] = prompt
         self.waiting.add(prompt)
         self.out.arm(handoff)
@@ -82,6 +86,7 @@ class PrefillSide:
         )
         self.steps[step_id] = prompts
         self.shipping.step_dispatched(step_id, packed.num_tokens, now_s)
+        self.tiers.step_dispatched(step_id, packed.num_tokens, now_s)
         streamed = [prompt for prompt in prompts if prompt.mode is not TransferMode.WHOLE]
         return packed, tuple(part for prompt in streamed for part in self.shipping.cut(prompt))
 
@@ -89,6 +94,7 @@ class PrefillSide:
 
     def step_done(self, event: StepDone, now_s: float) -> None:
         self.shipping.step_done(event.step_id, now_s)
+        self.tiers.step_done(event.step_id, now_s)
         prompts = {each.request.request_id: each for each in self.steps.pop(event.step_id) if not each.handoff.over}
         for request_id, scored in event.prompt:
             if request_id in prompts:
@@ -171,6 +177,7 @@ class PrefillSide:
 
     def step_failed(self, step_id: int, reason: str) -> None:
         self.shipping.step_failed(step_id)
+        self.tiers.step_failed(step_id)
         for prompt in self.steps.pop(step_id):
             if not prompt.handoff.over:
                 self.end(prompt.owner, Signal.ABORT)
@@ -186,6 +193,7 @@ class PrefillSide:
             return False
         prompt.handoff.take(signal)
         del self.sequences[owner]
+        self.tiers.fetches.forget(owner)
         self.waiting.drop(prompt)
         self.shared.pool.give_back(prompt.own, owner)
         self.shared.release(prompt.held)

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 
 from jdisagg.core.messages import PAGE_NAME_BYTES
 
@@ -87,6 +88,8 @@ class Node:
     parent: Node | None
     num_children: int = 0
     locks: int = 0
+    depth: int = 0  # pages before it
+    uses: int = 1  # times it was computed or found
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,15 @@ class PrefixCache:
         self._handles += 1
         return Handle(held, tuple(self._nodes[name].page for name in held))
 
+    def count_use(self, names: Sequence[PageHash]) -> None:
+        """The leading pages that are held were found once more."""
+        for name in names[: self.match(names)]:
+            self._nodes[name].uses += 1
+
+    def oldest(self, count: int) -> list[Node]:
+        """The pages that `evict` would drop, in that order."""
+        return list(islice(self._unlocked.values(), count))
+
     def release(self, handle: Handle) -> None:
         """Gives a lock back; its pages are then the most recent, the root most of all."""
         assert self._handles > 0, "a handle is released once"
@@ -176,7 +188,8 @@ class PrefixCache:
         for name, page in zip(names, pages, strict=True):
             node = self._nodes.get(name)
             if node is None:
-                node = self._nodes[name] = Node(name, page, parent)
+                depth = 0 if parent is None else parent.depth + 1
+                node = self._nodes[name] = Node(name, page, parent, depth=depth)
                 self.note(name, True)
                 if parent is not None:
                     parent.num_children += 1

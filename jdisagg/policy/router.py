@@ -195,7 +195,7 @@ class Router:
             case Progress() | Ended() | Preempted():
                 self.progress.follow(sender, message, now_s)
             case Left():
-                self.members.left(sender, message)
+                self.members.left(sender, message, now_s)
             case Joined():
                 self.members.joined(sender, message, now_s)
             case _:

@@ -8,7 +8,7 @@ whether reading is worth it, is not decided here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jdisagg.core.messages import Reserve
 from jdisagg.core.request import Attempt, Request, RequestId
@@ -16,10 +16,14 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.cache_changes import CacheChanges
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.planning import readable_pages
-from jdisagg.policy.prefix_cache import Handle, PageHash, PrefixCache, more_page_hashes, page_hashes, unpacked
+from jdisagg.policy.prefix_cache import Handle, Node, PageHash, PrefixCache, more_page_hashes, page_hashes, unpacked
 
 KEEPER = Attempt(RequestId("kept for its content"), 0)  # in whose name the pool books pages of the prefix cache
 NOTHING = Handle((), ())
+
+
+def stays_nowhere(nodes: list[Node]) -> None:
+    """Where there is no tier below."""
 
 
 class SharedPages:
@@ -28,6 +32,7 @@ class SharedPages:
     def __init__(self, config: WorkerConfig, pool: PagePool) -> None:
         self.config, self.pool, self.cache = config, pool, PrefixCache()
         self.changes = CacheChanges(self.cache)
+        self.leaving: Callable[[list[Node]], None] = stays_nowhere  # hears of pages that are about to make room
 
     @property
     def available(self) -> int:
@@ -47,9 +52,10 @@ class SharedPages:
         fewer are available."""
         if count > self.available:
             return None
-        dropped = self.cache.evict(max(0, count - self.pool.free_pages))
-        if dropped:
-            self.pool.give_back(dropped, KEEPER)
+        lacking = max(0, count - self.pool.free_pages)
+        if lacking:
+            self.leaving(self.cache.oldest(lacking))
+            self.pool.give_back(self.cache.evict(lacking), KEEPER)
         return self.pool.take(count, owner, state)
 
     # ------------------------------------------------------------ what is in them
@@ -86,6 +92,12 @@ class SharedPages:
 
     def lock(self, names: Sequence[PageHash]) -> Handle:
         """The leading pages that are held, which stay as they are until `release`."""
+        if self.config.has_tiers:
+            self.cache.count_use(names)
+        return self.hold(names)
+
+    def hold(self, names: Sequence[PageHash]) -> Handle:
+        """As `lock`, of what nobody asked for: it counts as no use."""
         return self.cache.lock(names) if self.cache.match(names[:1]) else NOTHING
 
     def release(self, handle: Handle) -> None:
@@ -100,7 +112,7 @@ class SharedPages:
         spare = set(self.cache.insert(names, pages[: len(names)]))
         shown = {page for page in pages[: len(names)] if page not in spare}.intersection(own)
         self.pool.hand_over(tuple(shown), owner, KEEPER, PageState.CACHED)
-        return self.lock(names), tuple(page for page in own if page not in shown)
+        return self.hold(names), tuple(page for page in own if page not in shown)
 
     def keep(self, names: Sequence[PageHash], pages: Sequence[int], own: Collection[int], owner: Attempt) -> None:
         """A sequence is done with its pages: those that `names` name are kept, the rest of its own are free."""

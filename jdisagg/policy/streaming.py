@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.core.worker_config import TransferMode, WorkerConfig
 from jdisagg.policy.parts import pieces
+from jdisagg.policy.step_times import StepTimes
 
 DECAY = 0.9  # of what was measured before, with each transfer measured
 APART = 0.02  # of 1, where parts and pages say nothing of each other: under it they cannot be told apart
@@ -61,22 +62,18 @@ class Streaming:
         self.wire = Fit(part_s=5e-4, page_s=1e-4)
         self.token_s = 1e-4
         self.stream_tokens = self._threshold()
-        self._running: dict[int, tuple[int, float]] = {}  # of plans in flight: tokens, and when they were dispatched
-        self._last_done_s = 0.0
+        self._times = StepTimes()
 
     # ------------------------------------------------------------ what is measured
 
     def dispatched(self, step_id: int, tokens: int, now_s: float) -> None:
-        self._running[step_id] = (tokens, now_s)
+        self._times.dispatched(step_id, tokens, now_s)
 
     def done(self, step_id: int, now_s: float) -> None:
-        """Plans run one after the other: one took the time since it was dispatched, or since the one before it."""
-        tokens, began_s = self._running.pop(step_id)
-        self.computed(tokens, now_s - max(began_s, self._last_done_s))
-        self._last_done_s = now_s
+        self.computed(*self._times.done(step_id, now_s))
 
     def failed(self, step_id: int) -> None:
-        del self._running[step_id]
+        self._times.failed(step_id)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A plan of `tokens` took its machine `seconds`."""

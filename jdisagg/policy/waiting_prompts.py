@@ -10,6 +10,7 @@ from jdisagg.core.messages import Progress
 from jdisagg.core.steps import History, PrefillChunk
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_side import DecodeSide
+from jdisagg.policy.fetches import Fetches
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.part_shipping import PartShipping
@@ -26,9 +27,15 @@ class WaitingPrompts:
     which `decode_side` knows."""
 
     def __init__(
-        self, config: WorkerConfig, shared: SharedPages, out: Outbox, decode_side: DecodeSide, shipping: PartShipping
+        self,
+        config: WorkerConfig,
+        shared: SharedPages,
+        out: Outbox,
+        decode_side: DecodeSide,
+        shipping: PartShipping,
+        fetches: Fetches,
     ) -> None:
-        self.config, self.shared, self.out = config, shared, out
+        self.config, self.shared, self.out, self.fetches = config, shared, out, fetches
         self.decode_side, self.shipping = decode_side, shipping
         self.tokens = 0
         self._waiting: list[PrefillSequence] = []  # in order
@@ -53,7 +60,8 @@ class WaitingPrompts:
 
     def take(self, now_s: float) -> Taken | None:
         """The chunks of the next step; None where nothing waits, or nothing can start."""
-        ready = [each for each in self._waiting if not self._another_computes(each)]
+        waiting = [each for each in self._waiting if not self.fetches.holds_up(each.owner)]
+        ready = [each for each in waiting if not self._another_computes(each)]
         picked = pick_chunks([self._view(each) for each in ready], self.shared.available, self.config)
         if not picked:
             return None

@@ -38,44 +38,57 @@ from jdisagg.core.messages import (
     View,
 )
 from jdisagg.core.request import Attempt, FinishReason, Sampled, WorkerId
-from jdisagg.core.steps import DecodeRows
+from jdisagg.core.tiers import PagesFound, PagesMoved
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_side import DecodeSide
-from jdisagg.policy.fast_forward import next_rows, repeat, repeatable_steps
+from jdisagg.policy.fast_forward import repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
 from jdisagg.policy.kv_arrivals import KVArrivals
 from jdisagg.policy.leaving import Leaving
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.prefill_side import PrefillSide
+from jdisagg.policy.reservations import Reservations
+from jdisagg.policy.role_change import Standing
 from jdisagg.policy.scheduler import Scheduler
 from jdisagg.policy.shared_pages import SharedPages
 from jdisagg.policy.step_results import StepResults
+from jdisagg.policy.tiers import Tiers
 
 
 class Worker:
     """Owns its pool, its prompts, its reservations, and its side of every handoff."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._step_ids, self.leaving = count(1), Leaving()
-        self._begin(config)
+        self._step_ids, self.leaving, self.out = count(1), Leaving(), Outbox()
+        self._begin(config, None)
 
-    def _begin(self, config: WorkerConfig) -> None:
-        """It is this, and holds nothing."""
+    def _begin(self, config: WorkerConfig, before: Tiers | None) -> None:
+        """It is this, and holds nothing but what tiers below HBM kept `before`."""
         self.config = config
-        self.pool = PagePool(config.num_pages)
-        self.shared = SharedPages(config, self.pool)
-        self.out = Outbox()
+        self.shared = SharedPages(config, PagePool(config.num_pages))
+        tiers = Tiers(config, self.shared, self.out) if before is None else before.follow(config, self.shared)
         self.decode_side = DecodeSide(config, self.shared, self.out)
+        self.reservations = Reservations(self.decode_side, tiers)
         self.arrivals, self.results = KVArrivals(self.decode_side), StepResults(self.decode_side)
-        self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side)
+        self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side, tiers)
         self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, self._step_ids.__next__)
         self._told_view: View | None = None
+
+    @property
+    def pool(self) -> PagePool:
+        return self.shared.pool
+
+    @property
+    def tiers(self) -> Tiers:
+        return self.reservations.tiers
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
         refused = self._take(event, now_s)
         self.scheduler.dispatch_all(now_s)
+        if self.leaving.standing is Standing.SERVING:
+            self.tiers.tend(now_s)
         self.leaving.look(self.out, idle=self.idle)
         self._tell_view(again=refused)
         if (changed := self.shared.changes.since_told()) is not None:
@@ -98,12 +111,16 @@ class Worker:
                 self._engine_failed(event, now_s)
             case WiresTimed(costs):
                 self.prefill_side.shipping.wires.measured(costs)
+            case PagesMoved():
+                self.reservations.all_fetched(self.tiers.moved(event, now_s), now_s)
+            case PagesFound():
+                self.tiers.found(event)
             case RouterLost():
                 self._give_up_all()
                 self.leaving.router_lost()
                 return True
             case Reshaped(config, why):
-                self._begin(config)
+                self._begin(config, self.tiers)
                 self.leaving.reshaped(self.out, config, why)
                 return True
             case _:
@@ -126,7 +143,7 @@ class Worker:
             case Leave():
                 self.leaving.asked(self.out, message, self.config)
             case Reserve():
-                self.decode_side.reserve(message, now_s)
+                self.reservations.reserve(message, now_s)
             case StartPrefill():
                 self.prefill_side.start(message, now_s)
             case Commit():
@@ -148,6 +165,7 @@ class Worker:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
     def _end(self, owner: Attempt, signal: Signal, *, good: bool = False) -> bool:
+        self.reservations.forget(owner)
         prompt_ended = self.prefill_side.end(owner, signal)
         return self.decode_side.end(owner, signal, good=good) or prompt_ended
 
@@ -163,6 +181,8 @@ class Worker:
         match kind:
             case Timer.RENEW:
                 self.prefill_side.beat(owner, now_s)
+            case Timer.FETCH:
+                self.reservations.all_fetched(self.tiers.fetches.expire(owner, now_s), now_s)
             case Timer.PARTS:
                 self.arrivals.parts_late(owner, now_s)
             case _:
@@ -178,11 +198,11 @@ class Worker:
             self.out.abort(owner, detail, FinishReason.TIMEOUT)
 
     def _engine_failed(self, event: EngineFailed, now_s: float) -> None:
-        reason = f"{self.config.worker} failed: {event.reason}"
-        if event.step_id in self.decode_side.steps:
-            self.results.failed(event.step_id, reason)
-        if event.step_id in self.prefill_side.steps:
-            self.prefill_side.step_failed(event.step_id, reason)
+        step, reason = event.step_id, f"{self.config.worker} failed: {event.reason}"
+        if step in self.decode_side.steps:
+            self.results.failed(step, reason)
+        if step in self.prefill_side.steps:
+            self.prefill_side.step_failed(step, reason)
         if event.attempt is not None and event.part is not None:
             self._transfer_failed(event.attempt, event.part, reason, now_s)
 
@@ -194,7 +214,8 @@ class Worker:
     def _give_up_all(self) -> None:
         """Ends every handoff and sequence, so that pages come back; plans in flight find their sequences over."""
         self.shared.changes.stop()
-        for owner in [*self.prefill_side.sequences, *self.decode_side.sequences]:
+        self.tiers.fetches.give_up_all()
+        for owner in [*self.prefill_side.sequences, *self.decode_side.sequences, *self.reservations.waiting]:
             self._end(owner, Signal.ABORT)
         for effect in self.out.drain():
             if not isinstance(effect, Send):  # there is nobody to tell
@@ -208,10 +229,6 @@ class Worker:
         busy_with_prompts = self.prefill_side.waiting.tokens or self.prefill_side.steps
         return 0 if busy_with_prompts else repeatable_steps(self.decode_side)
 
-    def next_repeated_rows(self) -> tuple[DecodeRows, ...]:
-        """One round of them."""
-        return next_rows(self.decode_side)
-
     def end_repeated_steps(self, steps: int, sampled: Sampled) -> list[Effect]:
         """What follows when as many of the `repeatable_steps` have ended, each token `sampled`: as from their
         `StepDone`s, but the tokens in one word, and of the steps dispatched meanwhile only those still in flight."""
@@ -221,19 +238,8 @@ class Worker:
 
     # ------------------------------------------------------------ what the router sees
 
-    def _snapshot(self) -> View:
-        free_pages = self.decode_side.reservable_pages if self.config.role.decodes else self.shared.available
-        streaming = self.prefill_side.shipping.streaming
-        return View(
-            free_pages=free_pages,
-            free_slots=max(0, self.decode_side.free_slots),
-            waiting_tokens=self.prefill_side.waiting.tokens,
-            running=self.decode_side.slots.num_taken,
-            stream_tokens=0 if streaming is None else streaming.stream_tokens,
-        )
-
     def _tell_view(self, *, again: bool) -> None:
-        view = self._snapshot()
+        view = view_of(self.prefill_side, self.decode_side)
         if again or view != self._told_view:
             self._told_view = view
             self.out.tell_router(view)
@@ -243,18 +249,33 @@ class Worker:
     def check_invariants(self) -> None:
         """Asserts that every page is booked once, and that whoever owns pages is alive and lists just those."""
         self.shared.check_invariants()
-        check_owners(self.pool, self.decode_side, self.prefill_side)
+        check_owners(self.pool, self.decode_side, self.prefill_side, self.tiers)
 
     @property
     def idle(self) -> bool:
         """Nothing waits, runs or is held."""
-        sides = self.prefill_side, self.decode_side
-        return not any(side.sequences or side.steps for side in sides)
+        busy = any(side.sequences or side.steps for side in (self.prefill_side, self.decode_side))
+        return not (busy or self.reservations.waiting or self.tiers.busy)
 
 
-def check_owners(pool: PagePool, decode_side: DecodeSide, prefill_side: PrefillSide) -> None:
-    """Asserts that the pool's owners of pages are those sequences that list just these."""
+def check_owners(pool: PagePool, decode_side: DecodeSide, prefill_side: PrefillSide, tiers: Tiers) -> None:
+    """Asserts that the pool's owners of pages are those sequences and fetches that list just these."""
     listed = {owner: set(each.own_pages) for owner, each in decode_side.sequences.items() if each.own_pages}
     listed |= {owner: set(prompt.own) for owner, prompt in prefill_side.sequences.items() if prompt.own}
+    listed |= tiers.fetches.pages_of()
     owned = {owner: pool.pages_of(owner) for owner in pool.owners() - pool.owners(PageState.CACHED)}
+    tiers.check_invariants()
     assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
+
+
+def view_of(prefill: PrefillSide, decode: DecodeSide) -> View:
+    """What the router is told of a worker's two sides."""
+    free_pages = decode.reservable_pages if decode.config.role.decodes else decode.shared.available
+    streaming = prefill.shipping.streaming
+    return View(
+        free_pages=free_pages,
+        free_slots=max(0, decode.free_slots),
+        waiting_tokens=prefill.waiting.tokens,
+        running=decode.slots.num_taken,
+        stream_tokens=0 if streaming is None else streaming.stream_tokens,
+    )

@@ -38,6 +38,7 @@ from jdisagg.serve.reshaping import MeshReshaper
 from jdisagg.serve.shapes import WorkerShapes
 from jdisagg.serve.shapes import shapes_of as shapes_of_place
 from jdisagg.serve.side_by_side import JointProgress, Progress, side_by_side
+from jdisagg.serve.tier_stores import open_stores, post_found
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from jdisagg.serve.weight_choice import choose_weights
 
@@ -64,10 +65,9 @@ def build(
     journal = open_journal(Header(config, deployment.workers), settings.record_dir, metrics.journal_dropped)
     records = Records(settings.debug_keep)
     workers = {config.worker: Worker(config) for config in deployment.workers}
-    machines.update(
-        load_executors(deployment, settings, devices, told=told)
-    )  # last, so that a wrong setting does not cost the warm-up
-    warm(machines, progress)
+    machines.update(load_executors(deployment, settings, devices, told=told))
+    stores = open_stores(deployment, settings, machines)
+    warm(machines, progress)  # last, so that a wrong setting does not cost it
     metrics.watch_pools(workers)
     places, able = partial(places_of, machines), worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
@@ -87,7 +87,9 @@ def build(
         recompiles=recompiles,
         reshaper=reshaper,
         pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times),
+        stores=stores,
     )
+    post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     return service
 

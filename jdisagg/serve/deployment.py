@@ -21,7 +21,7 @@ from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import ring_cut, split_layers
 from jdisagg.core.targets import GIB
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
-from jdisagg.core.worker_config import Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
+from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.model.weight_bytes import ring_shard_bytes, shard_bytes
@@ -157,9 +157,12 @@ def place_of(settings: Settings) -> Path:
 
 
 def mesh_of(settings: Settings) -> MeshSpec:
-    """--mesh; where it is "auto", two shards of prefill and two stages of decode."""
+    """--mesh; where it is "auto", two shards of prefill and two stages of decode. Raises MeshError, ConfigError."""
     if settings.mesh != AUTO:
-        return MeshSpec.parse(settings.mesh)
+        mesh = MeshSpec.parse(settings.mesh)
+        if mesh.is_ring and settings.tiers:
+            raise ConfigError(f"{settings.tiers} and --mesh={settings.mesh}: a ring keeps no KV below HBM")
+        return mesh
     model = read_model(place_of(settings))
     return MeshSpec.parse(f"prefill:tp2,decode:pp{min(2, model.num_layers)}")
 
@@ -213,6 +216,10 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
         prefix_caching=settings.prefix_caching == "on",
+        dram_pages=-(-settings.dram_tokens // page_size),
+        disk_pages=-(-settings.disk_tokens // page_size),
+        shared_pool=bool(settings.pool),
+        tier_wire=RAW if settings.tier_compress == "none" else settings.tier_compress,
         mixed_steps=mixed,
         short_prompt_tokens=short,
         ack_timeout_s=settings.handoff_timeout_s,

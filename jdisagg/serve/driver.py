@@ -31,10 +31,11 @@ from jdisagg.core.events import (
 from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import RequestId, WorkerId
 from jdisagg.engine.executor import Executor, Shipment
-from jdisagg.serve.executors import Executors, Landed, RemoteWorkers
+from jdisagg.serve.executors import Executors, Inward, Landed, RemoteWorkers
 from jdisagg.serve.health_monitor import HealthMonitor
 from jdisagg.serve.live_effects import LiveEffects, Outcome, Reshaping
 from jdisagg.serve.reshaping import Reshaper
+from jdisagg.serve.tier_moves import NO_STORES, PagesRead, WorkerStores
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -69,6 +70,7 @@ class LiveDriver:
         remote: RemoteWorkers | None = None,
         reshaper: Reshaper | None = None,
         stood: Callable[[WorkerStands], None] = lambda effect: None,
+        stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
     ) -> None:
         """`deliver` takes the outcomes for clients, once an event; `died` why the loop ended; both on its thread.
 
@@ -77,9 +79,9 @@ class LiveDriver:
         """
         self.actors: dict[WorkerId, Actor] = ({} if router is None else {ROUTER: router}) | dict(workers)
         self._remote = remote
-        self.executors = Executors(machines, self, clock, remote)
+        self.executors = Executors(machines, self, clock, remote, stores)
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
-        self._inbox: queue.SimpleQueue[tuple[WorkerId, Event | Landed] | Called | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[WorkerId, Inward] | Called | None] = queue.SimpleQueue()
         self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
         self._health = HealthMonitor()
         reshaping = Reshaping(self, reshaper, stood)
@@ -91,7 +93,7 @@ class LiveDriver:
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, actor: WorkerId, item: Event | Landed) -> None:
+    def post(self, actor: WorkerId, item: Inward) -> None:
         self._inbox.put((actor, item))
 
     def fail(self, actor: WorkerId, event: EngineFailed) -> None:
@@ -122,7 +124,7 @@ class LiveDriver:
 
     def give_up(self, worker: WorkerId) -> None:
         """From any thread: the worker is of no more use."""
-        self.call(lambda: self._lose(worker))
+        self.call(lambda: self.lose(worker))
 
     def stop(self) -> None:
         """Ends the threads; what is in flight on the devices is left to finish unread."""
@@ -171,8 +173,11 @@ class LiveDriver:
         self._settle()
         return True
 
-    def _take(self, actor: WorkerId, item: Event | Landed) -> None:
-        event = self.executors.landed(actor, item) if isinstance(item, Landed) else item
+    def _take(self, actor: WorkerId, item: Inward) -> None:
+        if isinstance(item, PagesRead):
+            event = self.executors.tiers.landed(actor, item)
+        else:
+            event = self.executors.landed(actor, item) if isinstance(item, Landed) else item
         if event is not None:
             self._round.append((actor, event))
 
@@ -187,7 +192,7 @@ class LiveDriver:
                 self._observe(actor, effect, now_s)
                 interpret(actor, effect, self._effects)
             if self._health.ended(actor, event):
-                self._lose(actor)
+                self.lose(actor)
         if self._effects.told:
             told, self._effects.told = self._effects.told, []
             self._deliver(told)
@@ -204,8 +209,11 @@ class LiveDriver:
             self._remote.end_session(event.sender, f"{type(error).__name__}: {error}")
             return ()
 
-    def _lose(self, worker: WorkerId) -> None:
-        log.error("%s is lost: its plans fail again and again, or its machine could not be made anew", worker)
+    def lose(self, worker: WorkerId) -> None:
+        """The worker is of no more use. On the driver thread."""
+        log.error(
+            "%s is lost: its plans fail again and again, or its machine could not be made anew, or filled", worker
+        )
         self._lost.add(worker)
         if ROUTER in self.actors:
             self._round.append((ROUTER, WorkerLost(worker)))

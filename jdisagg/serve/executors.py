@@ -17,8 +17,10 @@ from jdisagg.core.events import EngineFailed, Event, KVArrived, RunStep
 from jdisagg.core.messages import Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer, last_layer
+from jdisagg.core.tiers import PageMove
 from jdisagg.engine.executor import Executor, PendingStep, Shipment
 from jdisagg.serve.readers import Readers
+from jdisagg.serve.tier_moves import NO_STORES, PagesRead, TierMoves, WorkerStores
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -30,6 +32,9 @@ class Landed:
     shipment: Shipment
     event: KVArrived
     checked: bool = False
+
+
+Inward = Event | Landed | PagesRead  # what comes to an actor, or first to its machine
 
 
 class RemoteWorkers(Protocol):
@@ -53,12 +58,16 @@ class RemoteWorkers(Protocol):
 class Inbox(Protocol):
     """Where what happened goes."""
 
-    def post(self, actor: WorkerId, item: Event | Landed) -> None:
+    def post(self, actor: WorkerId, item: Inward) -> None:
         """From any thread."""
         ...
 
     def fail(self, actor: WorkerId, event: EngineFailed) -> None:
         """On the driver thread, of what failed at once."""
+        ...
+
+    def lose(self, worker: WorkerId) -> None:
+        """On the driver thread: the worker is of no more use."""
         ...
 
 
@@ -71,15 +80,19 @@ class Executors:
         inbox: Inbox,
         clock: Callable[[], float],
         remote: RemoteWorkers | None = None,
+        stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
     ) -> None:
+        """stores: of the workers that have tiers below HBM."""
         self.by_worker, self.now_s = executors, clock
         self._inbox, self._remote = inbox, remote
         self._landed: dict[KVTransfer, Shipment] = {}  # the worker decides in this very round
         self._unheard: dict[WorkerId, set[int]] = {}  # steps that failed at once, of which their actor has not heard
         self._readers = Readers()
+        self.tiers = TierMoves(stores, executors, self._readers, inbox, clock)
 
     def stop(self) -> None:
         self._readers.stop()
+        self.tiers.stop()
 
     # ------------------------------------------------------------ steps
 
@@ -179,6 +192,14 @@ class Executors:
         except Exception as error:
             self._inbox.fail(actor, failure_of(actor, error, transfer=shipment.transfer))
             self.by_worker[actor].open_gates(shipment.transfer.attempt)  # the handoff ends
+
+    def insert_pages(self, actor: WorkerId, move: PageMove) -> None:
+        """Where this fails, pages that the actor counts on hold nobody knows what: it is lost."""
+        try:
+            self.tiers.insert(actor, move)
+        except Exception:
+            log.exception("%s: pages from %s were not written", actor, move.source)
+            self._inbox.lose(actor)
 
     def drop(self, actor: WorkerId, transfer: KVTransfer) -> None:
         shipment = self._landed.pop(transfer, None)

@@ -26,6 +26,7 @@ from jdisagg.core.events import (
     WorkerStands,
 )
 from jdisagg.core.request import RequestId, WorkerId
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.serve.executors import Executors, RemoteWorkers
 from jdisagg.serve.health_monitor import HealthMonitor
@@ -118,6 +119,15 @@ class LiveEffects:
 
     def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
         self._executors.by_worker[actor].open_gates(effect.attempt)
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        self._executors.tiers.begin(actor, effect.move)
+
+    def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
+        self._executors.insert_pages(actor, effect.move)
+
+    def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
+        self._executors.tiers.drop(actor, effect.move)
 
     def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
         self.told.append((effect.request_id, effect))

@@ -24,6 +24,7 @@ from jdisagg.serve.pools import NO_POOLS, Pools
 from jdisagg.serve.records import DebugState
 from jdisagg.serve.reshaping import Reshaper
 from jdisagg.serve.service import Capacity, Draining, Rejected, Update
+from jdisagg.serve.tier_moves import NO_STORES, WorkerStores
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
 
@@ -70,6 +71,7 @@ class LocalService:
         sampling_defaults: Mapping[str, float] | None = None,
         reshaper: Reshaper | None = None,
         pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
+        stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
     ) -> None:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
@@ -95,6 +97,7 @@ class LocalService:
             remote=remote,
             reshaper=reshaper,
             stood=self._stood,
+            stores=stores,
         )
         self.pools = pools(self.driver)
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None

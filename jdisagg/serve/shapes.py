@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jdisagg.core.errors import ConfigError, MeshError
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, WorkerMesh
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
@@ -53,7 +54,8 @@ def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, nam
     for pool in _cuts(len(place.device_ids)):
         text = str(pool)
         try:
-            able[text] = _shape(deployment, settings, replace(place, role=pool.role, pp=pool.pp, tp=pool.tp), name)
+            at = replace(place, role=pool.role, pp=pool.pp, tp=pool.tp)
+            able[text] = _shape(deployment, settings, at, name, deployment.layout(place.role))
         except ConfigError as error:
             impossible[text] = str(error)
         started_so = any(
@@ -73,9 +75,11 @@ def _cuts(devices: int) -> Iterator[PoolSpec]:
                 yield PoolSpec(role, pp=devices // tp, tp=tp)
 
 
-def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> Shape:
-    """Raises ConfigError, MeshError where it cannot be."""
+def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
+    """own: of the pages it starts with. Raises ConfigError, MeshError where it cannot be."""
     model, layout = deployment.model, deployment.layout(place.role)
+    if settings.tiers and layout != own:
+        raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
     layers = deployment.layers if not place.role.decodes else split_layers(model, place.pp)
     budget = Budget(model, layers, deployment.dtype, deployment.weights, deployment.device_bytes)
     longest = deployment.max_model_len

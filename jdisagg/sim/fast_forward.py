@@ -16,6 +16,7 @@ import numpy as np
 from jdisagg.core.events import RunStep, Send
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import DecodeRows, StepPlan
+from jdisagg.policy.fast_forward import next_rows
 from jdisagg.policy.worker import Worker
 from jdisagg.sim.cost_models import CostModel, ManySteps
 from jdisagg.sim.device import TOKEN, Device, Flying, Span
@@ -115,7 +116,7 @@ class StepEnds:
         if quiet < WORTH:
             self.foreseen.pop(name, None)
         else:
-            seen = self.foreseen[name] = FastForward(device, cost, worker.next_repeated_rows(), quiet)
+            seen = self.foreseen[name] = FastForward(device, cost, next_rows(worker.decode_side), quiet)
             due_s = seen.next_s
         if self._due_s.get(name) == due_s:
             return None

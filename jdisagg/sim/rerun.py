@@ -42,6 +42,7 @@ from jdisagg.core.journal import Entry, Header, Recorded, digest
 from jdisagg.core.messages import Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
+from jdisagg.core.tiers import MovePages, PageMove, PagesMoved
 from jdisagg.sim.follow import actors_of, decide
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.traces import Trace
@@ -64,6 +65,7 @@ class Measured:
     given: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # from outside, at their times
     steps: dict[tuple[WorkerId, int], Answer] = field(default_factory=dict)
     parts: dict[KVTransfer, Answer] = field(default_factory=dict)
+    moves: dict[tuple[WorkerId, PageMove], Answer] = field(default_factory=dict)
     messages_s: dict[tuple[WorkerId, WorkerId, int], float] = field(default_factory=dict)
     lateness_s: dict[tuple[WorkerId, str, int], float] = field(default_factory=dict)
 
@@ -105,6 +107,7 @@ class Stopwatch(Unheeded):
         self.found, self._now_s = Measured(), 0.0
         self._steps: dict[tuple[WorkerId, int], float] = {}
         self._parts: dict[KVTransfer, float] = {}
+        self._moves: dict[tuple[WorkerId, PageMove], float] = {}
         self._sent: dict[tuple[WorkerId, WorkerId], deque[tuple[int, float, Message]]] = defaultdict(deque)
         self._armed: dict[tuple[WorkerId, str], tuple[int, float]] = {}
         self._numbers = Numbers()
@@ -138,6 +141,10 @@ class Stopwatch(Unheeded):
                 if began_s is not None:
                     self.found.parts[transfer] = Answer(between(began_s, entry.at_s), entry.event)
                 return began_s is not None
+            case PagesMoved(move):
+                began_s = self._moves.pop((entry.actor, move))
+                self.found.moves[entry.actor, move] = Answer(between(began_s, entry.at_s), entry.event)
+                return True
             case Received(sender, message):
                 return self._heard(sender, message, entry)
             case TimerFired(key):
@@ -161,6 +168,9 @@ class Stopwatch(Unheeded):
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         self._parts[effect.transfer] = self._now_s
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        self._moves[actor, effect.move] = self._now_s
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         number = self._numbers.next(actor, effect.to)
@@ -256,6 +266,11 @@ class Rerun(Simulation):
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         self._leave(effect.transfer)
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        answer = self.measured.moves.get((actor, effect.move))
+        if answer is not None:
+            self._at(self.now_s + answer.took_s, actor, answer.event)
 
     def _leave(self, transfer: KVTransfer) -> None:
         answer = self.measured.parts.get(transfer)

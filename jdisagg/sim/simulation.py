@@ -36,6 +36,7 @@ from jdisagg.core.events import (
 from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.router import CAPACITY_TIMER, Router
 from jdisagg.policy.worker import Worker
@@ -130,6 +131,15 @@ class Simulation:
 
     def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
         """Only where steps wait at gates."""
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        raise AssertionError("simulated workers have no tiers below HBM")
+
+    def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
+        """A write into pages takes no time, beside the way there."""
+
+    def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
+        """It takes no time and holds nothing."""
 
     def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
         self.requests.emit(effect, self.now_s)

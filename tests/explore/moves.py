@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jdisagg.core import events as ev
 from jdisagg.core.interpreter import interpret
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages
 from tests.explore.actors import Gave, Handed, Took
 from tests.explore.device import Content
 
@@ -93,6 +94,15 @@ class Moves:
 
     def open_gates(self, actor: WorkerId, effect: ev.OpenGates) -> None:
         self.found.append(("open_gates", effect.attempt))
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        raise AssertionError("no scene here has tiers below HBM")
+
+    def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
+        raise AssertionError("no scene here has tiers below HBM")
+
+    def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
+        raise AssertionError("no scene here has tiers below HBM")
 
     def emit(self, actor: WorkerId, effect: ev.EmitTokens) -> None:
         self.found.append(Told(effect.request_id, tuple(each.token for each in effect.delta.sampled)))

@@ -10,15 +10,16 @@ import pytest
 from jdisagg.core.errors import IllegalTransition
 from jdisagg.core.events import ROUTER, ChangeRole, Reshape, Reshaped, RouterLost, WorkerLost, WorkerStands
 from jdisagg.core.journal import Header, Journal, read_lines
-from jdisagg.core.messages import Abort, Joined, Leave, Left, Refused, View
+from jdisagg.core.messages import Abort, Joined, Leave, Left, Refused, Reserve, View
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.tiers import MovePages, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.role_change import TABLE, Signal, Standing, next_standing, why_not
 from jdisagg.replay import replay
 from tests.policy.bench import Bench
 from tests.policy.test_router import Talk
-from tests.sim.cases import check_outputs, definition, pair, request, run_all, worker
+from tests.sim.cases import check_outputs, definition, pair, request, run_all, sent, worker
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 
@@ -66,6 +67,62 @@ def test_a_flip_under_load_loses_no_request_and_changes_no_token(name, role, siz
     assert world.router.peers[name].served > 0, "who has joined is given work"
 
 
+KEPT = {"prefix_caching": True, "num_pages": 40, "dram_pages": 256, "disk_pages": 64, "shared_pool": True}
+
+
+def turns(count: int = 16):
+    """Conversations that begin alike, six of them, each in its turn, with more KV than a worker's HBM holds."""
+    asked = [request(f"talk-{number % 6}", 60, max_tokens=4, arrival_s=0.05 * number) for number in range(count)]
+    return [replace(each, request_id=RequestId(f"{each.request_id}-{at}")) for at, each in enumerate(asked)]
+
+
+def moves_below(world: World) -> int:
+    return sum(isinstance(effect, MovePages) for _, _, effect in world.effects)
+
+
+@pytest.mark.parametrize(("name", "role"), [(P0, Role.DECODE), (D0, Role.PREFILL), (P0, Role.COLOCATED)])
+@pytest.mark.parametrize("hung", [(), (Tier.DRAM,), (Tier.POOL,)], ids=["", "DRAM hangs", "pool hangs"])
+def test_a_flip_at_any_moment_of_a_move_between_tiers_loses_no_page_and_no_request(name, role, hung):
+    four = [replace(each, **KEPT) for each in FOUR]
+    for at in range(1, 40, 13):
+        requests, world = turns(), World(four, RouterConfig(max_retries=0))
+        for each in requests:
+            world.submit(each, each.arrival_s)
+        while world.waiting and moves_below(world) < at:
+            world.step()
+        world.yard.hung.update(hung)
+        config = flip(world, name, role, world.now_s, 0.02)
+        world.run()
+        check_all(world, requests)
+        assert world.workers[name].config == config
+        if not hung:
+            for each in world.workers.values():
+                tiers = each.tiers.pools.values()
+                assert not each.tiers.fetches.late and all(pool.by_use()["in_flight"] == 0 for pool in tiers)
+
+
+def test_what_a_worker_kept_below_hbm_is_read_back_after_its_role_has_changed():
+    four = [replace(each, **{**KEPT, "shared_pool": False}) for each in FOUR]
+    world = World(four)
+    run_all(world, turns())
+    kept = {tier: set(pool.kept) for tier, pool in world.workers[P0].tiers.pools.items()}
+    assert kept[Tier.DRAM]
+    flip(world, P0, Role.COLOCATED, world.now_s)
+    world.run()
+    assert {tier: set(pool.kept) for tier, pool in world.workers[P0].tiers.pools.items()} == kept
+    before = world.yard.moved[Tier.DRAM, Tier.HBM]
+    later = [replace(each, request_id=RequestId(f"later-{each.request_id}")) for each in turns(6)]
+    world.lose(P1, world.now_s)
+    run_all(world, later)
+    assert world.yard.moved[Tier.DRAM, Tier.HBM] > before
+
+
+def test_tiers_cannot_follow_a_worker_to_pages_of_another_size():
+    tiers = World([replace(each, **KEPT) for each in FOUR]).workers[D0].tiers
+    with pytest.raises(AssertionError, match="cannot be those of"):
+        tiers.follow(replace(tiers.config, page_size=8), tiers.shared)
+
+
 def test_each_transition_is_told_in_order():
     world = World(FOUR)
     run_all(world, load(4))
@@ -102,6 +159,21 @@ def test_a_worker_that_was_drained_waits_until_it_is_told_what_to_become():
     flip(world, D0, Role.DECODE, world.now_s)
     world.run()
     assert world.router.members.standing_of(D0) is Standing.SERVING
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.COLOCATED])
+def test_a_prompt_whose_place_is_still_being_reserved_when_its_prefill_worker_leaves_goes_elsewhere(role):
+    """The worker has nothing, and changes at once; the prompt that was to come is no failure of anybody's."""
+    each = request("late", 9)
+    world = World(FOUR, RouterConfig(max_retries=0))
+    world.submit(each)
+    while world.waiting and not sent(world, Reserve):
+        world.step()
+    (row,) = world.router.rows.values()
+    assert row.prefill is not None
+    flip(world, row.prefill, role, world.now_s)
+    world.run()
+    check_all(world, [each])
 
 
 REFUSED = {

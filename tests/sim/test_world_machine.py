@@ -37,6 +37,9 @@ def clusters(draw: st.DrawFn) -> list[WorkerConfig]:
         "reserve_tokens": draw(st.sampled_from([1, 3, 100])),
         "decode_steps_per_chunk": draw(st.integers(0, 2)),
         "prefix_caching": draw(st.booleans()),
+        "dram_pages": draw(st.sampled_from([0, 0, 6, 40])),
+        "disk_pages": draw(st.sampled_from([0, 0, 10])),
+        "shared_pool": draw(st.booleans()),
         "transfer": draw(st.sampled_from(TransferMode)),
         "layer_groups": tuple((2 * n, 2 * n + 2) for n in range(draw(st.integers(1, 3)))),
     }

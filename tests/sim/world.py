@@ -41,12 +41,14 @@ from jdisagg.core.journal import Journal
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from tests.policy.tier_yard import TierYard
 from tests.sim.costs import Costs
 from tests.sim.fault_injector import FaultInjector, Faults
 
@@ -64,11 +66,13 @@ class World:
         costs: Costs | None = None,
         faults: Faults | None = None,
         journal: Journal | None = None,
+        yard: TierYard | None = None,
     ) -> None:
         self.router = Router(router or RouterConfig(), workers)
         self.workers = {config.worker: Worker(config) for config in workers}
         self.machines = {config.worker: ToyExecutor(config) for config in workers}
         self.costs, self.injector, self.journal = costs or Costs(), FaultInjector(faults or Faults()), journal
+        self.yard = yard or TierYard()
         self.now_s = 0.0
         self.told: dict[RequestId, list[Sampled]] = {}  # what each client got
         self.scored: dict[RequestId, list[Sampled]] = {}  # prompt logprobs
@@ -157,6 +161,17 @@ class World:
 
     def drop(self, actor: WorkerId, effect: DropKV) -> None:
         self._shipments.pop(effect.transfer, None)
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        answer = self.yard.begin(actor, self.machines[actor], effect.move)
+        if answer is not None:
+            self._at(self.now_s + answer[0], actor, answer[1])
+
+    def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
+        self.machines[actor].insert(self.yard.read.pop((actor, effect.move)))
+
+    def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
+        self.yard.read.pop((actor, effect.move), None)
 
     def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         self._timers[actor, effect.key] = effect.at_s

@@ -59,6 +59,8 @@ from jdisagg.serve.private_files import read_private
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.remote_metrics import PUSH_INTERVAL_S
+from jdisagg.serve.tier_moves import WorkerStores
+from jdisagg.serve.tier_stores import open_stores, post_found
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
@@ -228,6 +230,7 @@ def join_router(
     metrics = _metrics(deployment, settings, node)
     workers = {name: Worker(machine.config) for name, machine in machines.items()}
     metrics.watch_pools(workers)
+    stores = open_stores(deployment, settings, machines)
     node.driver = LiveDriver(
         None,
         workers,
@@ -236,7 +239,9 @@ def join_router(
         died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
         observers=(metrics.observe, node.observe),
         remote=node,
+        stores=stores,
     )
+    post_found(node.driver, stores)
     post_compression_costs(node.driver, deployment, machines)
     transport, heartbeat = remote_kv.config, heartbeat_of(settings)
     client = ControlClient(
@@ -306,14 +311,23 @@ def build_router(
     warm(machines, progress, partial(remote_programs, deployment))
     config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
     records = Records(settings.debug_keep)
-    service = _service(deployment, settings, tokenizer, node, Router(config, [*own.values()], records.note), records)
+    stores = open_stores(deployment, settings, machines)
+    router = Router(config, [*own.values()], records.note)
+    service = _service(deployment, settings, tokenizer, node, router, records, stores)
+    post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = service.driver
     return RouterProcess(service, node, control_server, profiles)
 
 
 def _service(
-    deployment: Deployment, settings: Settings, tokenizer: Tokenizer, node: RouterNode, router: Router, records: Records
+    deployment: Deployment,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    node: RouterNode,
+    router: Router,
+    records: Records,
+    stores: Mapping[WorkerId, WorkerStores],
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = _metrics(deployment, settings, node)
@@ -337,6 +351,7 @@ def _service(
         remote=node,
         able=lambda: node.able,
         pools=lambda driver: Pools(driver.post, node.places, dict, dict),
+        stores=stores,
     )
 
 

@@ -1,0 +1,1 @@
+"""The bytes of pages below HBM; nothing here decides what goes where."""

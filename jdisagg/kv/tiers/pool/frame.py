@@ -1,0 +1,39 @@
+"""A record as it lies in a pool: whoever reads half of one, or of something else, finds it out.
+
+    magic, version | bytes of the record | digest | record
+
+A pool takes a frame whole or not at all (a SET, a PUT of an object), so that nobody reads one that is being written;
+the digest is for what no protocol promises: memory that lied, a disk that tore a file, a server that is none.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from jdisagg.kv.tiers.digest import DIGEST_BYTES, digest_of
+
+HEAD = struct.Struct(f"<8sQ{DIGEST_BYTES}s")
+MAGIC = b"jdiskv1\n"
+
+
+def framed(record: np.ndarray) -> bytes:
+    """Of u8[n]."""
+    return b"".join((HEAD.pack(MAGIC, len(record), digest_of(record)), record.data))
+
+
+def unframe(frame: bytes | memoryview, record: np.ndarray) -> bool:
+    """Fills u8[n]; False where the frame is not that of such a record, whole."""
+    if len(frame) != HEAD.size + len(record):
+        return False
+    magic, size, digest = HEAD.unpack_from(frame)
+    if magic != MAGIC or size != len(record):
+        return False
+    record[:] = np.frombuffer(frame, np.uint8, offset=HEAD.size)
+    return digest_of(record) == digest
+
+
+def key_of(fingerprint: str, name: bytes) -> str:
+    """Records that mean something else have other keys, though their tokens be the same."""
+    return f"jdisagg/{fingerprint}/{name.hex()}"

@@ -1,0 +1,73 @@
+"""A pool in an object store, or a folder: a page an object, which is there whole or not at all.
+
+Nothing here removes objects: a bucket's rules of life do, and of a folder whoever made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from jdisagg.kv.tiers.pool.frame import framed, key_of, unframe
+from jdisagg.kv.tiers.store import Good, PoolFailed
+
+THREADS = 8
+
+
+class ObjectPool:
+    """Implements `Store` by names."""
+
+    def __init__(self, store: Any, fingerprint: str) -> None:
+        self._store, self._fingerprint = store, fingerprint
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
+
+    def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
+        return self._each(self._put, names, records)
+
+    def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
+        return self._each(self._get, names, records)
+
+    def _each(self, one: Callable[[bytes, np.ndarray], bool], names: Sequence[bytes], records: np.ndarray) -> Good:
+        try:
+            return tuple(self._threads.map(one, names, records))
+        except (BaseError, OSError) as error:
+            raise PoolFailed(f"the pool: {type(error).__name__}: {str(error)[:200]}") from error
+
+    def _put(self, name: bytes, record: np.ndarray) -> bool:
+        key = key_of(self._fingerprint, name)
+        if not self._there(key, len(record)):
+            obstore.put(self._store, key, framed(record), use_multipart=False)
+        return True
+
+    def _there(self, key: str, record_bytes: int) -> bool:
+        try:
+            return obstore.head(self._store, key)["size"] >= record_bytes
+        except FileNotFoundError:
+            return False
+
+    def _get(self, name: bytes, record: np.ndarray) -> bool:
+        try:
+            found = obstore.get(self._store, key_of(self._fingerprint, name)).bytes()
+        except FileNotFoundError:
+            return False
+        return unframe(memoryview(found), record)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def open_pool(url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> ObjectPool:
+    """Credentials are the environment's, as of every program of that cloud."""
+    how: dict[str, Any] = {}
+    if url.startswith("file:"):
+        how["mkdir"] = True
+    else:
+        how["client_options"] = {"timeout": f"{timeout_s:g}s", "connect_timeout": f"{timeout_s:g}s"}
+        how["retry_config"] = {"max_retries": 0}
+    return ObjectPool(from_url(url, **how), fingerprint)

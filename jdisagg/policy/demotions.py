@@ -1,0 +1,223 @@
+"""Pages on their way down: copied from HBM before they make room, from DRAM to disk, and into the pool.
+
+HBM is copied ahead of need: once little of it is free or copied already, the least recently used pages go down until
+much is, a few at a time, so that steps in between are hardly held up. What makes room before its turn came is copied at
+that moment, in program order, as far as the budget of pages under way goes; the rest is lost to the tiers and would
+have to be computed again. Disk takes only what was used twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from jdisagg.core.request import Attempt, RequestId
+from jdisagg.core.tiers import MovePages, PageMove, PagesMoved, Tier
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.prefix_cache import Node, PageHash, packed, unpacked
+from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.tier_pool import TierPool
+
+LOW, HIGH = 0.25, 0.5  # of HBM's pages that are free, or lie below as well: from when on pages go down, and until when
+LOW_DRAM, HIGH_DRAM = 0.1, 0.2  # so, of DRAM's, for the disk
+AHEAD_PAGES = 16  # under way at once to one tier, of those that go ahead of need
+MOST_PAGES = 64  # so, with those that have to go at once
+LOOKED_AT = 256  # pages, the least recently used ones, among which those are sought that are to go down
+DISK_USES = 2  # what disk admits was used so often
+REMEMBERED = 1 << 16  # names of pages that went down, or into the pool, of late
+
+
+class Leaving(NamedTuple):
+    """A page of HBM that is to go down."""
+
+    name: PageHash
+    page: int
+    uses: int
+    depth: int
+
+
+class Demotions:
+    """Of one worker. `tiers` are its own below HBM, the upper one first."""
+
+    def __init__(
+        self,
+        shared: SharedPages,
+        tiers: dict[Tier, TierPool],
+        out: Outbox,
+        usable: Callable[[Tier, float], bool],
+    ) -> None:
+        """usable: whether a tier takes pages at a time."""
+        self.shared, self.tiers, self.out, self._usable = shared, tiers, out, usable
+        self.under_way: dict[Attempt, PageMove] = {}
+        self._owners = count(1)
+        self._pooled: OrderedDict[PageHash, None] = OrderedDict()
+        self._seen: OrderedDict[PageHash, None] = OrderedDict()  # went down once: who comes again was used twice
+        self._refused: OrderedDict[PageHash, None] = OrderedDict()  # were not taken, and are not offered again
+        self._going_down = self._spilling = False
+        self._now_s = 0.0
+        shared.leaving = self.make_way
+
+    def follow(self, shared: SharedPages) -> None:
+        """Another HBM, which holds nothing yet. What left the last one is on its way still."""
+        self.shared, self._going_down = shared, False
+        shared.leaving = self.make_way
+
+    # ------------------------------------------------------------ from HBM
+
+    def make_way(self, nodes: list[Node]) -> None:
+        """These pages make room now."""
+        self._go_down(nodes, MOST_PAGES)
+
+    def tend(self, now_s: float) -> None:
+        """Copies ahead of need what the watermarks say."""
+        self._now_s = now_s
+        self._tend_hbm()
+        self._tend_dram()
+
+    def _tend_hbm(self) -> None:
+        pool, cache = self.shared.pool, self.shared.cache
+        if not cache.evictable_pages or max(map(self._pages_to, Tier)) >= AHEAD_PAGES:
+            return
+        oldest = cache.oldest(LOOKED_AT)
+        dirty = [node for node in oldest if not self._below(node)]
+        share = (pool.free_pages + len(oldest) - len(dirty)) / pool.num_pages
+        self._going_down = share < (HIGH if self._going_down else LOW)
+        if self._going_down and dirty:
+            self._go_down(dirty[:AHEAD_PAGES], AHEAD_PAGES)
+
+    def _pages_to(self, tier: Tier) -> int:
+        """That are under way there."""
+        return sum(len(unpacked(move.names)) for move in self.under_way.values() if move.destination is tier)
+
+    def _below(self, node: Node) -> bool:
+        """Whether nothing is left to be done for it."""
+        name, uses = node.name, self._uses(node)
+        if name in self._refused:
+            return True
+        upper = [*self.tiers.items()][:1]
+        kept = all(name in pool.kept or not (self._takes(tier) and self._admits(tier, uses)) for tier, pool in upper)
+        return kept and (name in self._pooled or not self._takes(Tier.POOL))
+
+    def _uses(self, node: Node) -> int:
+        return node.uses + (node.name in self._seen)
+
+    def _takes(self, tier: Tier) -> bool:
+        there = self.shared.config.shared_pool if tier is Tier.POOL else tier in self.tiers
+        return there and self._usable(tier, self._now_s)
+
+    def _go_down(self, nodes: Sequence[Node], most: int) -> None:
+        pages = [Leaving(node.name, node.page, self._uses(node), node.depth) for node in nodes]
+        remember(self._seen, [node.name for node in nodes])
+        for node in nodes:
+            for tier in self.tiers.values():
+                tier.used(node.name, max(0, node.uses - 1))
+            node.uses = 0  # they are counted there
+        pages = [page for page in pages if page.name not in self._refused]
+        upper = next(iter(self.tiers), Tier.POOL)
+        if upper is not Tier.POOL and self._takes(upper):
+            self._keep(upper, pages, most)
+        if self._takes(Tier.POOL):
+            self._pool(pages, most)
+
+    def _keep(self, tier: Tier, pages: Sequence[Leaving], most: int) -> None:
+        """Copies those that `tier` lacks and admits, as far as there is room."""
+        pool = self.tiers[tier]
+        new = [page for page in pages if page.name not in pool.kept and self._admits(tier, page.uses)]
+        new = new[: max(0, most - self._pages_to(tier))]
+        self._make_room(pool, len(new))
+        new = new[: pool.free_pages]
+        places = [pool.admit(page.name, page.uses, page.depth) for page in new]
+        self._move(Tier.HBM, tier, new, tuple(place for place in places if place is not None))
+
+    def _admits(self, tier: Tier, uses: int) -> bool:
+        return tier is not Tier.DISK or uses >= DISK_USES
+
+    def _pool(self, pages: Sequence[Leaving], most: int) -> None:
+        new = [page for page in pages if page.name not in self._pooled][: max(0, most - self._pages_to(Tier.POOL))]
+        remember(self._pooled, [page.name for page in new])
+        self._move(Tier.HBM, Tier.POOL, new, ())
+
+    def _move(self, source: Tier, destination: Tier, pages: Sequence[Leaving], places: tuple[int, ...]) -> None:
+        if not pages:
+            return
+        owner = Attempt(RequestId("move"), next(self._owners))
+        names = packed([page.name for page in pages])
+        move = PageMove(owner, source, destination, names, tuple(page.page for page in pages), places)
+        self.under_way[owner] = move
+        self.out.put(MovePages(move))
+
+    # ------------------------------------------------------------ from DRAM
+
+    def _tend_dram(self) -> None:
+        """Gives up what is worth least until enough is free; what disk admits goes there first."""
+        dram = self.tiers.get(Tier.DRAM)
+        if dram is None:
+            return
+        share = dram.free_pages / dram.num_pages
+        self._spilling = share < (HIGH_DRAM if self._spilling else LOW_DRAM)
+        if self._spilling:
+            self._make_room(dram, min(AHEAD_PAGES, int(HIGH_DRAM * dram.num_pages) + 1))
+
+    def _make_room(self, pool: TierPool, wanted: int) -> None:
+        """Until `wanted` pages of it are free, or on their way from DRAM to disk, or nothing more may go."""
+        if pool.free_pages >= wanted:
+            return
+        going = list[Leaving]()
+        for kept in pool.victims():
+            if (
+                pool is self.tiers.get(Tier.DRAM)
+                and self._spills(kept.name, kept.uses)
+                and len(going) < AHEAD_PAGES - self._pages_to(Tier.DISK)
+            ):
+                (page,) = pool.lock((kept.name,))
+                going.append(Leaving(kept.name, page, kept.uses, kept.depth))
+            else:
+                pool.evict(kept.name)
+            if pool.free_pages + len(going) >= wanted:
+                break
+        if going:
+            disk = self.tiers[Tier.DISK]
+            self._make_room(disk, len(going))
+            places = [disk.admit(page.name, page.uses, page.depth) for page in going]
+            kept_places = tuple(place for place in places if place is not None)
+            for page in going[len(kept_places) :]:
+                pool.unlock(page.name)
+            self._move(Tier.DRAM, Tier.DISK, going[: len(kept_places)], kept_places)
+
+    def _spills(self, name: PageHash, uses: int) -> bool:
+        if not self._takes(Tier.DISK) or name in self._refused:
+            return False
+        return name not in self.tiers[Tier.DISK].kept and self._admits(Tier.DISK, uses)
+
+    # ------------------------------------------------------------ what came of it
+
+    def moved(self, event: PagesMoved) -> None:
+        """A move ended."""
+        move = event.move
+        del self.under_way[move.owner]
+        names = unpacked(move.names)
+        for name, good in zip(names, event.good, strict=True):
+            if move.destination is not Tier.POOL:
+                self.tiers[move.destination].written(name, good=good)
+            elif not good:
+                self._pooled.pop(name, None)
+            if not good and not event.failed:
+                remember(self._refused, (name,))
+            if move.source is Tier.DRAM:
+                self._spilt(name, good=good)
+
+    def _spilt(self, name: PageHash, *, good: bool) -> None:
+        """It lies on disk (`good`): it may leave DRAM, unless somebody reads it meanwhile."""
+        dram = self.tiers[Tier.DRAM]
+        dram.unlock(name)
+        if good and not dram.kept[name].readers:
+            dram.evict(name)
+
+
+def remember(names: OrderedDict[PageHash, None], new: Sequence[PageHash]) -> None:
+    """Adds the new ones, and forgets the oldest of too many."""
+    names.update(dict.fromkeys(new))
+    while len(names) > REMEMBERED:
+        names.popitem(last=False)

@@ -1,0 +1,204 @@
+"""Pages on their way up: what of a prompt's beginning lies below HBM is brought back where that beats computing it.
+
+A fetch takes the pages behind those that HBM holds, run by run, each from the nearest tier that has it, the last from
+the pool. They arrive in pages that nobody else knows; what came whole, without a gap, is then kept for its content
+like any other, and whoever waited finds it there. A fetch has a deadline: what is not there by then is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from jdisagg.core.request import Attempt, RequestId
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages, PageMove, PagesMoved, Tier
+from jdisagg.policy.handoff import Timer, timer_of
+from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.page_pool import PageState
+from jdisagg.policy.prefix_cache import Handle, PageHash, packed, unpacked
+from jdisagg.policy.prices import COMPUTED, Prices
+from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.tier_pool import TierPool
+
+MOST_PAGES = 256  # of one fetch
+SHORTEST_S, USUAL_S, LONGEST_S = 0.25, 2.0, 5.0  # a fetch is waited for twice as long as computing takes, within these
+PATIENCE = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Some pages on their way, and who waits for them."""
+
+    owner: Attempt  # of its first move
+    names: tuple[PageHash, ...]  # from the prompt's first page on
+    held: Handle  # of them, those that HBM had
+    moves: list[PageMove]
+    deadline_s: float
+    waiters: list[Attempt]
+    arrived: dict[Attempt, tuple[bool, ...]] = field(default_factory=dict[Attempt, tuple[bool, ...]])  # by move
+
+
+class Fetches:
+    """Of one worker. `tiers` are its own below HBM, the upper one first."""
+
+    def __init__(
+        self, shared: SharedPages, tiers: dict[Tier, TierPool], out: Outbox, prices: Prices, *, shared_pool: bool
+    ) -> None:
+        self.shared, self.tiers, self.out, self.prices, self.shared_pool = shared, tiers, out, prices, shared_pool
+        self.under_way: dict[Attempt, Fetch] = {}  # by each of its moves
+        self.late: dict[Attempt, PageMove] = {}  # moves that nobody waits for any more
+        self._coming: dict[PageHash, Fetch] = {}
+        self._waiting: dict[Attempt, Fetch] = {}
+        self._owners = count(1)
+
+    # ------------------------------------------------------------ who waits
+
+    def begin(self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float) -> bool:
+        """Whether `waiter` is to wait until pages of these names, those of its prompt, have come.
+
+        room: pages of HBM that may be taken.
+        """
+        held, idle = self.shared.cache.found(names)
+        missing = names[held:]
+        fetch = self._coming.get(missing[0]) if missing else None
+        if fetch is None and missing:
+            fetch = self._start(names, held, self._runs(missing[: min(MOST_PAGES, max(0, room - idle))], now_s), now_s)
+        if fetch is None:
+            return False
+        fetch.waiters.append(waiter)
+        self._waiting[waiter] = fetch
+        return True
+
+    def holds_up(self, waiter: Attempt) -> bool:
+        return waiter in self._waiting
+
+    def forget(self, waiter: Attempt) -> None:
+        """It waits no longer; what is on its way comes all the same."""
+        fetch = self._waiting.pop(waiter, None)
+        if fetch is not None:
+            fetch.waiters.remove(waiter)
+
+    def pages_of(self) -> dict[Attempt, set[int]]:
+        """Pages of HBM that are being filled, by owner."""
+        return {
+            owner: set(next(move for move in fetch.moves if move.owner == owner).destination_pages)
+            for owner, fetch in self.under_way.items()
+        }
+
+    # ------------------------------------------------------------ what is fetched, and from where
+
+    def _runs(self, missing: Sequence[PageHash], now_s: float) -> list[tuple[Tier, tuple[PageHash, ...]]]:
+        runs, at = list[tuple[Tier, tuple[PageHash, ...]]](), 0
+        while at < len(missing):
+            found = [(tier, pool.match(missing[at:])) for tier, pool in self.tiers.items()]
+            found = [(tier, size) for tier, size in found if size and self.prices.pays(tier, size, now_s)]
+            if found:
+                tier, size = found[0]
+            elif self.shared_pool and self.prices.pays(Tier.POOL, len(missing) - at, now_s):
+                tier, size = Tier.POOL, len(missing) - at
+            else:
+                break
+            runs.append((tier, tuple(missing[at : at + size])))
+            at += size
+        return runs
+
+    def _start(
+        self,
+        names: Sequence[PageHash],
+        held: int,
+        runs: list[tuple[Tier, tuple[PageHash, ...]]],
+        now_s: float,
+    ) -> Fetch | None:
+        if not runs:
+            return None
+        handle, moves = self.shared.hold(names[:held]), list[PageMove]()
+        for tier, run in runs:
+            owner = Attempt(RequestId("fetch"), next(self._owners))
+            pages = self.shared.take(len(run), owner, PageState.IN_FLIGHT)
+            assert pages is not None, "a fetch takes no more than there is room for"
+            places = self.tiers[tier].lock(run) if tier in self.tiers else ()
+            moves.append(PageMove(owner, tier, Tier.HBM, packed(run), places, pages))
+        number = sum(len(run) for _, run in runs)
+        deadline_s = now_s + self._patience_s(number, now_s)
+        fetch = Fetch(moves[0].owner, tuple(names[: held + number]), handle, moves, deadline_s, [])
+        for move in moves:
+            self.under_way[move.owner] = fetch
+            self.out.put(MovePages(move))
+        self._coming |= dict.fromkeys(fetch.names[held:], fetch)
+        self.out.set_timer(deadline_s, timer_of(Timer.FETCH, fetch.owner))
+        return fetch
+
+    def _patience_s(self, pages: int, now_s: float) -> float:
+        computed = self.prices.seconds(COMPUTED, pages, now_s)
+        return USUAL_S if computed is None else min(LONGEST_S, max(SHORTEST_S, PATIENCE * computed))
+
+    # ------------------------------------------------------------ what came
+
+    def moved(self, event: PagesMoved, now_s: float) -> list[Attempt]:
+        """Pages were read; returns who need not wait any longer."""
+        move = event.move
+        self._release(event)
+        self._learn(event, now_s)
+        fetch = self.under_way.get(move.owner)
+        if fetch is None:
+            self.late.pop(move.owner, None)
+            self.out.put(DropPages(move))
+            return []
+        self.out.put(InsertPages(move, event.good) if any(event.good) else DropPages(move))
+        fetch.arrived[move.owner] = event.good
+        return self._finish(fetch) if len(fetch.arrived) == len(fetch.moves) else []
+
+    def _release(self, event: PagesMoved) -> None:
+        pool = self.tiers.get(event.move.source)
+        if pool is not None:
+            for name, good in zip(unpacked(event.move.names), event.good, strict=True):
+                pool.unlock(name, good=good or bool(event.failed), used=good)
+
+    def _learn(self, event: PagesMoved, now_s: float) -> None:
+        tier, number = event.move.source, sum(event.good)
+        if event.failed:
+            self.prices.failed(tier, now_s)
+            return
+        self.prices.answered(tier)
+        self.prices.learn(tier, max(1, number), event.seconds, now_s)
+        if tier is Tier.POOL:
+            self.prices.asked_pool(len(event.good), number)
+
+    def expire(self, owner: Attempt, now_s: float) -> list[Attempt]:
+        """A deadline is due; returns who need not wait any longer."""
+        fetch = self.under_way.get(owner)
+        if fetch is None:
+            return []
+        if now_s < fetch.deadline_s:
+            self.out.set_timer(fetch.deadline_s, timer_of(Timer.FETCH, owner))
+            return []
+        for move in fetch.moves:
+            if move.owner not in fetch.arrived and move.source not in self.tiers:
+                self.prices.failed(move.source, now_s)
+        return self._finish(fetch)
+
+    def give_up_all(self) -> None:
+        for fetch in {id(each): each for each in self.under_way.values()}.values():
+            self._finish(fetch)
+
+    def _finish(self, fetch: Fetch) -> list[Attempt]:
+        """Keeps what came without a gap, gives the other pages back."""
+        path, whole = list(fetch.held.pages), True
+        for move in fetch.moves:
+            good = fetch.arrived.get(move.owner, ())
+            came = next((index for index, each in enumerate(good) if not each), len(good)) if whole else 0
+            whole = whole and came == len(move.destination_pages)
+            path += move.destination_pages[:came]
+            names = fetch.names[: len(path)] if came else ()
+            self.shared.keep(names, path[: len(names)], move.destination_pages, move.owner)
+            del self.under_way[move.owner]
+            if move.owner not in fetch.arrived:
+                self.late[move.owner] = move
+        self.shared.release(fetch.held)
+        for name in fetch.names:
+            if self._coming.get(name) is fetch:
+                del self._coming[name]
+        for waiter in fetch.waiters:
+            del self._waiting[waiter]
+        return fetch.waiters

@@ -1,0 +1,168 @@
+"""Moves of pages between the tiers of this process's workers: packed and inserted by the driver, copied by readers.
+
+A move never holds up the driver's thread: pages of HBM are packed in program order and read when they are there, and
+what comes back is on the devices before its worker hears of it. A store that raises, or does not answer, is a move
+that brought nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jdisagg.core.messages import PAGE_NAME_BYTES
+from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import PageMove, PagesMoved, Tier
+from jdisagg.engine.executor import PagesPacked, Shipment, TieredExecutor
+from jdisagg.kv.tiers.store import Good, Store
+from jdisagg.serve.readers import Readers
+
+log = logging.getLogger("jdisagg.tiers")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStores:
+    """What keeps one worker's pages below HBM."""
+
+    record_bytes: int
+    stores: Mapping[Tier, Store]
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+
+NO_STORES: Mapping[WorkerId, WorkerStores] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRead:
+    """What a move to HBM brought, on the devices of its worker, and the event that says so."""
+
+    shipment: Shipment
+    event: PagesMoved
+    checked: bool = False
+
+
+class Inbox(Protocol):
+    def post(self, actor: WorkerId, item: PagesMoved | PagesRead) -> None:
+        """From any thread."""
+        ...
+
+
+class TierMoves:
+    """By worker. Public methods but `stop` are called on the driver thread and return at once."""
+
+    def __init__(
+        self,
+        stores: Mapping[WorkerId, WorkerStores],
+        machines: Mapping[WorkerId, Any],
+        readers: Readers,
+        inbox: Inbox,
+        now_s: Callable[[], float],
+    ) -> None:
+        """machines: that of a worker may become another while none of its pages moves."""
+        self._stores, self._machines, self._readers = stores, machines, readers
+        self._inbox, self._now_s = inbox, now_s
+        self._read: dict[tuple[WorkerId, PageMove], Shipment] = {}
+
+    def _machine(self, actor: WorkerId) -> TieredExecutor:
+        return self._machines[actor]
+
+    def begin(self, actor: WorkerId, move: PageMove) -> None:
+        began_s = self._now_s()
+        if move.destination is Tier.HBM:
+            self._readers.read(f"up-{actor}-{move.source}", lambda: self._fetch(actor, move, began_s))
+            return
+        packed = None
+        if move.source is Tier.HBM:
+            try:
+                packed = self._machine(actor).pack_pages(move.source_pages)
+            except Exception as error:
+                self._inbox.post(actor, _nothing(move, error))
+                return
+        self._readers.read(f"down-{actor}-{move.destination}", lambda: self._put(actor, move, packed, began_s))
+
+    def _put(self, actor: WorkerId, move: PageMove, packed: PagesPacked | None, began_s: float) -> None:
+        stores = self._stores[actor]
+        try:
+            if packed is None:
+                records, good = self._get(stores, move)
+            else:
+                records, fine = packed.read()
+                good = (fine,) * len(records)
+            if all(good):
+                good = stores.stores[move.destination].put(move.destination_pages, _names(move), records)
+            else:
+                good = (False,) * len(good)
+            event = PagesMoved(move, good, self._now_s() - began_s, sum(good) * stores.record_bytes)
+        except Exception as error:
+            event = _nothing(move, error)
+        self._inbox.post(actor, event)
+
+    def _get(self, stores: WorkerStores, move: PageMove) -> tuple[np.ndarray, Good]:
+        names = _names(move)
+        records = np.empty((len(names), stores.record_bytes), np.uint8)
+        return records, stores.stores[move.source].get(move.source_pages, names, records)
+
+    def _fetch(self, actor: WorkerId, move: PageMove, began_s: float) -> None:
+        stores = self._stores[actor]
+        try:
+            records, good = self._get(stores, move)
+            if not any(good):
+                self._inbox.post(actor, PagesMoved(move, good, self._now_s() - began_s))
+                return
+            shipment = self._machine(actor).land_pages(move, records, good)
+            shipment.wait()
+            event = PagesMoved(move, good, self._now_s() - began_s, sum(good) * stores.record_bytes)
+            self._inbox.post(actor, PagesRead(shipment, event))
+        except Exception as error:
+            self._inbox.post(actor, _nothing(move, error))
+
+    # ------------------------------------------------------------ on the driver thread again
+
+    def landed(self, actor: WorkerId, read: PagesRead) -> PagesMoved | None:
+        """What the worker is to hear; None while digests are compared on the devices."""
+        if not read.checked:
+            try:
+                check = self._machine(actor).check(read.shipment)
+            except Exception as error:
+                return _nothing(read.event.move, error)
+            if check is not None:
+                self._readers.read(f"check-{actor}", lambda: self._read_verdict(actor, read, check))
+                return None
+        self._read[actor, read.event.move] = read.shipment
+        return read.event
+
+    def _read_verdict(self, actor: WorkerId, read: PagesRead, verdict: Callable[[], bool]) -> None:
+        try:
+            event = read.event if verdict() else replace(read.event, good=(False,) * len(read.event.good), num_bytes=0)
+            self._inbox.post(actor, PagesRead(read.shipment, event, checked=True))
+        except Exception as error:
+            self._inbox.post(actor, _nothing(read.event.move, error))
+
+    def insert(self, actor: WorkerId, move: PageMove) -> None:
+        """Raises what the machine raises: its pages hold nobody knows what."""
+        self._machine(actor).insert(self._read.pop((actor, move)))
+
+    def drop(self, actor: WorkerId, move: PageMove) -> None:
+        self._read.pop((actor, move), None)
+
+    def stop(self) -> None:
+        for each in self._stores.values():
+            each.close()
+
+
+def _names(move: PageMove) -> Sequence[bytes]:
+    starts = range(0, len(move.names), PAGE_NAME_BYTES)
+    return [move.names[start : start + PAGE_NAME_BYTES] for start in starts]
+
+
+def _nothing(move: PageMove, error: Exception) -> PagesMoved:
+    log.warning("pages from %s to %s: %s: %s", move.source, move.destination, type(error).__name__, error)
+    good = (False,) * (len(move.names) // PAGE_NAME_BYTES)
+    return PagesMoved(move, good, failed=f"{type(error).__name__}: {str(error)[:200]}")
