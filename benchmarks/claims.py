@@ -48,7 +48,7 @@ def claims(text: str) -> list[Claim]:
 
 def figures() -> dict[str, float]:
     """Every figure that prose may claim, by its key; shares are of one."""
-    return dict([*_crossover(), *_calibration(), *_published(), *_peers(), *_kernels()])
+    return dict([*_crossover(), *_calibration(), *_published(), *_soak(), *_peers(), *_kernels()])
 
 
 Figures = Iterator[tuple[str, float]]
@@ -80,6 +80,16 @@ def _published() -> Figures:
         ("published.gates", len(gates)),
         ("published.within", within),
         ("published.missed", len(gates) - within),
+    )
+
+
+def _soak() -> Figures:
+    report = result("soak_cpu")
+    server = report["memory_mib"]["server"]
+    yield from (
+        ("soak.end_mib", server["end"]),
+        ("soak.rise_mib", server["rise"]),
+        ("soak.faults", len(report["faults"])),
     )
 
 

@@ -272,6 +272,29 @@ def topology() -> str:
     return f"{origin(report)}\n\n{rows_of([*head, 'TPOT p99, ms'], rows)}"
 
 
+def soak() -> str:
+    report = result("soak_cpu")
+    rows = [
+        [
+            role,
+            *(f"{each[key]:,.1f}" for key in ("ready", "middle", "end", "rise")),
+            *(" / ".join(f"{count:,.0f}" for count in report[name][role]) for name in ("descriptors", "threads")),
+        ]
+        for role, each in report["memory_mib"].items()
+    ]
+    ends = [
+        [kind.replace("_", " "), ", ".join(f"{count:,} {end}" for end, count in each.items())]
+        for kind, each in report["ends"].items()
+    ]
+    head = ["process", "MiB when ready", "in the middle", "at the end", "rise, MiB an hour"]
+    head += ["descriptors: ready, most, at the end", "threads"]
+    told = f"{report['requests']:,} requests in {report['took_s']:,.0f} s over"
+    told += f" {report['connections_most']:,.0f} connections at most, "
+    told += f"{len(report['faults'])} faults of the server, {len(report['held_at_the_end'])} pools with pages out, "
+    told += f"{report['recompiles']:.0f} programs compiled."
+    return f"{origin(report)}\n\n{told}\n\n{rows_of(head, rows)}\n\n{rows_of(['sent', 'and how it ended'], ends)}"
+
+
 def kernels() -> str:
     return kernels_table.tables(kernels_table.read_records())
 
@@ -295,6 +318,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         group_stream,
         simulator,
         topology,
+        soak,
         kernels,
     )
 }
