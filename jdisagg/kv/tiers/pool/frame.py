@@ -8,6 +8,7 @@ the digest is for what no protocol promises: memory that lied, a disk that tore 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 import numpy as np
@@ -18,20 +19,25 @@ HEAD = struct.Struct(f"<8sQ{DIGEST_BYTES}s")
 MAGIC = b"jdiskv1\n"
 
 
-def framed(record: np.ndarray) -> bytes:
+def framed(key: str, record: np.ndarray) -> bytes:
     """Of u8[n]."""
-    return b"".join((HEAD.pack(MAGIC, len(record), digest_of(record)), record.data))
+    return b"".join((HEAD.pack(MAGIC, len(record), _digest(key, record)), record.data))
 
 
-def unframe(frame: bytes | memoryview, record: np.ndarray) -> bool:
-    """Fills u8[n]; False where the frame is not that of such a record, whole."""
+def unframe(key: str, frame: bytes | memoryview, record: np.ndarray) -> bool:
+    """Fills u8[n]; False where the frame is not that of this key's record, whole."""
     if len(frame) != HEAD.size + len(record):
         return False
     magic, size, digest = HEAD.unpack_from(frame)
     if magic != MAGIC or size != len(record):
         return False
     record[:] = np.frombuffer(frame, np.uint8, offset=HEAD.size)
-    return digest_of(record) == digest
+    return _digest(key, record) == digest
+
+
+def _digest(key: str, record: np.ndarray) -> bytes:
+    """Of the key as well: a record that was put under another is another's."""
+    return hashlib.blake2b(key.encode() + digest_of(record), digest_size=DIGEST_BYTES).digest()
 
 
 def key_of(fingerprint: str, name: bytes) -> str:

@@ -42,7 +42,7 @@ class ObjectPool:
     def _put(self, name: bytes, record: np.ndarray) -> bool:
         key = key_of(self._fingerprint, name)
         if not self._there(key, len(record)):
-            obstore.put(self._store, key, framed(record), use_multipart=False)
+            obstore.put(self._store, key, framed(key, record), use_multipart=False)
         return True
 
     def _there(self, key: str, record_bytes: int) -> bool:
@@ -52,11 +52,15 @@ class ObjectPool:
             return False
 
     def _get(self, name: bytes, record: np.ndarray) -> bool:
+        key = key_of(self._fingerprint, name)
         try:
-            found = obstore.get(self._store, key_of(self._fingerprint, name)).bytes()
+            found = obstore.get(self._store, key).bytes()
         except FileNotFoundError:
             return False
-        return unframe(memoryview(found), record)
+        good = unframe(key, memoryview(found), record)
+        if not good:
+            obstore.delete(self._store, key)  # else whoever puts it would find it there
+        return good
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

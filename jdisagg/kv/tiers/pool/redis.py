@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from jdisagg.kv.tiers.pool.frame import framed, key_of, unframe
 from jdisagg.kv.tiers.store import Good, PoolFailed
@@ -24,8 +26,9 @@ class RedisPool:
     def __init__(self, url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> None:
         """Connects when it is first asked: a pool that is not there yet may come."""
         self._fingerprint, self._ttl_s = fingerprint, max(1, round(ttl_s))
+        once_more = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))  # the server was started again
         self._client: Any = redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False, retry=once_more
         )
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
@@ -35,17 +38,22 @@ class RedisPool:
         good = [reply == 1 for reply in there]
         lacking = [at for at, reply in enumerate(good) if not reply]
         for batch in batches(lacking, records.shape[1]):
-            replies = self._ask([("SET", keys[at], framed(records[at]), "EX", self._ttl_s) for at in batch])
+            replies = self._ask([("SET", keys[at], framed(keys[at], records[at]), "EX", self._ttl_s) for at in batch])
             for at, reply in zip(batch, replies, strict=True):
                 good[at] = reply in (True, b"OK")
         return tuple(good)
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        good = [False] * len(names)
+        """What is broken is taken away: else whoever puts it would find it there."""
+        keys = [key_of(self._fingerprint, name) for name in names]
+        good, broken = [False] * len(names), list[str]()
         for batch in batches(range(len(names)), records.shape[1]):
-            replies = self._ask([("GET", key_of(self._fingerprint, names[at])) for at in batch])
-            for at, reply in zip(batch, replies, strict=True):
-                good[at] = isinstance(reply, bytes) and unframe(reply, records[at])
+            for at, reply in zip(batch, self._ask([("GET", keys[at]) for at in batch]), strict=True):
+                good[at] = isinstance(reply, bytes) and unframe(keys[at], reply, records[at])
+                if reply is not None and not good[at]:
+                    broken.append(keys[at])
+        if broken:
+            self._ask([("UNLINK", *broken)])
         return tuple(good)
 
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
