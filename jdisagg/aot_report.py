@@ -11,18 +11,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jdisagg.core.collectives import Sent
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.mesh_spec import WorkerMesh
-from jdisagg.core.roofline import Shard, Work
+from jdisagg.core.roofline import Shard, Work, ring_tick
+from jdisagg.core.stages import ring_cut
 from jdisagg.core.targets import GIB, Target
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
+from jdisagg.engine.ring_declarations import ticks
 from jdisagg.model.weight_bytes import number_bytes
+from jdisagg.parallel.topology import devices_of
 from jdisagg.serve.deployment import Deployment
+from jdisagg.sim.hardware import hardware
 
 # Rows of a table that stand together.
-SECTIONS = {"prefill": "prefill", "head": "prefill", "score": "prefill", "decode": "decode", "draw": "draw"}
+SECTIONS = {
+    "prefill": "prefill",
+    "head": "prefill",
+    "score": "prefill",
+    "decode": "decode",
+    "draw": "draw",
+    "ring": "ring",
+}
 
 
 @dataclass(frozen=True)
@@ -36,20 +48,45 @@ class Report:
     checked: list[Checked]
     memory: list[StageMemory]
 
-    def shard(self, place: WorkerMesh, stage: int) -> Shard:
+    def shard(self, place: WorkerMesh, layers: range) -> Shard:
         kept = self.deployment
-        held = kept.model, kept.layers[stage], place.tp
+        held = kept.model, layers, place.tp
         return Shard(*held, number_bytes(*held, kept.dtype, kept.weights), DTYPE_BYTES[kept.kv.dtype])
 
     def work(self, each: Checked) -> Work | None:
         """Of one device; None for programs whose floor says nothing."""
-        shard, config = self.shard(self.deployment.place(each.worker), each.declared.stage), self._config(each.worker)
+        place, config = self.deployment.place(each.worker), self._config(each.worker)
+        if each.declared.kind.startswith("ring"):
+            return self._ring_work(each, place, config)
+        if each.declared.kind not in ("decode", "prefill", "head"):
+            return None
+        shard = self.shard(place, self.deployment.layers[each.declared.stage])
         if each.declared.kind == "decode":
             width = each.declared.size * config.page_size
             return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
         if each.declared.kind == "prefill":
             return shard.prefill(each.declared.size)
-        return shard.head(config.max_chunk_seqs) if each.declared.kind == "head" else None
+        return shard.head(config.max_chunk_seqs)
+
+    def _ring_work(self, each: Checked, place: WorkerMesh, config: WorkerConfig) -> Work:
+        """Of a whole dispatch."""
+        numbers = ring_cut(self.deployment.model, place.pp).numbers
+        shards = [self.shard(place, range(number, number + 1)) for number in numbers]
+        context = min(self.context_tokens, each.declared.size * config.page_size)
+        return ring_tick(shards, place.pp, config.num_slots // place.pp, context).times(ticks(config))
+
+    def sent(self, each: Checked) -> Sent:
+        """Bytes that the busiest of its devices sends in one step."""
+        return each.facts.sent(each.declared, [self._hosts[device] for device in each.declared.submesh.devices])
+
+    @cached_property
+    def _hosts(self) -> dict[Any, int]:
+        return {device: self.target.host_of(index) for index, device in enumerate(devices_of(self.target))}
+
+    def links_s(self, sent: Sent) -> float:
+        """Least seconds on the links, those within a host or slice and those between hosts at once."""
+        chip = hardware(self.target.chip.name)
+        return max(sent.inside / chip.link_bytes_per_s, sent.between / chip.nic_bytes_per_s)
 
     def limit_bytes(self, stage: StageMemory) -> int:
         """Of one device, where workers share it: this one's part."""
@@ -75,8 +112,11 @@ class Report:
             checked = [each for each in self.checked if each.worker == config.worker]
             if config.role.prefills:
                 lines.append(self._prefill_line(config, checked))
-            if config.role.decodes:
+            if config.ring_stages > 1:
+                lines.append(self._ring_line(config, checked))
+            elif config.role.decodes:
                 lines.append(self._decode_line(config, checked))
+            lines += self._link_lines(config, checked)
         return lines
 
     def first_workers(self) -> list[WorkerConfig]:
@@ -109,6 +149,30 @@ class Report:
             f" stage{'s' * (len(floors) > 1)}), so at most {config.num_slots / gap_s:,.0f} tokens/s"
         )
 
+    def _ring_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
+        widest, pp = config.table_buckets[-1], config.ring_stages
+        (floor_s, *_) = self._floors(checked, "ring plain", widest)
+        context, gap_s = min(self.context_tokens, widest * config.page_size), floor_s / config.decode_turns
+        return (
+            f"{config.worker}: {config.num_slots} sequences of {context:,} tokens get a token each"
+            f" {gap_s * 1e3:.2f} ms at best ({config.decode_turns} in a dispatch of {ticks(config)} ticks,"
+            f" {config.num_slots // pp} at each of {pp} stages), so at most {config.num_slots / gap_s:,.0f} tokens/s"
+        )
+
+    def _link_lines(self, config: WorkerConfig, checked: list[Checked]) -> list[str]:
+        """Of the step with the most on the links, where anything crosses."""
+        kind = "ring" if config.ring_stages > 1 else "decode" if config.role is Role.DECODE else "prefill"
+        found = [self.sent(each) for each in checked if each.declared.kind.startswith(kind) and each.alike]
+        most = max(found, key=self.links_s, default=Sent())
+        if not most.inside and not most.between:
+            return []
+        inside = "NVLink" if self.target.chip.gpu else "ICI"
+        step = {"ring": "dispatch", "decode": "step of a stage", "prefill": "chunk of a layer group"}[kind]
+        return [
+            f"{config.worker}: each {step} sends {most.inside / MIB:,.2f} MiB a device over {inside} and"
+            f" {most.between / MIB:,.2f} MiB to other hosts, at least {self.links_s(most) * 1e3:.3f} ms"
+        ]
+
     def as_json(self) -> str:
         programs = [
             {
@@ -117,7 +181,9 @@ class Report:
                 "stage": each.declared.stage,
                 "size": each.declared.size,
                 "exact": each.alike,
-                **asdict(each.facts),
+                **{name: value for name, value in asdict(each.facts).items() if name != "across"},
+                "sent_bytes": asdict(self.sent(each)),
+                "links_s": self.links_s(self.sent(each)),
                 "expected_collectives": each.declared.collectives,
                 "donated_bytes": each.declared.donated_bytes,
                 "floor_s": None if (work := self.work(each)) is None else work.floor_s(self.target.chip),
@@ -177,9 +243,19 @@ def _compiled(checked: list[Checked]) -> list[Checked]:
 
 
 def _programs(report: Report, checked: list[Checked]) -> Table:
-    columns = ("program", "stage", "compiled", "temp MiB", "in place GiB", "collectives", "floor ms", "bound")
+    columns = (
+        "program",
+        "stage",
+        "compiled",
+        "temp MiB",
+        "in place GiB",
+        "collectives",
+        "sent MiB",
+        "floor ms",
+        "bound",
+    )
     table = Table(*columns, title=checked[0].worker, title_justify="left")
-    for column in (*table.columns[2:5], table.columns[6]):
+    for column in (*table.columns[2:5], *table.columns[6:8]):
         column.justify = "right"
     shown = [each for each in checked if each.alike or report.work(each)]
     for _, group in groupby(shown, lambda each: SECTIONS.get(each.declared.kind.split()[0], "rest")):
@@ -194,14 +270,16 @@ def _row(report: Report, each: Checked) -> tuple[str, ...]:
     floor = ("", "") if work is None else _floor(work, report)
     name = each.declared.label.rpartition(",")[0]
     if facts.why:
-        return name, str(each.declared.stage), "[red]no[/]", "", "", "", *floor
+        return name, str(each.declared.stage), "[red]no[/]", "", "", "", "", *floor
     if not each.alike:
-        return name, str(each.declared.stage), "=", "", "", "", *floor
+        return name, str(each.declared.stage), "=", "", "", "", "", *floor
     across = ", ".join(f"{number} {kind}" for kind, number in sorted(facts.collectives.items())) or "none"
     mark = "[red]![/]" if each.complaints else ""
     in_place = f"{facts.aliased_bytes / GIB:.2f}" if each.declared.donated_bytes else ""
     numbers = f"{facts.compile_s:.1f} s", f"{facts.temp_bytes / MIB:,.1f}", in_place
-    return name, str(each.declared.stage), *numbers, mark + across, *floor
+    sent = report.sent(each)
+    crossing = f"{sent.inside / MIB:,.2f}" + (f" + {sent.between / MIB:,.2f} between hosts" if sent.between else "")
+    return name, str(each.declared.stage), *numbers, mark + across, crossing * bool(facts.collectives), *floor
 
 
 def _floor(work: Work, report: Report) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jdisagg import command, flags, job_files
 from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.mesh_spec import Schedule
 from jdisagg.core.profile import read_profile
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import TransferMode
@@ -100,6 +101,7 @@ def _define_costs(values: flags.FlagValues) -> None:
 def _define_search(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("tps", "1,2,4,8", "tensor parallel sizes to try", flag_values=values)
     absl_flags.DEFINE_string("pps", "1,2,4", "pipeline stages to try", flag_values=values)
+    absl_flags.DEFINE_list("schedules", list(Schedule), "how decode pipelines run, to try", flag_values=values)
     absl_flags.DEFINE_string("chunks", "512,1024,2048,4096", "prefill chunks to try, tokens", flag_values=values)
     absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
     flags.define(values, max_num_seqs=0, page_size=32, reserve_tokens=512, seed=0)
@@ -135,7 +137,7 @@ def costs(values: flags.FlagValues) -> CostOf:
     if values.cost != "roofline":
         raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline or profile:FILE")
     chip, shape = hardware(values.hardware), Model(model_of(values.model), values.dtype)
-    return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
+    return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s), values.domain_devices)
 
 
 def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder | ProfiledCandidateBuilder:
@@ -169,9 +171,10 @@ def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | Prof
 
 def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> Space:
     profiled = isinstance(builder, ProfiledCandidateBuilder)
-    unknown = [each for each in values.transfers if each not in list(TransferMode)]
-    if unknown:
-        raise FlagError(f"--transfers names {unknown[0]!r}, must be of {', '.join(TransferMode)}")
+    for name, words in (("transfers", TransferMode), ("schedules", Schedule)):
+        unknown = [each for each in getattr(values, name) if each not in list(words)]
+        if unknown:
+            raise FlagError(f"--{name} names {unknown[0]!r}, must be of {', '.join(words)}")
     return Space(
         values.devices,
         int_list(values.tps, "tps"),
@@ -179,6 +182,7 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
         (builder.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
         tuple(TransferMode(each) for each in values.transfers),
         domain_devices=0 if profiled else values.domain_devices,
+        schedules=tuple(map(Schedule, values.schedules)),
     )
 
 

@@ -58,8 +58,6 @@ def check_writable(path: str) -> None:
 def take(settings: Settings, rounds: int, console: Console) -> Profile:
     """Builds the stack and times it, with a progress bar. Raises ConfigError or CheckpointError."""
     settings = located(settings, console)
-    if mesh_of(settings).is_ring:
-        raise ConfigError(f"--mesh={settings.mesh}: stages are timed one by one, and a ring's are one program: say pp")
     mesh = mesh_of(settings)
     found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))

@@ -26,6 +26,8 @@ TINY = {
     "vocab_size": 512,
 }
 pytestmark = pytest.mark.usefixtures("no_kept_programs")
+CUDA = find_spec("jax_plugins") and any(find_spec(f"jax_plugins.{each}") for each in ("xla_cuda13", "xla_cuda12"))
+needs_cuda = pytest.mark.skipif(not CUDA, reason="pip install 'jdisagg[aot-gpu]'")
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'jdisagg[aot-tpu]'")
 
 
@@ -92,6 +94,25 @@ def test_a_whole_run_is_compiled_and_reported(tmp_path):
     assert decode["aliased_bytes"] >= decode["donated_bytes"] > 0 and decode["floor_s"] > 0
     assert all(stage["total_bytes"] < stage["limit_bytes"] for stage in report["stages"])
     assert len(report["floors"]) == 2
+
+
+@needs_cuda
+@pytest.mark.slow
+def test_groups_over_hosts_are_compiled_and_what_they_send_is_told(tmp_path):
+    """Prefill TP over four devices of two hosts, and a ring of two stages of two, each on a host of its own."""
+    sizes = "--kv_tokens=8192", "--max_num_batched_tokens=64", "--decode_turns=4", "--max_num_seqs=8"
+    done, report = report_of(tmp_path, "--mesh=prefill:tp4,decode:ring2tp2", "--target=h100:4x2", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["faults"] == [] and len(report["floors"]) == 4
+    by_kind = {each["kind"]: each for each in report["programs"]}
+    for kind in ("prefill", "ring plain"):
+        sent = by_kind[kind]["sent_bytes"]
+        assert sent["inside"] > 0 and sent["between"] > 0, kind
+        assert by_kind[kind]["links_s"] > 0 and by_kind[kind]["floor_s"] > 0
+    assert by_kind["ring plain"]["collectives"]["collective-permute"] == 1
+    (ring,) = [each for each in report["stages"] if each["worker"] == "decode-0"]
+    assert ring["num_devices"] == 4 and ring["total_bytes"] < ring["limit_bytes"]
+    assert "MiB to other hosts, at least" in done.stdout and "in a dispatch of 9 ticks, 4 at each of 2" in done.stdout
 
 
 @needs_libtpu

@@ -59,6 +59,7 @@ def test_quick_gives_bounds_and_replicas_and_simulates_nothing(capsys):
         (["--trace=mix:3000+100", "--link=carrier-pigeon"], "GB/s"),
         (["--trace=mix:3000+100", "--max_model_len=100"], "at least 1 request, this one has 0"),
         (["--trace=mix:3000+100", "--transfers=post"], "'post'"),
+        (["--trace=mix:3000+100", "--schedules=stages,circle"], "'circle', must be of stages, ring"),
         (["--trace=mix:3000+100", "--modle=x"], "model"),
     ],
 )

@@ -52,6 +52,22 @@ def test_the_table_has_every_kind_of_program_and_names_the_machine(table):
 
 
 @pytest.mark.slow
+def test_a_rings_dispatches_are_timed_and_price_a_simulation(tmp_path):
+    """Of one turn and of the most; it has no stages to be timed alone."""
+    path, mesh = tmp_path / "ring.json", "prefill:tp1,decode:ring2"
+    asked = [*ASKED, f"--mesh={mesh}", "--decode_turns=4", f"--output={path}", "--rounds=1"]
+    assert profile.main(["jdisagg.profile", *asked]) == 0
+    made = read_profile(path)
+    (decode,) = (each for each in made.pools if each.config.ring_stages == 2)
+    assert {each.turns for each in decode.decode} == {1, 4} and {each.stages for each in decode.decode} == {()}
+    assert {each.batch for each in decode.decode} == {1, 2, 4} and min(each.seconds for each in decode.decode) > 0
+    assert {each.kind for each in decode.programs} >= {"ring plain", "ring drawn", "ring scored", "draw steer"}
+    cluster = simulated(cluster_spec_of(made, MeshSpec.parse("prefill:tp1,decode:2xring2")))
+    trace = poisson(Trace(np.zeros(8), np.full(8, 40), np.full(8, 21)), 20.0)
+    assert [each.output_tokens for each in cluster.run(trace).served] == [21] * 8
+
+
+@pytest.mark.slow
 def test_part_sizes_are_bytes_as_they_travel(table):
     """Whole pages of all layers, and digests of 8 bytes or so a page beside them."""
     for each in table.transfers:

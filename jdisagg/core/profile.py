@@ -30,13 +30,16 @@ class PrefillTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """A step of one microbatch with `batch` active slots that hold `context` tokens each."""
+    """A step of one microbatch with `batch` active slots that hold `context` tokens each; of a ring, a dispatch."""
 
     table_pages: int
     batch: int
     context: int
     seconds: float  # from one step to the next, steps dispatched ahead as in the run
-    stages: tuple[float, ...]  # of each stage alone; what the draw takes is in `Pool`
+    stages: tuple[
+        float, ...
+    ]  # of each stage alone; what the draw takes is in `Pool`; of a ring none: it is one program
+    turns: int = 1  # tokens of each slot
 
 
 @dataclass(frozen=True, slots=True)

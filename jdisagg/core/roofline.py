@@ -7,6 +7,7 @@ its floor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.model_config import ModelConfig
@@ -23,6 +24,12 @@ class Work:
 
     def floor_s(self, chip: Chip) -> float:
         return max(self.memory_s(chip), self.flops / chip.flops_per_s)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.weight_bytes + other.weight_bytes, self.kv_bytes + other.kv_bytes, self.flops + other.flops)
+
+    def times(self, number: float) -> Work:
+        return Work(self.weight_bytes * number, self.kv_bytes * number, self.flops * number)
 
     def memory_s(self, chip: Chip) -> float:
         return (self.weight_bytes + self.kv_bytes) / chip.memory_bytes_per_s
@@ -80,10 +87,12 @@ class Shard:
 
     def decode(self, slots: int, context_tokens: int) -> Work:
         """One token of each of `slots` sequences that hold `context_tokens`; the last stage makes logits as well."""
+        return self.decode_layers(slots, context_tokens) + (self.head(slots) if self._has_head else Work())
+
+    def decode_layers(self, slots: int, context_tokens: int) -> Work:
+        """As `decode`, without logits."""
         seen = slots * self.seen(context_tokens)
-        layers = self._layers_work(slots, seen, seen, decoding=True)
-        head = self.head(slots) if self._has_head else Work()
-        return Work(layers.weight_bytes + head.weight_bytes, layers.kv_bytes, layers.flops + head.flops)
+        return self._layers_work(slots, seen, seen, decoding=True)
 
     def prefill(self, tokens: int) -> Work:
         """A chunk that is one whole prompt of `tokens`; the head is a program of its own."""
@@ -102,3 +111,10 @@ class Shard:
         weights = sum(model.read_params(tokens, tp, layer) * count for layer, count in self._kinds)
         flops = linear + model.attention_flops(pairs, tp, decoding=decoding)
         return Work(weights * self.weight_bytes, read * self.kv_bytes_per_token, flops)
+
+
+def ring_tick(places: Sequence[Shard], stages: int, slots: int, context_tokens: int) -> Work:
+    """One device of a ring at one tick: the layer at each of its places for a microbatch, padding as any other, and its
+    share of the head, which is cut over all shards of all `stages`."""
+    layers = sum((each.decode_layers(slots, context_tokens) for each in places), Work())
+    return layers + places[0].head(slots).times(1 / stages)

@@ -90,3 +90,7 @@ class Target:
     @property
     def num_devices(self) -> int:
         return prod(self.sides)
+
+    def host_of(self, device: int) -> int:
+        """As links see it: GPUs of a host are joined by NVLink, chips of a slice by ICI, whatever hosts have them."""
+        return device // self.sides[1] if self.chip.gpu else 0

@@ -9,6 +9,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.engine.compiled import Facts, compile_declared, complaints
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable
+from jdisagg.engine.ring_declarations import RingTable
 
 Progress = Callable[[DeclaredProgram, int, int], None]
 
@@ -27,7 +28,8 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one device of a worker's stage; a prefill worker's layer groups share their devices and count as one."""
+    """Bytes of one device of a worker's stage; a prefill worker's layer groups share their devices and count as one,
+    and so do the stages of a ring, whose program every device runs."""
 
     worker: WorkerId
     stages: tuple[int, ...]
@@ -75,6 +77,8 @@ def check(
 
 def memory_of(table: ProgramTable, checked: Sequence[Checked]) -> list[StageMemory]:
     """Of each place of the worker; `checked` is all that runs on it, shipments included."""
+    if isinstance(table, RingTable):
+        return [_ring_memory(table, checked)]
     submeshes = list(dict.fromkeys(group.submesh for group in table.layer_groups))
     return [
         _memory(table, tuple(i for i, group in enumerate(table.layer_groups) if group.submesh is submesh), checked)
@@ -92,6 +96,25 @@ def _memory(table: ProgramTable, stages: tuple[int, ...], checked: Sequence[Chec
         sum(table.weight_bytes(stage) for stage in stages),
         sum(_kv_bytes(table, stage, here) for stage in stages),
         counts,
+        max(each.facts.temp_bytes + each.facts.output_bytes for each in here),
+        sum(each.facts.code_bytes for each in here),
+    )
+
+
+def _ring_memory(table: RingTable, checked: Sequence[Checked]) -> StageMemory:
+    """Each device holds a layer a place, its share of both tables, and the counts of all slots."""
+    stages, bare = tuple(range(table.config.ring_stages)), table.pool_bytes(0)
+    here = [
+        each for each in checked if each.declared.stage in (0, len(stages))
+    ]  # the ring's, and one stage's shipments
+    turns = [each for each in here if each.declared.kind.startswith("ring") and each.alike]
+    return StageMemory(
+        table.config.worker,
+        stages,
+        len(stages) * table.layer_groups[0].submesh.tp,
+        table.weight_bytes(0),
+        max([bare, *(each.facts.aliased_bytes for each in turns)]),
+        _state_bytes(table),
         max(each.facts.temp_bytes + each.facts.output_bytes for each in here),
         sum(each.facts.code_bytes for each in here),
     )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
 from jax.errors import JaxRuntimeError
 
+from jdisagg.core.collectives import Collective, Sent, counted, sent_by
 from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.engine.hlo import read_collectives
 
 MIB = 1 << 20
 TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,11 @@ class Facts:
     code_bytes: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
     why: str = ""
+    across: tuple[Collective, ...] = ()  # each of `collectives`
+
+    def sent(self, declared: DeclaredProgram, hosts: Sequence[int]) -> Sent:
+        """By the busiest device in one step of `declared`, whose devices stand on these hosts."""
+        return sent_by(self.across, hosts, declared.loops)
 
 
 def compile_declared(declared: DeclaredProgram) -> Facts:
@@ -49,7 +53,8 @@ def compile_declared(declared: DeclaredProgram) -> Facts:
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
-        dict(Counter(_COLLECTIVE.findall(compiled.as_text() or ""))),
+        counted(across := read_collectives(compiled.as_text() or "")),
+        across=across,
     )
 
 

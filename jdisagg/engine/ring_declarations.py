@@ -72,6 +72,7 @@ class RingTable(ProgramTable):
             self._activation_bytes(rows, ring.ring.tp) + logit_bytes(self.model, rows) + self._kept_bytes(kind),
             self.pool_bytes(0),
             self._collectives(),
+            loops=ticks(self.config),
         )
 
     def _kept_bytes(self, kind: str) -> int:
@@ -119,6 +120,11 @@ class RingTable(ProgramTable):
                 donated_bytes=both,
             ),
         ]
+
+
+def ticks(config: WorkerConfig) -> int:
+    """Of a dispatch of as many turns as a worker's may be."""
+    return config.decode_turns * config.ring_stages + config.ring_stages - 1
 
 
 class AbstractStage:

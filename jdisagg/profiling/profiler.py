@@ -67,9 +67,11 @@ class Profiler:
         if not machine.config.role.decodes:
             return
         role, stages = machine.config.role, machine.config.num_microbatches
-        sizes = timing.step_sizes(machine.config)
-        for size in sizes:
-            self._add((role, "step", *size), lambda size=size: timing.time_steps(machine, *size))
+        sizes, ring = timing.step_sizes(machine.config), machine.config.ring_stages > 1
+        for size, turns in itertools.product(sizes, timing.turns_of(machine.config)):
+            key = role, "step", *size, turns
+            self._add(key, lambda size=size, turns=turns: timing.time_steps(machine, *size, turns=turns))
+        for size in () if ring else sizes:
             self.cases[role, "stages", *size] = lambda size=size: timing.time_stages(machine, *size)
         middle = sizes[len(sizes) // 2]
         self._add((role, "admission"), lambda: timing.time_admission(machine, *middle))
@@ -106,7 +108,8 @@ class Profiler:
         decoder = next(machine for machine in self.machines.values() if machine.config.role.decodes)
         tokens = min(prefiller.config.prefill_buckets[0], self.deployment.max_model_len - 2 * LONE_TOKENS)
         self._add(("host", "chunk"), lambda: timing.time_chunk(prefiller, tokens, 0))
-        self._add(("host", "step"), lambda: timing.time_steps(decoder, 1, tokens))
+        turns = decoder.config.decode_turns
+        self._add(("host", "step"), lambda: timing.time_steps(decoder, 1, tokens, turns=turns))
         self.cases["host", "request"] = lambda: self._lone_request(tokens)
 
     def _lone_request(self, tokens: int) -> tuple[float, ...]:
@@ -176,8 +179,10 @@ class Profiler:
             )
             pool = replace(pool, prefill=chunks, first_draw_s=self.seconds(config.role, "first draw"))
         if machine.config.role.decodes:
-            times = tuple(self._step(machine, *size) for size in timing.step_sizes(config))
-            draw_s = statistics.median(max(0.0, each.seconds - sum(each.stages)) for each in times)
+            sizes = itertools.product(timing.step_sizes(config), timing.turns_of(machine.config))
+            times = tuple(self._step(machine, *size, turns) for size, turns in sizes)
+            draws = [max(0.0, each.seconds - sum(each.stages)) for each in times if each.stages]
+            draw_s = statistics.median(draws) if draws else 0.0
             admit_s = max(0.0, self.seconds(config.role, "admission"))
             pool = replace(pool, decode=times, draw_s=draw_s, admit_s=admit_s)
         return pool
@@ -187,11 +192,12 @@ class Profiler:
         places = [(each.kind, each.stage, each.size) for each in table]
         return tuple(ProgramTime(*place, self.seconds(role, "program", *place)) for place in places)
 
-    def _step(self, machine: MeshExecutor, batch: int, context: int) -> DecodeTime:
+    def _step(self, machine: MeshExecutor, batch: int, context: int, turns: int) -> DecodeTime:
         role, size = machine.config.role, (batch, context)
-        stages = tuple(self.seconds(role, "stages", *size, index=index) for index in range(len(machine.layer_groups)))
-        width = timing.table_pages(machine.config, context)
-        return DecodeTime(width, batch, context + timing.TURNS // 2, self.seconds(role, "step", *size), stages)
+        groups = range(0 if machine.config.ring_stages > 1 else len(machine.layer_groups))
+        stages = tuple(self.seconds(role, "stages", *size, index=index) for index in groups)
+        width, seconds = timing.table_pages(machine.config, context), self.seconds(role, "step", *size, turns)
+        return DecodeTime(width, batch, context + timing.tokens_of(turns) // 2, seconds, stages, turns)
 
     def _transfers(self) -> tuple[TransferTime, ...]:
         found = []
@@ -216,10 +222,11 @@ class Profiler:
         return {phase: row for phase, row in found.items() if row}
 
     def _host(self) -> Host:
-        prefill_s, step_s, reserve_s = (self.seconds("host", "request", index=index) for index in range(3))
+        prefill_s, token_s, reserve_s = (self.seconds("host", "request", index=index) for index in range(3))
+        turns = next(each.config.decode_turns for each in self.machines.values() if each.config.role.decodes)
         return Host(
             prefill_s=max(0.0, prefill_s - self.seconds("host", "chunk")),
-            decode_s=max(0.0, step_s - self.seconds("host", "step")),
+            decode_s=max(0.0, token_s * turns - self.seconds("host", "step")),
             message_s=reserve_s / 2,
         )
 

@@ -25,7 +25,7 @@ from jdisagg.engine.runner import Runner
 from jdisagg.engine.warmup import null_batch, run_null
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
-TURNS = 8  # of one sample
+TURNS = 8  # steps of one sample
 TOKEN = 5
 NOBODY = RequestId("timing")
 step_ids = count(1)
@@ -49,8 +49,8 @@ def pages_for(config: WorkerConfig, tokens: int, row: int = 0) -> tuple[int, ...
 
 def time_program(machine: MeshExecutor, declared: DeclaredProgram) -> float:
     """Of one call over null pages, from its dispatch to its result."""
-    group, batch = machine.layer_groups[declared.stage], jax.block_until_ready(null_batch(declared))
-    return seconds(lambda: jax.block_until_ready(run_null(group, declared, batch)))
+    owner, batch = machine.owner(declared), jax.block_until_ready(null_batch(declared))
+    return seconds(lambda: jax.block_until_ready(run_null(owner, declared, batch)))
 
 
 # ---------------------------------------------------------------------- prefill
@@ -93,21 +93,42 @@ def time_first_draw(machine: MeshExecutor) -> float:
 
 def step_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
     """(batch, context): one slot, half and all of a microbatch, over contexts from a page to the longest."""
-    slots, longest = config.slots_per_microbatch, config.max_model_len - 2 * TURNS
+    slots, longest = config.slots_per_microbatch, config.max_model_len - room_of(config)
     batches = sorted({1, max(1, slots // 2), slots})
     contexts = sorted({max(1, min(size, longest)) for size in (config.page_size, longest // 4, longest // 2, longest)})
     return [(batch, context) for batch in batches for context in contexts]
 
 
+def turns_of(config: WorkerConfig) -> list[int]:
+    """Of a ring's dispatch, the least and the most."""
+    return sorted({1, config.decode_turns})
+
+
+def room_of(config: WorkerConfig) -> int:
+    """Tokens that a fixture's sequences may draw."""
+    return 2 * max(TURNS, tokens_of(config.decode_turns))
+
+
+def tokens_of(turns: int) -> int:
+    """That each row draws in one sample of steps of so many turns."""
+    return turns * steps_of(turns)
+
+
+def steps_of(turns: int) -> int:
+    return max(2, TURNS // turns)
+
+
 def table_pages(config: WorkerConfig, context: int) -> int:
-    return bucket(config.pages_for(context + 2 * TURNS), config.table_buckets)
+    return bucket(config.pages_for(context + room_of(config)), config.table_buckets)
 
 
 class DecodeFixture:
     """Sequences in the first slots of some microbatches, and the steps that they take."""
 
-    def __init__(self, machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> None:
+    def __init__(self, machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1) -> None:
+        """turns: tokens of each row that a step draws, of a ring."""
         self.machine, self.batch, self.context = machine, batch, context
+        self.widths = (turns,) * batch if turns > 1 else ()
         self.config, self.microbatches = machine.config, range(microbatches)
         self.width = table_pages(machine.config, context)
 
@@ -117,7 +138,7 @@ class DecodeFixture:
 
     def take(self) -> float:
         """Seconds of a step that every sequence joins, the longest of the microbatches'."""
-        longest = self.context + 2 * TURNS
+        longest = self.context + room_of(self.config)
         found = []
         for microbatch in self.microbatches:
             admit = tuple(
@@ -135,8 +156,8 @@ class DecodeFixture:
 
     def step(self, microbatch: int = 0) -> Callable[[], object]:
         """Dispatches one; the result waits for its tokens."""
-        plan = StepPlan(next(step_ids), DecodeRows(microbatch, self.slots(microbatch), self.width))
-        return self.machine.run(plan).read
+        rows = DecodeRows(microbatch, self.slots(microbatch), self.width, widths=self.widths)
+        return self.machine.run(StepPlan(next(step_ids), rows)).read
 
     def lone_step(self) -> float:
         """From its dispatch to its tokens, with nothing else under way."""
@@ -163,8 +184,10 @@ class DecodeFixture:
 
 
 @contextmanager
-def decode_fixture(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> Iterator[DecodeFixture]:
-    fixture = DecodeFixture(machine, batch, context, microbatches)
+def decode_fixture(
+    machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1
+) -> Iterator[DecodeFixture]:
+    fixture = DecodeFixture(machine, batch, context, microbatches, turns)
     fixture.take()
     try:
         yield fixture
@@ -172,10 +195,10 @@ def decode_fixture(machine: MeshExecutor, batch: int, context: int, microbatches
         fixture.leave()
 
 
-def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1) -> float:
+def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1) -> float:
     """From step to step, of that many microbatches at once."""
-    with decode_fixture(machine, batch, context, microbatches) as fixture:
-        return fixture.period()
+    with decode_fixture(machine, batch, context, microbatches, turns) as fixture:
+        return fixture.period(steps_of(turns))
 
 
 def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:

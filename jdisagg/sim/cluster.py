@@ -139,7 +139,7 @@ class Cluster(Simulation):
         if plan.prefill is not None:
             self._note(actor, Work.PREFILL, span, plan.prefill.num_tokens)
         if plan.decode is not None:
-            self._note(actor, Work.DECODE, span, len(plan.decode.active))
+            self._note(actor, Work.DECODE, span, plan.decode.most_tokens)
 
     def _note(self, actor: WorkerId, work: Work, span: Span, amount: int) -> None:
         if self.log is not None:

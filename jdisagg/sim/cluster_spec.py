@@ -16,6 +16,7 @@ from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserv
 from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
 from jdisagg.sim.links import DomainLinks, FairLinks
+from jdisagg.sim.ring_costs import RingRoofline
 from jdisagg.sim.traces import Trace
 
 ONE_TOKEN = KVTransfer(Attempt(RequestId("one"), 0), WorkerId("a"), WorkerId("b"), (1,), (1,), 1)
@@ -38,6 +39,7 @@ class Sizes:
     max_chunk_seqs: int = 64
     chunks_in_flight: int = 2
     steps_in_flight: int = 2
+    decode_turns: int = 8  # of a ring
     reserve_tokens: int = 512
     decode_steps_per_chunk: int = 1
     transfer: TransferMode = TransferMode.CHUNK
@@ -46,9 +48,7 @@ class Sizes:
     prefix_caching: bool = False  # full pages are kept; only prompts whose blocks have names find any
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
-        pages = kv_tokens // self.page_size
-        if place.schedule is Schedule.RING:
-            raise ConfigError(f"{place.worker} is a ring of {place.pp}; only stages are priced: say pp{place.pp}")
+        pages, ring = kv_tokens // self.page_size, place.schedule is Schedule.RING
         if pages < 1:
             raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {self.page_size}")
         return WorkerConfig(
@@ -58,7 +58,10 @@ class Sizes:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             num_slots=slots_per_stage(self.max_num_seqs, place.pp, self.num_slots) * place.pp,
-            num_microbatches=place.pp,
+            num_microbatches=1 if ring else place.pp,
+            ring_stages=place.pp if ring else 1,
+            decode_turns=self.decode_turns if ring else 1,
+            stage_admission=not ring,
             prefill_buckets=(self.chunk_tokens,),
             table_buckets=(-(-self.max_model_len // self.page_size),),
             max_chunk_seqs=self.max_chunk_seqs,
@@ -153,27 +156,32 @@ def published(name: str, engine: str = "distserve", host_s: float = 0.0) -> Cost
     """DistServe's fits and its engine's KV capacities."""
 
     def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
+        if place.schedule is Schedule.RING:
+            raise ConfigError(f"{place.worker} is a ring of {place.pp}; only stages were measured: say pp{place.pp}")
         return distserve_fit(name, place.tp, engine, host_s), distserve_kv_tokens(name, place.tp, place.pp)
 
     return cost_of
 
 
-def by_roofline(roofline: Callable[[int], Roofline]) -> CostOf:
-    """A roofline for each `tp`, and the room that it leaves for KV."""
+def by_roofline(roofline: Callable[[int], Roofline], host_devices: int = 0) -> CostOf:
+    """A roofline for each `tp`, and the room that it leaves for KV. host_devices: see `RingRoofline`."""
 
     def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
-        model = roofline(place.tp)
-        return model, model.kv_tokens(place.pp)
+        return _of_roofline(roofline(place.tp), place, host_devices)
 
     return cost_of
+
+
+def _of_roofline(model: Roofline, place: WorkerMesh, host_devices: int = 0) -> tuple[CostModel, int]:
+    ring = place.schedule is Schedule.RING
+    return RingRoofline(model, place.pp, host_devices) if ring else model, model.kv_tokens(place.pp)
 
 
 def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, int], Roofline]) -> CostOf:
     """As `by_roofline`, each role's workers on devices of their own kind (`devices_of`)."""
 
     def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
-        model = roofline(devices[place.role], place.tp)
-        return model, model.kv_tokens(place.pp)
+        return _of_roofline(roofline(devices[place.role], place.tp), place)
 
     return cost_of
 

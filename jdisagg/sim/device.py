@@ -98,8 +98,8 @@ class Device:
             held.pop(slot, None)
         for admission in plan.admit:
             held[admission.slot] = admission.position
-        for slot in plan.active:
-            held[slot] += 1
+        for slot, width in zip(plan.active, widths_of(plan), strict=True):
+            held[slot] += width
         return self.held_tokens(plan.active)
 
     def held_tokens(self, slots: Sequence[int]) -> int:
@@ -112,9 +112,14 @@ class Device:
             self._held[slot] += steps
 
 
+def widths_of(plan: DecodeRows) -> Sequence[int]:
+    """Tokens of each active slot."""
+    return plan.widths or (1,) * len(plan.active)
+
+
 def done(plan: StepPlan) -> StepDone:
     """What the step draws here: of each row and of each prompt that ends with it, the one token there is."""
-    rows = plan.decode.active if plan.decode else ()
+    rows = list(zip(plan.decode.active, widths_of(plan.decode), strict=True)) if plan.decode else []
     chunks = plan.prefill.chunks if plan.prefill else ()
     first = tuple([(chunk.request_id, TOKEN) for chunk in chunks if chunk.last])
-    return StepDone(plan.step_id, tuple([(slot, (TOKEN,)) for slot in rows]), first)
+    return StepDone(plan.step_id, tuple([(slot, (TOKEN,) * width) for slot, width in rows]), first)

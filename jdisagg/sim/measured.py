@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
+from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import RAW, TransferMode, WorkerConfig
@@ -84,6 +84,8 @@ class Measured:
     admit_s: float
     page_bytes: float  # of all layers
     num_layers: int
+    most_turns: int = 1  # of a ring's dispatch,
+    long_steps: Surface | None = None  # and what these take
 
     def prefill_s(self, plan: PrefillChunks) -> float:
         tokens = max(1, plan.num_tokens)
@@ -104,9 +106,17 @@ class Measured:
 
     def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         assert self.steps is not None, "a worker that decodes has times of steps"
-        batch = max(1, len(plan.active))
+        batch, turns = max(1, len(plan.active)), max(plan.widths, default=1)
         joined_s = self.admit_s if plan.admit else 0.0
-        return self.host.decode_s + joined_s + self.steps.at(batch, context_tokens / batch)
+        return self.host.decode_s + joined_s + self._turns_s(turns, batch, context_tokens / batch)
+
+    def _turns_s(self, turns: int, batch: int, context: float) -> float:
+        """On the line between one turn and the most."""
+        assert self.steps is not None, "a worker that decodes has times of steps"
+        one_s = self.steps.at(batch, context)
+        if turns == 1 or self.long_steps is None:
+            return one_s
+        return one_s + (self.long_steps.at(batch, context) - one_s) * (turns - 1) / (self.most_turns - 1)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
         """Of whole pages, as they travel."""
@@ -122,8 +132,10 @@ def chunk_surfaces(times: Sequence[PrefillTime]) -> tuple[tuple[int, Surface], .
     )
 
 
-def step_surface(times: Sequence[DecodeTime]) -> Surface | None:
-    return Surface((each.batch, each.context, each.seconds) for each in times) if times else None
+def step_surface(times: Sequence[DecodeTime], turns: int = 1) -> Surface | None:
+    """Of steps of so many turns."""
+    found = [(each.batch, each.context, each.seconds) for each in times if each.turns == turns]
+    return Surface(found) if found else None
 
 
 def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> TransferLine:
@@ -182,10 +194,11 @@ def check_fits(cluster_spec: ClusterSpec, trace: Trace) -> None:
 def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured]:
     role = place.role
     prefills = [each for each in _like(profile, place) if each.prefill] if role.prefills else []
-    decodes = [each for each in _like(profile, place) if each.decode and each.config.num_microbatches == place.pp]
+    decodes = [each for each in _like(profile, place) if each.decode and _stages(each.config) == _schedule(place)]
     if (role.prefills and not prefills) or (role.decodes and not decodes):
-        pools = ", ".join(f"{each.config.role}:pp{each.pp}tp{each.tp}" for each in profile.pools)
-        raise ConfigError(f"{place.worker} is {role}:pp{place.pp}tp{place.tp}; the profile is of {pools}")
+        pools = ", ".join(f"{each.config.role}:{_word(each.config)}{each.pp}tp{each.tp}" for each in profile.pools)
+        is_it = f"{'ring' if place.schedule is Schedule.RING else 'pp'}{place.pp}tp{place.tp}"
+        raise ConfigError(f"{place.worker} is {role}:{is_it}; the profile is of {pools}")
     chosen = decodes[0] if role.decodes else prefills[0]
     config = replace(chosen.config, worker=place.worker, role=role)
     cost = Measured(
@@ -195,8 +208,23 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         admit_s=chosen.admit_s,
         page_bytes=profile.kv_bytes_per_token * chosen.config.page_size,
         num_layers=profile.num_layers,
+        most_turns=chosen.config.decode_turns,
+        long_steps=step_surface(chosen.decode, chosen.config.decode_turns),
     )
     return config, cost
+
+
+def _stages(config: WorkerConfig) -> tuple[int, int]:
+    """Of programs that take turns, and of a ring."""
+    return config.num_microbatches, config.ring_stages
+
+
+def _schedule(place: WorkerMesh) -> tuple[int, int]:
+    return (1, place.pp) if place.schedule is Schedule.RING else (place.pp, 1)
+
+
+def _word(config: WorkerConfig) -> str:
+    return "ring" if config.ring_stages > 1 else "pp"
 
 
 def _like(profile: Profile, place: WorkerMesh) -> list[Pool]:

@@ -233,9 +233,10 @@ class Decode:
         self.means = workload.means
 
     def step_s(self, batch: float) -> float:
-        """Of one microbatch of `batch` sequences, through all stages."""
-        active = tuple(range(max(1, round(batch))))
-        return self.cost.decode_s(DecodeRows(0, active, 1), round(len(active) * self.means.context_tokens))
+        """Of one microbatch of `batch` sequences, through all stages; of a ring, a turn of the longest dispatch."""
+        active, turns = tuple(range(max(1, round(batch)))), self.config.decode_turns
+        plan = DecodeRows(0, active, 1, widths=(turns,) * len(active) if turns > 1 else ())
+        return self.cost.decode_s(plan, round(len(active) * self.means.context_tokens)) / turns
 
     def _tpot_s(self, rate: float, batch: float, shared: Prefill | None) -> float:
         """A step, stretched by the share of the time that prefill takes on the same devices."""

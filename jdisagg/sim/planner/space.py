@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.sim.planner.placement import paired
 
@@ -76,11 +77,12 @@ class Space:
     transfers: tuple[TransferMode, ...] = (TransferMode.CHUNK, TransferMode.LAYER, TransferMode.WHOLE)
     fill: bool = True
     domain_devices: int = 0
+    schedules: tuple[Schedule, ...] = (Schedule.STAGES,)  # of decode pipelines
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ConfigError(f"{self.devices} devices: there must be at least 1")
-        for name in ("tps", "pps", "chunks", "transfers"):
+        for name in ("tps", "pps", "chunks", "transfers", "schedules"):
             if not getattr(self, name):
                 raise ConfigError(f"no {name} to choose from among {self.devices} devices")
 
@@ -128,11 +130,12 @@ class Space:
                     yield MeshSpec((replace(prefill, count=count), replace(decode, count=other)))
 
     def _shapes(self, role: Role, most: int) -> Iterator[PoolSpec]:
-        """Prefill meshes are tensor parallel only."""
+        """Prefill meshes are tensor parallel only, and rings decode and do nothing else."""
         for pp in self.pps if role.decodes else (1,):
-            for tp in self.tps:
+            schedules = self.schedules if role is Role.DECODE and pp > 1 else (Schedule.STAGES,)
+            for tp, schedule in itertools.product(self.tps, schedules):
                 if pp * tp <= most:
-                    yield PoolSpec(role, 1, pp, tp)
+                    yield PoolSpec(role, 1, pp, tp, schedule=schedule)
 
 
 def devices_of(pool: PoolSpec) -> int:
