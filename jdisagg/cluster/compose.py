@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from jdisagg.cluster.job import Job, Part, as_flags, shared_arguments
 from jdisagg.core.errors import ConfigError
 
+POOL_IMAGE, POOL_MEMORY = "valkey/valkey:8", "16gb"
 SECRET = "/run/secrets/jdisagg"
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready', timeout=5)"  # an error status raises
 
@@ -16,6 +18,8 @@ def compose(job: Job) -> dict[str, Any]:
     if job.settings.http_port <= 0:
         raise ConfigError(f"--http_port={job.settings.http_port}: a container is asked for its health there")
     services = {"router": _router(job)}
+    if job.settings.pool:
+        services |= _pool(job.settings.pool)
     first = 0
     for part in job.parts:
         for index in range(part.replicas):
@@ -28,6 +32,16 @@ def compose(job: Job) -> dict[str, Any]:
         "volumes": {"cache": {}},
         "secrets": {"jdisagg": {"file": "./secret"}},
     }
+
+
+def _pool(url: str) -> dict[str, Any]:
+    """The server of a pool on this machine; another's, and an object store, are there already."""
+    where = urlsplit(url)
+    if where.scheme != "redis" or where.hostname not in ("127.0.0.1", "localhost"):
+        return {}
+    keeps = ("--save", "", "--maxmemory", POOL_MEMORY, "--maxmemory-policy", "allkeys-lru")
+    command = ["valkey-server", "--bind", "127.0.0.1", "--port", str(where.port or 6379), *keeps]
+    return {"pool": {"image": POOL_IMAGE, "command": command, "network_mode": "host", "restart": "on-failure"}}
 
 
 def _router(job: Job) -> dict[str, Any]:

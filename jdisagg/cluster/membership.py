@@ -53,7 +53,10 @@ def resolve(settings: Settings, environ: Environ) -> GroupPlace | None:
     heard = [own, *(said for source in SCHEDULERS.values() if (said := source(environ)) and _several(said))]
     if not any(heard):
         return None
-    return _place(heard)
+    place = _place(heard)
+    if settings.tiers:
+        raise ConfigError(f"{settings.tiers}: a worker of {place.size} processes (--group_size) keeps no KV below HBM")
+    return place
 
 
 def _place(heard: list[Said]) -> GroupPlace:

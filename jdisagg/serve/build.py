@@ -26,6 +26,7 @@ from jdisagg.policy.worker import Worker
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
+from jdisagg.serve.holders import holders_of
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.otlp import Exporter, Source, Tracer
@@ -71,6 +72,7 @@ def build(
     metrics.watch_pools(workers)
     places, able = partial(places_of, machines), worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
+    debug = DebugState(records, lambda: transfer_stats_of(workers), places, partial(holders_of, workers))
     service = LocalService(
         Router(config, deployment.workers, records.note),
         workers,
@@ -83,7 +85,7 @@ def build(
         observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), *observers),
         metrics=metrics,
         journal=journal,
-        debug_state=DebugState(records, lambda: transfer_stats_of(workers), places) if settings.debug_keep else None,
+        debug_state=debug if settings.debug_keep else None,
         recompiles=recompiles,
         reshaper=reshaper,
         pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times),

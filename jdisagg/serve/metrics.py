@@ -22,6 +22,7 @@ from jdisagg.serve.metrics_compat import Aliases
 from jdisagg.serve.remote_metrics import MergedRegistry
 from jdisagg.serve.request_metrics import RequestMetrics
 from jdisagg.serve.service import Capacity
+from jdisagg.serve.tier_metrics import TierMetrics
 from jdisagg.serve.troubles import Troubles
 from jdisagg.serve.worker_metrics import PoolMetrics, PrefixCacheMetrics, StepMetrics, TransferMetrics, Workers
 
@@ -46,6 +47,7 @@ class Metrics:
         self._workers: Workers = {config.worker: config for config in workers}
         self._requests, self.troubles = RequestMetrics(families), Troubles(families)
         self._pools = PoolMetrics(families, self._workers)
+        self._tiers = TierMetrics(families)
         self._folds = by_kind(
             [
                 self._requests,
@@ -54,6 +56,7 @@ class Metrics:
                 PrefixCacheMetrics(families, self._workers),
                 TransferMetrics(families, workers, page_bytes),
                 self._pools,
+                self._tiers,
             ]
         )
         self._journal_drops = families.counter("journal_drops", "Journal files given up: they could not be written")
@@ -95,6 +98,7 @@ class Metrics:
         """What the pages of this process's workers are for."""
         for name, worker in workers.items():
             self._pools.watch(name, worker)
+            self._tiers.watch(name, worker)
 
     def limited(self, limit: str) -> None:
         """A request was over this limit of its client."""

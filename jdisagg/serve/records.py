@@ -353,3 +353,4 @@ class DebugState:
     records: Records
     transfer_stats: Callable[[], TransferStats]
     places: Callable[[], Sequence[Place]] = tuple  # the workers that are there now
+    holders: Callable[[Sequence[int], str, float], list[dict[str, Any]]] = lambda tokens, salt, now_s: []  # of a prompt

@@ -357,3 +357,15 @@ def test_one_machines_containers_have_devices_of_their_own():
         for device in reserved["device_ids"]
     ]
     assert ids == [str(number) for number in range(8)]
+
+
+def test_a_pool_on_this_machine_gets_a_container_and_another_machines_does_not():
+    def services(pool: str) -> dict[str, Any]:
+        compose = yaml.safe_load(made(replace(WIDE, pool=pool))["compose.yaml"])
+        assert not by_schema(compose, COMPOSE)
+        assert all(f"--pool={pool}" in each["command"] for name, each in compose["services"].items() if name != "pool")
+        return compose["services"]
+
+    here = services("redis://127.0.0.1:7000")["pool"]["command"]
+    assert here[:5] == ["valkey-server", "--bind", "127.0.0.1", "--port", "7000"] and "allkeys-lru" in here
+    assert "pool" not in services("redis://store.example:6379") and "pool" not in services("s3://bucket/kv")

@@ -200,3 +200,8 @@ def test_a_list_of_nodes_is_read_in_order(text, expected):
 def test_a_list_of_nodes_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="node"):
         expand(text)
+
+
+def test_a_group_whose_worker_would_keep_kv_below_hbm_is_refused_whoever_names_the_group():
+    with pytest.raises(ConfigError, match="--dram_tokens=64: a worker of 2 processes"):
+        resolve(Settings(role="prefill", dram_tokens=64), {**SLURM})

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from jdisagg.core.events import StepDone
 from jdisagg.core.model_config import ModelConfig
@@ -13,20 +14,24 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.steps import StepPlan
+from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.toy import ToyExecutor
+from jdisagg.kv.tiers.dram import DramStore
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.driver import Observer
 from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.holders import holders_of
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.places import place_of
 from jdisagg.serve.records import DebugState, Records
 from jdisagg.serve.reshaping import Reshaper
+from jdisagg.serve.tier_moves import WorkerStores
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from tests.serve.live_http import serving
 from tests.serve.scripted import FIXTURE
@@ -66,6 +71,11 @@ def groups_of(config: WorkerConfig) -> list[StageShape]:
     return [StageShape(range(*layers), 1, config.page_size) for layers in config.layer_groups or ((0, 2),)]
 
 
+def stores_of(machine: ToyExecutor) -> WorkerStores:
+    dram = DramStore(machine.config.dram_pages, machine.record_bytes)
+    return WorkerStores(machine.record_bytes, {Tier.DRAM: dram})
+
+
 @dataclass
 class ToyStack:
     service: LocalService
@@ -103,6 +113,7 @@ def toy_stack(
     machines = {config.worker: kind(config) for config in configs}
     metrics.watch_pools(workers)
     places = [place_of(config, groups_of(config)) for config in configs]
+    debug = DebugState(records, lambda: transfer_stats_of(workers), lambda: places, partial(holders_of, workers))
     service = LocalService(
         Router(
             RouterConfig(queue_limit=queue_limit, queue_timeout_s=queue_timeout_s, routing=routing),
@@ -117,8 +128,9 @@ def toy_stack(
         tokenizer=tokenizer,
         observers=[metrics.observe, records.observe, *observers],
         metrics=metrics,
-        debug_state=DebugState(records, lambda: transfer_stats_of(workers), lambda: places),
+        debug_state=debug,
         reshaper=reshaper,
+        stores={name: stores_of(machine) for name, machine in machines.items() if machine.config.has_tiers},
     )
     service.start()
     try:

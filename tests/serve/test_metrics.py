@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, EngineFailed, Reject, Send, Submit
 from jdisagg.core.messages import Ended, Preempted, Resend
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.tiers import PageMove, PagesMoved, Tier
+from jdisagg.core.worker_config import Role
 from jdisagg.serve import lag
 from jdisagg.serve.generation import pieces
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.metrics_compat import NAMES
 from jdisagg.serve.text import TextOptions
-from tests.serve.live_toy import PAGE_BYTES, PAGE_SIZE, ToyStack, toy_stack
+from tests.serve.live_toy import PAGE_BYTES, PAGE_SIZE, ToyStack, toy_stack, worker_config
 from tests.serve.scripted import end
 
 A1 = Attempt(RequestId("a"), 1)
@@ -58,7 +61,8 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
 @pytest.fixture(scope="module")
 def ran() -> Iterator[ToyStack]:
     """A short real run, and the things that go wrong too seldom to wait for."""
-    with toy_stack() as stack:
+    decoder = replace(worker_config("decode-0", Role.DECODE, 256), dram_pages=64)
+    with toy_stack(configs=(worker_config("prefill-0", Role.PREFILL, 256), decoder)) as stack:
         now_s = stack.service.now_s()
         timed = [
             Request(each.request_id, each.prompt, each.sampling, now_s) for each in map(request, ("a", "b", "c", "d"))
@@ -70,6 +74,9 @@ def ran() -> Iterator[ToyStack]:
         observe("decode-0", Send(WorkerId("router"), Preempted(A1, (), "no pages")), now_s)
         observe("decode-0", Send(WorkerId("prefill-0"), Resend(A1, 0)), now_s)
         observe("decode-0", EngineFailed(1, "fault"), now_s)
+        move = PageMove(A1, Tier.HBM, Tier.DRAM, bytes(3 * 16))
+        observe("decode-0", PagesMoved(move, (True, False, True), 0.25, 2000), now_s)
+        observe("decode-0", PagesMoved(move, (False,) * 3, failed="it does not answer"), now_s)
         stack.metrics.journal_dropped()
         stack.metrics.limited("requests_per_minute")
         observe(
@@ -104,6 +111,15 @@ def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
     assert found["jdisagg_requests_running", ""] == found["jdisagg_requests_waiting", ""] == 0
     assert found["jdisagg_decode_runs_total", "worker=decode-0"] >= 11
     assert found["jdisagg_nan_logits_total", "worker=decode-0"] == 1  # a sequence that ended by length is none
+
+
+def test_moves_between_tiers_are_counted_by_their_ends(ran: ToyStack) -> None:
+    found, ends = read(ran.metrics), "destination=dram,source=hbm,worker=decode-0"
+    counted = {name: found[f"jdisagg_tier_{name}_total", ends] for name in ("pages_moved", "pages_missed", "failures")}
+    assert counted == {"pages_moved": 2, "pages_missed": 1, "failures": 1}
+    assert (found["jdisagg_tier_bytes_total", ends], found["jdisagg_tier_move_seconds_sum", ends]) == (2000, 0.25)
+    uses = ("free", "in_flight", "live", "cached")
+    assert sum(found["jdisagg_tier_pages", f"tier=dram,use={use},worker=decode-0"] for use in uses) == 64
 
 
 def test_shipped_bytes_are_pages_times_their_size(ran: ToyStack) -> None:

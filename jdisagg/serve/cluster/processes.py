@@ -52,6 +52,7 @@ from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment, model_fingerprint
 from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.holders import holders_of
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.pools import Pools
@@ -334,6 +335,7 @@ def _service(
     journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
     workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
     metrics.watch_pools(workers)
+    debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, workers))
     return LocalService(
         router,
         workers,
@@ -346,7 +348,7 @@ def _service(
         observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), node.observe),
         metrics=metrics,
         journal=journal,
-        debug_state=DebugState(records, node.transfer_stats, node.places) if settings.debug_keep else None,
+        debug_state=debug if settings.debug_keep else None,
         recompiles=node.recompiles,
         remote=node,
         able=lambda: node.able,

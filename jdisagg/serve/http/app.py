@@ -22,6 +22,7 @@ from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.access_log import AccessLog
 from jdisagg.serve.http.admin import add_admin, admin_check
+from jdisagg.serve.http.cache import add_cache
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.gate import Gate, plain_id, read_body
@@ -116,6 +117,7 @@ def create_app(
     _add_state(app, front)
     if debug_state is not None:
         add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
+        add_cache(app, service, debug_state, settings.max_body_bytes)
     add_page(app)
     if settings.admin_key is not None:
         check = admin_check(settings.admin_key)

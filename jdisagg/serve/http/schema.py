@@ -173,6 +173,13 @@ class DetokenizeBody(BaseModel):
     skip_special_tokens: bool = False
 
 
+class CacheBody(BaseModel):
+    """`POST /debug/cache`."""
+
+    prompt: str | TokenIds
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+
+
 class DrainBody(BaseModel):
     """POST /admin/workers/ID/drain."""
 
@@ -187,7 +194,10 @@ class RoleBody(DrainBody):
     mesh: str = Field("", description="how its devices are cut, as tp2, pp2 or pp2tp2; empty: as at the start")
 
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrainBody, RoleBody)
+BODIES: tuple[type[BaseModel], ...] = (
+    *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody),
+    *(CacheBody, DrainBody, RoleBody),
+)
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
