@@ -79,6 +79,7 @@ ALL = (
     Benchmark("transfer_cpu", "benchmarks.transfer", f"--rounds=3 --plot={IMAGES}/transfer_cpu.png"),
     Benchmark("transport_cpu", "benchmarks.transport", "--rounds=15"),
     Benchmark("topology", "benchmarks.topology", "--requests=300", "--requests=20"),
+    Benchmark("early_rejection", "benchmarks.early_rejection", "", "--rates=16 --requests=20"),
     Benchmark("soak_cpu", "benchmarks.soak"),
     Benchmark("group_stream_cpu", "benchmarks.group_stream", "--rounds=3000", "--rounds=20"),
     Benchmark("processes_cpu", "benchmarks.processes", "--rounds=4 --num_requests=8"),

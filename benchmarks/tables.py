@@ -272,6 +272,21 @@ def topology() -> str:
     return f"{origin(report)}\n\n{rows_of([*head, 'TPOT p99, ms'], rows)}"
 
 
+def early_rejection() -> str:
+    report = result("early_rejection")
+    rows = [
+        [
+            f"{each['rate_rps']:g}",
+            "`auto`" if each["early"] else "`off`",
+            *(percent(each[key], 1) for key in ("met", "late", "refused")),
+            f"{each['goodput_rps']:.1f}",
+        ]
+        for each in report["rows"]
+    ]
+    head = ["requests/s", "`--early_rejection=`", "met both", "served late", "refused", "met both, a second"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def soak() -> str:
     report = result("soak_cpu")
     rows = [
@@ -318,6 +333,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         group_stream,
         simulator,
         topology,
+        early_rejection,
         soak,
         kernels,
     )

@@ -127,6 +127,11 @@ class Request:
     def prompt_tokens(self) -> int:
         return len(self.prompt)
 
+    @property
+    def has_objectives(self) -> bool:
+        """Whether it says how soon its tokens are to come."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Raises RequestError or TooLong, naming the field and both values.
 

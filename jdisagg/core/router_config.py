@@ -35,6 +35,7 @@ class RouterConfig:
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared
     ship_token_weight: float = 0.1  # the KV of one token, shipped, in prompt tokens computed
     short_token_weight: float = 2.0  # a prompt token computed beside rows that decode, which wait for it
+    early_rejection: bool = True  # of requests that cannot meet the objectives they state, by prediction
     routing: Routing = Routing.LEAST_LOADED
     colocated_fallback: bool = True  # beside pools, workers of both roles take what is predicted to be better there
     routing_seed: int = 0  # of --routing=random

@@ -104,6 +104,8 @@ class Settings:
                              "random"))  # fmt: skip
     colocated_fallback: str = _everyday("auto", "scheduling", "auto: workers of both roles beside pools take requests"
                                        " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
+    early_rejection: str = _setting("auto", "scheduling", "auto: requests that state ttft_s or tpot_s are refused (429)"
+                                    " where they are predicted to miss it", ("auto", "off"))  # fmt: skip
     queue_limit: int = _everyday(256, "scheduling", "waiting requests over which new ones are refused (429)")
     queue_timeout_s: float = _everyday(60.0, "scheduling", "longest wait before prefill starts; 0: none")
     prefix_caching: str = _everyday("on", "scheduling", "on: full pages of KV are kept until somebody needs the room;"

@@ -97,15 +97,21 @@ class AttemptProgress:
         """Moves a row on to `phase`, step by step; a word that says less than is known changes nothing."""
         if row.phase is Phase.PREFILLING and phase in (Phase.SHIPPING, Phase.DECODING):
             row.enter(Phase.SHIPPING)
-            self._prefilled(row)
+            self._prefilled(row, now_s)
             self.requests.wait(row, Waiting.SHIP, now_s + self.config.handoff_timeout_s)
         if row.phase is Phase.SHIPPING and phase is Phase.DECODING:
             row.enter(Phase.DECODING)
             self.requests.wait(row, Waiting.TOKEN, now_s + self.config.stall_timeout_s)
 
-    def _prefilled(self, row: RequestState) -> None:
-        if row.prefill is not None and row.prefill in self.peers:
-            self.peers[row.prefill].prefilled(row.request_id)
+    def _prefilled(self, row: RequestState, now_s: float) -> None:
+        if row.prefill is None or row.prefill not in self.peers:
+            return
+        peer = self.peers[row.prefill]
+        began = [at_ns for mark, at_ns in row.ledger.marks if mark is Mark.PREFILL_STARTED]
+        tokens = peer.prefill_work.get(row.request_id, 0.0)
+        if began and tokens:
+            self.requests.routes.forecasts.drain.done(row.prefill, tokens, began[-1] / 1e9, now_s)
+        peer.prefilled(row.request_id)
 
     def _end_if_complete(self, row: RequestState, sender: WorkerId, now_s: float) -> None:
         if row.ended is not None and len(row.output) >= row.ended.num_output:

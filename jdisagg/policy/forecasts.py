@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.core.request import Request, WorkerId
 from jdisagg.policy.choice import Forecast, WorkerSnapshot
+from jdisagg.policy.drain import Drain
 from jdisagg.policy.fallback import run_tokens
 from jdisagg.policy.link_speeds import LinkSpeeds, kv_bytes
 from jdisagg.policy.pace import Figures, Pace
@@ -26,6 +27,7 @@ class Forecasts:
     short_weight: float  # a prompt token on a worker that decodes, in those of one that does not
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
     steps: Figures = field(default_factory=Figures)  # of decode workers, as if alone
+    drain: Drain = field(default_factory=Drain)  # of lines of prompts
 
     def shipped(self, prefill: WorkerId, decode: WorkerId, tokens: int, seconds: float) -> None:
         """The KV of so many tokens took so long."""
@@ -42,6 +44,7 @@ class Forecasts:
         """It is gone."""
         self.links.forget(worker)
         self.steps.forget(worker)
+        self.drain.forget(worker)
 
     def of(self, request: Request, now_s: float) -> Forecast:
         """For one request, by what is known now."""
@@ -76,6 +79,10 @@ class Forecasts:
         )
 
 
+def crowd(sequences: int, slots: int) -> float:
+    """How many times longer a step of so many is than one of none."""
+    return 1 + sequences / slots
+
+
 def _crowd(peer: WorkerState, more: int) -> float:
-    """How many times longer a step there is than a lone one's, with `more` sequences than there are."""
-    return 1 + (len(peer.decode_work) + more) / peer.config.num_slots
+    return crowd(len(peer.decode_work) + more, peer.config.num_slots)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.decisions import Decision, Verdict
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
@@ -30,6 +30,7 @@ class PairSelection:
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
         self._mixed = False
+        self._objectives = False  # whether some request had any
         self.joined()
 
     def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
@@ -65,11 +66,14 @@ class PairSelection:
             self.forecasts.shipped(row.prefill, row.decode, tokens, wire_s)
 
     def _snapshot(self, peer: WorkerState, request: Request, row: RequestState, ask_anyway: bool) -> WorkerSnapshot:
-        cached_tokens = 0
-        if self.directory.follows(peer.config.worker):
-            cached_tokens = self.directory.cached_tokens(peer.config, row.page_names(peer.config.page_size))
-        avoided = peer.config.worker in row.avoid
+        avoided, cached_tokens = peer.config.worker in row.avoid, self.cached_tokens(peer.config, row)
         return peer.snapshot(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens)
+
+    def cached_tokens(self, config: WorkerConfig, row: RequestState) -> int:
+        """Leading tokens of the row's prompt whose KV the worker is thought to hold."""
+        if not self.directory.follows(config.worker):
+            return 0
+        return self.directory.cached_tokens(config, row.page_names(config.page_size))
 
     def _decided(self, row: RequestState, choice: Choice, now_s: float) -> None:
         if choice.taken is None:
@@ -100,7 +104,8 @@ class PairSelection:
 
     def ended(self, row: RequestState, now_s: float) -> None:
         """What its ledger tells is only asked for where there is a choice."""
-        asked = self._mixed or self.config.routing is Routing.PREDICTED
+        self._objectives |= row.request.has_objectives
+        asked = self._mixed or self._objectives or self.config.routing is Routing.PREDICTED
         if asked and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
             prompt_tokens = len(row.request.prompt)
             tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)

@@ -11,6 +11,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.policy import deadlines
 from jdisagg.policy.aborts import Aborts
 from jdisagg.policy.admission import retry_after_s
+from jdisagg.policy.early_rejection import EarlyRejection, Late
 from jdisagg.policy.failures import Failure, Recovery, recovery
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.pair_selection import PairSelection
@@ -28,12 +29,20 @@ class RequestTable:
         self.rows: dict[RequestId, RequestState] = {}
         self.queue: list[RequestState] = []  # rows that wait for a reservation, in order
         self.aborts = Aborts(out, config.handoff_timeout_s, config.abort_tries)
+        self.early = EarlyRejection(peers, self.rows, routes.forecasts)
         self._finish_gap_s, self._last_finish_s = 1.0, 0.0
 
     @property
     def retry_after_s(self) -> float:
         """When somebody who is refused now may come again: what the line took lately."""
         return retry_after_s(len(self.queue), self._finish_gap_s)
+
+    def why_late(self, row: RequestState, now_s: float) -> Late | None:
+        """Why a new request cannot meet its objectives, as far as can be foretold; None where it may."""
+        if not self.config.early_rejection:
+            return None
+        line_s = len(self.queue) * self._finish_gap_s
+        return self.early.late(row.request, lambda config: self.routes.cached_tokens(config, row), line_s, now_s)
 
     def add(self, row: RequestState) -> None:
         self.rows[row.request_id] = row

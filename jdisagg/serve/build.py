@@ -194,6 +194,7 @@ def router_config(settings: Settings) -> RouterConfig:
         stall_timeout_s=settings.stall_timeout_s,
         lease_s=settings.lease_s,
         max_retries=settings.max_retries,
+        early_rejection=settings.early_rejection == "auto",
         routing=Routing(settings.routing),
         colocated_fallback=settings.colocated_fallback == "auto",
         routing_seed=settings.seed,

@@ -104,6 +104,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     kinds = {"engine": list(ENGINES), "dtype": list(DTYPE_BYTES)}
     flags.define(values, kinds, model="opt-13b", engine="distserve", dtype="bfloat16")
     flags.define(values, mesh="prefill:tp1,decode:tp1", cost="roofline", hardware="h100", host_s=1e-3, kv_tokens=0)
+    flags.define(values, early_rejection="off")
     flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
     flags.define(values, max_num_seqs=0, max_num_batched_tokens=2048, page_size=16, reserve_tokens=512)
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
@@ -192,10 +193,15 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     log = SpanLog() if values.report else None
     cluster = simulated(given, log=log, router=router_of(values))
     began = time.perf_counter()
-    outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s)
+    asks = slo_of(values) if values.early_rejection == "auto" else None
+    outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s, asks=asks)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
     return Run(outcome, took_s, rate or trace.rate_rps, log)
+
+
+def slo_of(values: flags.FlagValues) -> SLO:
+    return SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
 
 
 def router_of(values: flags.FlagValues) -> RouterConfig:
@@ -226,7 +232,7 @@ def rates_of(values: flags.FlagValues) -> list[float]:
 
 
 def run(values: flags.FlagValues) -> int:
-    slo = SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
+    slo = slo_of(values)
     devices = MeshSpec.parse(values.mesh).num_devices
     rooms = {flag: _room(flag) for flag in WRITERS if values[flag].value}  # before any work
     told, points = sweep(values, slo, devices)
@@ -267,7 +273,7 @@ def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequenc
         facts=facts,
         outcome=outcome,
         log=told.log,
-        slo=SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment),
+        slo=slo_of(values),
         devices=MeshSpec.parse(values.mesh).num_devices,
         curve=points,
         checked=checked_of(values),

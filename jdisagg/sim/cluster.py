@@ -27,7 +27,7 @@ from jdisagg.sim.fast_forward import StepEnds
 from jdisagg.sim.held_steps import HeldSteps
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.network import NETWORK, FlowDone, Network, PartPacked
-from jdisagg.sim.outcome import Outcome
+from jdisagg.sim.outcome import SLO, Outcome
 from jdisagg.sim.prefix_lookups import PrefixLookups
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
@@ -69,12 +69,21 @@ class Cluster(Simulation):
         """Steps that no event stood for."""
         return self._steps.skipped
 
-    def run(self, trace: Trace, until_s: float = math.inf, clients: int = 0, think_s: float = 0.0) -> Outcome:
+    def run(
+        self,
+        trace: Trace,
+        until_s: float = math.inf,
+        clients: int = 0,
+        think_s: float = 0.0,
+        asks: SLO | None = None,
+    ) -> Outcome:
         """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`).
 
         clients: that many keep one request each, whatever the trace's times are: the next comes `think_s` after the
-        last one has ended.
+        last one has ended. asks: the objectives that each request states; who is predicted to miss them is rejected.
         """
+        if asks is not None:  # predictions hang on how far each request has come: every step is looked at
+            self.requests.asks, self._steps = asks, StepEnds(False)
         self._run(trace, until_s, clients, think_s)
         records = list(self.requests.records.values())
         span_s = max((record.end_s for record in records), default=0.0)

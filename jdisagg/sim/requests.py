@@ -8,7 +8,7 @@ from typing import cast
 
 from jdisagg.core.events import EmitTokens, Finish, Reject
 from jdisagg.core.request import Request, RequestId, SamplingParams
-from jdisagg.sim.outcome import Record
+from jdisagg.sim.outcome import SLO, Record
 from jdisagg.sim.sequence import NamedPrompts, Sequence
 from jdisagg.sim.traces import Trace
 
@@ -33,6 +33,7 @@ class Requests:
     def __init__(self) -> None:
         self.records: dict[RequestId, Record] = {}
         self.closed, self.think_s = False, 0.0
+        self.asks: SLO | None = None  # what each states as its objectives
         self._coming: Iterator[Request] = iter(())
 
     def begin(self, trace: Trace, closed: bool, think_s: float) -> None:
@@ -44,6 +45,8 @@ class Requests:
         if request is None:
             return None
         request = replace(request, arrival_s=at_s) if self.closed else request
+        if self.asks is not None:
+            request = replace(request, ttft_s=self.asks.ttft_s, tpot_s=self.asks.tpot_s)
         self.book(request, request.arrival_s)
         return request
 
