@@ -80,9 +80,10 @@ def _programs(config: WorkerConfig, deployment: Deployment) -> str:
         chunks = "/".join(map(str, config.prefill_buckets))
         parts.append(f"prefill chunks of {chunks} tokens x {len(deployment.layers)} layer groups")
     if config.role.decodes:
-        parts.append(
-            f"decode of {config.slots_per_microbatch} slots x {config.num_microbatches} stages x {widths} tokens"
-        )
+        stages = f"{config.num_microbatches} stages"
+        if config.ring_stages > 1:
+            stages = f"a ring of {config.ring_stages}, {config.decode_turns} turns"
+        parts.append(f"decode of {config.slots_per_microbatch} slots x {stages} x {widths} tokens")
     return ", ".join(parts)
 
 

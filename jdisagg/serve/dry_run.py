@@ -12,7 +12,7 @@ from jdisagg.cluster.job import as_flags
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.kv_layout import DTYPE_BYTES
-from jdisagg.core.mesh_spec import WorkerMesh
+from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import AS_ACTIVATIONS
 from jdisagg.core.worker_config import Role
@@ -91,12 +91,12 @@ class DryRun:
         held = self.stage_bytes(place)
         weights_bytes = kv_bytes = 0
         config = next(each for each in self.deployment.workers if each.worker == place.worker)
-        for stage, (run, device_bytes) in enumerate(held):
+        for stage, (run, device_bytes, kept) in enumerate(held):
             shards = [device for device in devices if (device - place.first_device) // place.tp == stage]
             if not shards:
                 continue
             first = (shards[0] - place.first_device) % place.tp
-            page_bytes = len(run) * self._page_bytes(place)
+            page_bytes = kept * self._page_bytes(place)
             weights_bytes += len(shards) * device_bytes
             kv_bytes += len(shards) * config.num_pages * page_bytes
             yield (
@@ -107,11 +107,18 @@ class DryRun:
         pages = f"{config.num_pages:,} pages of {config.page_size} tokens"
         yield f"    whole: {size_text(weights_bytes)} of weights, {size_text(kv_bytes)} of KV in {pages}"
 
-    def stage_bytes(self, place: WorkerMesh) -> list[tuple[range, int]]:
-        """Layers and bytes of weights on a device of each stage; what loading would choose for counts as --dtype."""
+    def stage_bytes(self, place: WorkerMesh) -> list[tuple[range, int, int]]:
+        """Of each stage its layers, and on a device bytes of weights and layers of pages, a ring's padding among them.
+
+        What loading would choose for counts as --dtype.
+        """
         whole = self.deployment
         weights = replace(whole.weights, dtype=AS_ACTIVATIONS) if whole.weights.dtype == AUTO else whole.weights
-        return Budget(whole.model, whole.layers, whole.dtype, weights, None).stages(place)
+        found = Budget(whole.model, whole.layers, whole.dtype, weights, None).stages(place)
+        if place.schedule is Schedule.RING:
+            ((places, held),) = found
+            return [(run, held, len(places)) for run in whole.layers]
+        return [(run, held, len(run)) for run, held in found]
 
     def _page_bytes(self, place: WorkerMesh) -> int:
         """A page of one layer on one device."""

@@ -46,6 +46,18 @@ def test_one_process_has_all_workers_and_the_servers_ports():
     assert "stage 1: layers 4-5, shards 0-0 of 1" in process
 
 
+def test_each_rank_of_a_ring_holds_its_stage_and_as_much_as_any_other():
+    """Six layers on four stages: two places each, padding among them."""
+    place = "--role=decode", "--router=r:1", "--group=g", "--group_size=2", "--coordinator=h:1", "--group_rank=0"
+    ranks = told("--mesh=prefill:tp1,decode:ring4", "--platform=cpu", *place)[-2:]
+    assert [re.findall(r"stage (\d): layers (\d-\d)", rank) for rank in ranks] == [
+        [("0", "0-1"), ("1", "2-3")],
+        [("2", "4-4"), ("3", "5-5")],
+    ]
+    wholes = [re.findall(r"whole: (.*)", rank) for rank in ranks]
+    assert wholes[0] == wholes[1] and "0.00" not in wholes[0][0]
+
+
 def test_a_cluster_has_a_router_without_devices_and_a_process_a_role():
     router, *workers = told(*LARGE, "--role=router")
     assert router.startswith("router\n") and "devices" not in router
