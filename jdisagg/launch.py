@@ -42,8 +42,10 @@ from jdisagg.serve import servers
 from jdisagg.serve.answer_file import AnswerFile
 from jdisagg.serve.batch import Batch, read_jobs, run_jobs
 from jdisagg.serve.build import build
+from jdisagg.serve.cluster.front_process import build_front
 from jdisagg.serve.cluster.processes import (
     ALL_ROLES,
+    FRONT_ROLE,
     ROUTER_ROLE,
     WorkerProcess,
     build_router,
@@ -143,9 +145,11 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     read_secret(settings)
     if settings.prompt or settings.prompts or settings.chat:
         raise ConfigError(f"--role={settings.role} serves; give prompts to the whole stack, or to the router's server")
-    sockets = servers.bind(settings) if ROUTER_ROLE in roles else None
-    servers.check_cluster_ports(settings, ROUTER_ROLE in roles, roles != {ROUTER_ROLE})
+    sockets = servers.bind(settings) if roles & {ROUTER_ROLE, FRONT_ROLE} else None
+    servers.check_cluster_ports(settings, ROUTER_ROLE in roles, bool(roles - {ROUTER_ROLE, FRONT_ROLE}))
     settings = located(settings, console)
+    if sockets is not None and FRONT_ROLE in roles:
+        return run_front(settings, console, sockets)
     place = resolve(settings, os.environ)
     if place is not None:
         return run_group(settings, console, place, run_workers)
@@ -171,6 +175,20 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     with bar:
         workers = build_workers(deployment, settings, found, on_progress, ends.put)
     return run_workers(workers, settings, console, ends)
+
+
+def run_front(settings: Settings, console: Console, sockets: servers.Sockets) -> int:
+    """Serves clients by way of a router elsewhere."""
+    found, platform = devices_of(settings, 0)
+    deployment = resolve_deployment(settings, platform, devices.memory_bytes(found[0]), False)
+    process = build_front(deployment, settings)
+    process.start()
+    console.print(f"[bold]front[/]    of the router at {settings.router}", highlight=False)
+    try:
+        return uvloop.run(serve(process.service, settings, sockets, console))
+    finally:
+        interrupts.end_at_once("stopping")
+        process.stop()
 
 
 def devices_of(settings: Settings, count: int) -> tuple[list[Any], str]:

@@ -16,9 +16,11 @@ from jdisagg.core.worker_config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A client's request reaches the router."""
+    """A client's request reaches the router; where another router had it, with what its client was given."""
 
     request: Request
+    output: tuple[int, ...] = ()
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,13 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """To a worker: the router it worked for is gone, or took it for lost. What it holds is nobody's any more."""
+    """To a worker or a front: the router is gone, or took it for lost. What a worker holds is nobody's any more, but
+    what it decodes it may keep for a while (`policy/keeping.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFound:
+    """To a worker or a front: there is a router, which knows nothing of it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +144,6 @@ class EngineFailed:
     attempt: Attempt | None = None
     part: int | None = None
 
-
-Event = (
-    Submit
-    | Cancel
-    | Received
-    | TimerFired
-    | WorkerLost
-    | WorkerLeaving
-    | WorkerJoined
-    | RouterLost
-    | ChangeRole
-    | Reshaped
-    | StepDone
-    | KVArrived
-    | WiresTimed
-    | PagesMoved
-    | PagesFound
-    | EngineFailed
-)
 
 # ------------------------------------------------------------------ effects
 
@@ -263,6 +252,16 @@ class WorkerStands:
     refused: str = ""  # why it is not changed
 
 
+Outcome = EmitTokens | Finish | Reject  # what a client is told
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """To a front, an event: what the router has said of one of its requests."""
+
+    outcome: Outcome
+
+
 Effect = (
     Send
     | RunStep
@@ -279,6 +278,27 @@ Effect = (
     | Reject
     | Reshape
     | WorkerStands
+)
+
+Event = (
+    Submit
+    | Cancel
+    | Received
+    | TimerFired
+    | WorkerLost
+    | WorkerLeaving
+    | WorkerJoined
+    | RouterLost
+    | RouterFound
+    | Told
+    | ChangeRole
+    | Reshaped
+    | StepDone
+    | KVArrived
+    | WiresTimed
+    | PagesMoved
+    | PagesFound
+    | EngineFailed
 )
 
 ROUTER = WorkerId("router")

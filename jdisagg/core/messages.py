@@ -250,6 +250,42 @@ class Joined:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Worker to a router that it has just found: it decodes this still, as another router asked for it.
+
+    The client had `num_output` tokens when that attempt began; what was drawn since is told from wherever Adopt says.
+    """
+
+    attempt: Attempt
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Router to worker: what you have kept is asked for; say what was drawn from output `index` on."""
+
+    attempt: Attempt
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Front to router: a client's request. `output`: what its client was given already, by way of another router."""
+
+    request: Request
+    output: tuple[int, ...] = ()
+    resumed: bool = False  # another router had it
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Front to router: its client wants no more of it, or has all of it."""
+
+    request_id: RequestId
+    reason: FinishReason = FinishReason.ABORT
+
+
 Message = (
     Reserve
     | Reserved
@@ -272,4 +308,8 @@ Message = (
     | Leave
     | Left
     | Joined
+    | Kept
+    | Adopt
+    | Ask
+    | Withdraw
 )

@@ -18,6 +18,8 @@ from jdisagg.core.messages import (
     Abort,
     AbortAck,
     Ack,
+    Adopt,
+    Ask,
     CacheChanged,
     CacheHeld,
     CacheWanted,
@@ -25,6 +27,7 @@ from jdisagg.core.messages import (
     Drawn,
     Ended,
     Joined,
+    Kept,
     Leave,
     Left,
     Message,
@@ -37,6 +40,7 @@ from jdisagg.core.messages import (
     Reserved,
     StartPrefill,
     View,
+    Withdraw,
 )
 from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer
@@ -44,12 +48,13 @@ from jdisagg.core.worker_config import MOST, WorkerConfig
 
 TO_ROUTER = (
     *(Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View, CacheHeld, CacheChanged),
-    *(Left, Joined),
+    *(Left, Joined, Kept),
 )
-FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted, Leave)
+FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted, Leave, Adopt)
 FROM_PREFILL = (Commit, Renew)  # to the worker that decodes
 FROM_DECODE = (Ack, Resend)  # and back
 EITHER_WAY = (Abort, AbortAck)
+FROM_FRONT = (Ask, Withdraw)  # to the router, by a link that is no worker's
 LARGEST_TOKEN = (1 << 31) - 1
 MOST_LAYERS = 1 << 10
 

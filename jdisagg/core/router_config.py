@@ -31,6 +31,7 @@ class RouterConfig:
     abort_tries: int = 3  # times an abort is sent before the lease is left to end it
     capacity_retry_s: float = 1.0  # a full house is asked again after this, should its word of free pages be lost
     workers_return: bool = False  # lost workers may be replaced: requests wait for that until their queue deadline
+    adopt_s: float = 5.0  # that a request which another router had waits for a worker that keeps it
     first_epoch: int = 1  # over every epoch of earlier routers: workers may still hold what those asked for
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared
     ship_token_weight: float = 0.1  # the KV of one token, shipped, in prompt tokens computed

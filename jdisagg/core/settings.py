@@ -50,6 +50,7 @@ NOT_NEGATIVE = (
     "transfer_error_bound",
     "group_size",
     "group_wait_s",
+    "router_grace_s",
 )
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MIN_SILENCE_S = 0.5  # it is broken five times in this
@@ -149,7 +150,7 @@ class Settings:
     pool: str = _setting("", "tiers", "KV that all workers share: redis://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER")
     # cluster
     role: str = _everyday(
-        "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas, or all"
+        "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas; all; or front alone"
     )
     labels: str = _setting("", "cluster", "where this process stands, as host=a,rack=b,slice=c,pod=d; what is not said"
                            " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip
@@ -162,6 +163,7 @@ class Settings:
     transport: str = _everyday("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
                               ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
     peer_silence_s: float = _everyday(5.0, "cluster", "a process not heard of for this long is gone")
+    router_grace_s: float = _setting(30.0, "cluster", "how long streams wait for a router when theirs is gone; 0: not")
     secret_file: str = _everyday("", "cluster", "file with the secret that all processes share, 16 bytes or more")
     group: str = _everyday(
         "", "cluster", "worker of several processes that this is one of; empty: as the scheduler says"

@@ -107,6 +107,7 @@ class WorkerConfig:
     disk_pages: int = 0  # so, on disk
     shared_pool: bool = False  # pages are put into a pool that all workers share, and fetched from it
     tier_wire: str = RAW  # what pages below HBM are quantised to
+    router_grace_s: float = 0.0  # that it keeps what it decodes when its router is gone; 0: not at all
 
     @property
     def has_tiers(self) -> bool:
@@ -128,7 +129,7 @@ class WorkerConfig:
         self._check_ring()
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
             raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
-        for name in ("ack_timeout_s", "error_bound", "part_timeout_s"):
+        for name in ("ack_timeout_s", "error_bound", "part_timeout_s", "router_grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
         self.labels.check(self.worker)

@@ -29,6 +29,7 @@ LIFE = tuple(Mark)  # in the order in which an attempt reaches them
 class Waiting(StrEnum):
     """What a row waits for; each has a deadline."""
 
+    KEEPER = "a worker that has kept it"
     RESERVATION = "a free reservation"
     ANSWER = "the answer to a reservation"
     PREFILL = "its first token"

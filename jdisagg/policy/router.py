@@ -7,7 +7,6 @@ tokens come in order and once, and each request ends with exactly one `Finish` (
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Iterable
 from itertools import count
 
@@ -36,6 +35,7 @@ from jdisagg.core.messages import (
     Drawn,
     Ended,
     Joined,
+    Kept,
     Left,
     Message,
     Preempted,
@@ -49,6 +49,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy import deadlines, message_builders
 from jdisagg.policy.admission import missing_phase, why_rejected
+from jdisagg.policy.adoption import Adoption
 from jdisagg.policy.attempt_progress import AttemptProgress
 from jdisagg.policy.choice import Pair
 from jdisagg.policy.decisions import Decision, Verdict, unheard
@@ -77,7 +78,7 @@ class Router:
         self.out = Outbox()
         self.requests = RequestTable(config, self.peers, self.routes, self.out)
         self.aborts = self.requests.aborts
-        self.progress = AttemptProgress(config, self.requests)
+        self.progress, self.adoption = AttemptProgress(config, self.requests), Adoption(self.requests)
         self._epochs = count(config.first_epoch)
         self._ask_anyway = False
         self._capacity_armed = False
@@ -90,14 +91,15 @@ class Router:
         match event:
             case Received(sender, message):
                 self._hear(sender, message, now_s)
-            case Submit(request):
-                self._submit(request, now_s)
+            case Submit():
+                self._submit(event, now_s)
             case Cancel(request_id, reason):
                 if request_id in self.rows:
                     self.requests.finish(self.rows[request_id], reason, "cancelled", now_s)
             case TimerFired(key):
                 self._timer(key, now_s)
             case WorkerLost(worker):
+                self.adoption.lose(worker)
                 self.members.lose(worker, now_s)
             case WorkerLeaving(worker):
                 self.members.leaving(worker)
@@ -124,11 +126,12 @@ class Router:
 
     # ------------------------------------------------------------ from clients
 
-    def _submit(self, request: Request, now_s: float) -> None:
+    def _submit(self, event: Submit, now_s: float) -> None:
+        request = event.request
         assert request.request_id not in self.rows, f"the id {request.request_id!r} is running"
         peers, waiting = self.peers.values(), len(self.queue)
         rejected = why_rejected(peers, waiting, self.config)
-        if rejected:
+        if rejected and not event.resumed:
             self.routes.refuse(request.request_id, Verdict.REJECTED, rejected, now_s)
             self.out.put(Reject(request.request_id, self.requests.retry_after_s, rejected))
             return
@@ -139,10 +142,15 @@ class Router:
             self.out.put(Reject(request.request_id, late.retry_after_s, late.detail))
             return
         row.ledger.mark(Mark.ARRIVED, now_s)
-        self.rows[request.request_id] = row
-        insort(self.queue, row, key=lambda each: each.order)
-        self.requests.wait(row, Waiting.RESERVATION, row.first_deadline_s)
-        self.members.refuse_if_never(row, now_s)
+        if event.output:
+            row.output.extend(event.output)
+            self.adoption.resumed(row, now_s)
+            return
+        self.requests.add(row)
+        if event.resumed and request.request_id in self.adoption.kept:
+            self.adoption.told(*self.adoption.kept.pop(request.request_id), now_s)
+        else:
+            self.members.refuse_if_never(row, now_s)
 
     def _queue_deadline_s(self, request: Request, now_s: float) -> float:
         if request.queue_deadline_s is not None:
@@ -194,11 +202,14 @@ class Router:
                 self.progress.answered(sender, message, now_s)
             case Abort(attempt):
                 self.out.send(sender, AbortAck(attempt))
+                self.adoption.gave_up(sender, attempt)
                 self.progress.aborted(sender, message, now_s)
             case AbortAck(attempt):
                 self.aborts.acknowledged(sender, attempt)
             case Progress() | Ended() | Preempted():
                 self.progress.follow(sender, message, now_s)
+            case Kept():
+                self.adoption.told(sender, message, now_s)
             case Left():
                 self.members.left(sender, message, now_s)
             case Joined():
@@ -224,7 +235,9 @@ class Router:
         if row is None or not deadlines.runs_out(self.out, row, now_s):
             return
         detail = f"waited for {row.waiting} until its deadline"
-        if row.waiting is Waiting.RESERVATION:
+        if row.waiting is Waiting.KEEPER:
+            self.adoption.waited(row, now_s)
+        elif row.waiting is Waiting.RESERVATION:
             missing = missing_phase(self.peers.values())
             why = f"; no worker is there for {missing}" if missing else ""
             self.requests.finish(row, FinishReason.TIMEOUT, detail + why, now_s)

@@ -6,6 +6,7 @@ Its prefill side is `prefill_side.py`, its decode side `decode_side.py`; both sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 from jdisagg.core.errors import SenselessWord
@@ -17,6 +18,7 @@ from jdisagg.core.events import (
     KVArrived,
     Received,
     Reshaped,
+    RouterFound,
     RouterLost,
     Send,
     StepDone,
@@ -27,6 +29,7 @@ from jdisagg.core.messages import (
     Abort,
     AbortAck,
     Ack,
+    Adopt,
     CacheWanted,
     Commit,
     Leave,
@@ -43,6 +46,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.fast_forward import repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
+from jdisagg.policy.keeping import GRACE_TIMER, Keeping
 from jdisagg.policy.kv_arrivals import KVArrivals
 from jdisagg.policy.leaving import Leaving
 from jdisagg.policy.outbox import Outbox
@@ -60,10 +64,10 @@ class Worker:
     """Owns its pool, its prompts, its reservations, and its side of every handoff."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._step_ids, self.leaving, self.out = count(1), Leaving(), Outbox()
-        self._begin(config, None)
+        self.leaving, self.out = Leaving(), Outbox()
+        self._begin(config, None, count(1).__next__)
 
-    def _begin(self, config: WorkerConfig, before: Tiers | None) -> None:
+    def _begin(self, config: WorkerConfig, before: Tiers | None, new_step_id: Callable[[], int]) -> None:
         """It is this, and holds nothing but what tiers below HBM kept `before`."""
         self.config = config
         self.shared = SharedPages(config, PagePool(config.num_pages))
@@ -72,7 +76,8 @@ class Worker:
         self.reservations = Reservations(self.decode_side, tiers)
         self.arrivals, self.results = KVArrivals(self.decode_side), StepResults(self.decode_side)
         self.prefill_side = PrefillSide(config, self.shared, self.out, self.decode_side, tiers)
-        self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, self._step_ids.__next__)
+        self.scheduler = Scheduler(config, self.decode_side, self.prefill_side, self.out, new_step_id)
+        self.keeping = Keeping(config.router_grace_s, self.decode_side, self.out)
         self._told_view: View | None = None
 
     @property
@@ -93,7 +98,9 @@ class Worker:
         self._tell_view(again=refused)
         if (changed := self.shared.changes.since_told()) is not None:
             self.out.tell_router(changed)
-        return self.out.drain()
+        effects = self.out.drain()
+        self.keeping.note(effects)
+        return effects
 
     def _take(self, event: Event, now_s: float) -> bool:
         """Books the event; whether the router must hear the view again."""
@@ -105,6 +112,10 @@ class Worker:
             case Received(sender, message):
                 self._hear(sender, message, now_s)
                 return isinstance(message, Reserve)
+            case TimerFired(key) if key == GRACE_TIMER:
+                for owner in self.keeping.run_out(now_s):
+                    self._end(owner, Signal.ABORT, good=True)
+                    self.out.abort(owner, "no router has asked for it in time")
             case TimerFired(key):
                 self._timer(*owner_of_timer(key), now_s)
             case EngineFailed():
@@ -116,11 +127,14 @@ class Worker:
             case PagesFound():
                 self.tiers.found(event)
             case RouterLost():
-                self._give_up_all()
+                self._give_up_but(self.keeping.router_lost(now_s))
                 self.leaving.router_lost()
                 return True
+            case RouterFound():
+                self.keeping.router_found(now_s)
+                return True
             case Reshaped(config, why):
-                self._begin(config, self.tiers)
+                self._begin(config, self.tiers, self.scheduler.new_step_id)
                 self.leaving.reshaped(self.out, config, why)
                 return True
             case _:
@@ -154,6 +168,8 @@ class Worker:
                 self.prefill_side.resend(message, sender, now_s)
             case Renew():
                 self.arrivals.renew(message, sender, now_s)
+            case Adopt():
+                self.keeping.adopt(message)
             case Abort():
                 self._aborted(message, sender)
             case AbortAck():
@@ -173,6 +189,7 @@ class Worker:
         """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
         owner = message.attempt
         cancelled = sender == ROUTER  # what it had is whole; another's abort may tell of a failure
+        self.keeping.aborted(owner)
         if self._end(owner, Signal.ABORT, good=cancelled) and not cancelled:
             self.out.abort(owner, f"{sender}: {message.detail}", message.reason)
         self.out.send(sender, AbortAck(owner))
@@ -211,12 +228,13 @@ class Worker:
         if not self.prefill_side.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
             self.out.abort(owner, reason)
 
-    def _give_up_all(self) -> None:
-        """Ends every handoff and sequence, so that pages come back; plans in flight find their sequences over."""
+    def _give_up_but(self, kept: set[Attempt]) -> None:
+        """Ends other handoffs and sequences, so that pages come back; plans in flight find their sequences over."""
         self.shared.changes.stop()
         self.tiers.fetches.give_up_all()
         for owner in [*self.prefill_side.sequences, *self.decode_side.sequences, *self.reservations.waiting]:
-            self._end(owner, Signal.ABORT)
+            if owner not in kept:
+                self._end(owner, Signal.ABORT)
         for effect in self.out.drain():
             if not isinstance(effect, Send):  # there is nobody to tell
                 self.out.put(effect)

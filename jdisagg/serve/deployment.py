@@ -224,6 +224,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         short_prompt_tokens=short,
         ack_timeout_s=settings.handoff_timeout_s,
         labels=Labels.parse(settings.labels),
+        router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
     )
 
 

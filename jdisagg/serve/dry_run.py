@@ -17,7 +17,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import AS_ACTIVATIONS
 from jdisagg.core.worker_config import Role
 from jdisagg.model.checkpoint import size_text
-from jdisagg.serve.cluster.processes import ALL_ROLES, ROUTER_ROLE, plays
+from jdisagg.serve.cluster.processes import ALL_ROLES, FRONT_ROLE, ROUTER_ROLE, plays
 from jdisagg.serve.deployment import AUTO, Budget, Deployment
 
 HERE = "ROUTER"  # whoever reads puts the router's host in its place
@@ -126,7 +126,7 @@ class DryRun:
         return prod(layout.page_shape(place.tp)) * DTYPE_BYTES[layout.dtype]
 
     def _ports(self, process: ProcessPlan) -> Iterator[str]:
-        given, serves = self.settings, {ALL_ROLES, ROUTER_ROLE} & set(process.roles)
+        given, serves = self.settings, {ALL_ROLES, ROUTER_ROLE, FRONT_ROLE} & set(process.roles)
         for name, port in (("http", given.http_port), ("grpc", given.grpc_port)):
             if serves and port >= 0:
                 yield f"{name} {given.host}:{_port(port)}"

@@ -15,6 +15,7 @@ from jdisagg.core.events import (
     Finish,
     InsertKV,
     OpenGates,
+    Outcome,
     Received,
     Reject,
     Reshape,
@@ -34,8 +35,6 @@ from jdisagg.serve.reshaping import Reshaper
 from jdisagg.serve.timers import Timers
 
 log = logging.getLogger("jdisagg.driver")
-
-Outcome = EmitTokens | Finish | Reject
 
 
 class ReshapingDriver(Protocol):

@@ -185,8 +185,11 @@ class LocalService:
             await asyncio.sleep(0.02)
 
     def _died(self, error: BaseException) -> None:
-        """The driver thread is gone: every running request ends as an error instead of waiting for ever."""
-        self.why_dead = f"the driver stopped: {type(error).__name__}: {error}"
+        self.end(f"the driver stopped: {type(error).__name__}: {error}")
+
+    def end(self, why: str) -> None:
+        """Nothing more can be served: every running request ends as an error instead of waiting for ever."""
+        self.why_dead = why
         self._deliver(
             [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=self.why_dead)) for each in [*self._mailboxes]]
         )

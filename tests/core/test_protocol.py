@@ -13,6 +13,7 @@ from jdisagg.core.messages import (
     Abort,
     AbortAck,
     Ack,
+    Adopt,
     CacheChanged,
     CacheHeld,
     CacheWanted,
@@ -25,7 +26,7 @@ from jdisagg.core.messages import (
     StartPrefill,
     View,
 )
-from jdisagg.core.protocol import TO_ROUTER, check_transfer, check_word
+from jdisagg.core.protocol import FROM_FRONT, TO_ROUTER, check_transfer, check_word
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -82,8 +83,8 @@ def test_a_decode_worker_is_told_to_compute_only_where_it_has_programs_for_it():
 
 
 def test_every_message_is_for_somebody():
-    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave}
-    assert set(Message.__args__) == between | set(TO_ROUTER)
+    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave, Adopt}
+    assert set(Message.__args__) == between | set(TO_ROUTER) | set(FROM_FRONT)
 
 
 PART = KVTransfer(A1, P.worker, D.worker, (1, 2), (3, 0), 8)

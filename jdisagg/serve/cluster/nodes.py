@@ -1,8 +1,8 @@
 """The two kinds of processes of a cluster: the one with the router, and those with workers alone.
 
 The router's process relays messages between workers of different processes (a star: one link each, one place that knows
-who is there); KV goes from worker process to worker process. A worker process without its router holds nothing: it
-fences itself at once, and joins again, empty, as soon as there is a router.
+who is there); KV goes from worker process to worker process. A worker process without its router goes on with what it
+decodes, gives up all else at once, and joins again as soon as there is a router.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from jdisagg.core.codec import encode, shown
 from jdisagg.core.errors import BadTicket, SenselessWord, TransferRefused
-from jdisagg.core.events import ROUTER, Received, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
-from jdisagg.core.messages import Abort, AbortAck, Message
+from jdisagg.core.events import ROUTER, Received, RouterFound, RouterLost, Send, WorkerJoined, WorkerLeaving, WorkerLost
+from jdisagg.core.messages import Abort, AbortAck, Adopt, Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -67,6 +67,8 @@ class Node:
                 self.remote_kv.withdraw(message.attempt)
             case RouterLost():
                 self.remote_kv.withdraw_all()
+            case Send(to, Adopt(attempt)):
+                log.warning("%s goes on with %s, which another router had", to, attempt.request_id)
 
     # ------------------------------------------------------------ out: `driver.RemoteWorkers`
 
@@ -206,14 +208,14 @@ class WorkerNode(Node):
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self._link = link
-        for worker in self.machines:  # nothing is held of another router's: now this one hears what is free
-            self.driver.post(worker, RouterLost())
+        for worker in self.machines:
+            self.driver.post(worker, RouterFound())
         log.warning("joined the router as %s", ", ".join(self.machines))
         if self._leaving:
             self.leave()
 
     def on_lost(self, why: str) -> None:
-        log.warning("the router is gone (%s): giving everything up", why)
+        log.warning("the router is gone (%s): giving up all but what is decoded here", why)
         self._link = None
         self.disconnect(list(self.peers))
         for worker in self.machines:

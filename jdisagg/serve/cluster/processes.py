@@ -22,7 +22,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.group_shards import of_one_process
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Request, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
@@ -45,6 +45,7 @@ from jdisagg.serve.build import (
 from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
+from jdisagg.serve.cluster.fronts import RouterFronts
 from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
 from jdisagg.serve.cluster.profiles import RouterProfiles, WorkerProfiles
@@ -65,6 +66,7 @@ from jdisagg.serve.tier_stores import open_stores, post_found
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
+FRONT_ROLE = "front"  # serves clients by way of a router elsewhere, and is nothing besides
 SETTLED_S = 0.5  # with nothing left, before a process leaves
 ROLES = (ROUTER_ROLE, "prefill", "decode", "colocated")
 
@@ -74,8 +76,9 @@ def roles_of(settings: Settings) -> frozenset[str]:
     if settings.role == ALL_ROLES:
         return frozenset(ROLES)
     roles = frozenset(settings.role.split(","))
-    if not roles <= set(ROLES):
-        raise ConfigError(f"--role={settings.role}: roles are {', '.join(ROLES)}, several with commas, or all")
+    if not (roles <= set(ROLES) or roles == {FRONT_ROLE}):
+        known = f"{', '.join(ROLES)}, several with commas, or all, or {FRONT_ROLE} alone"
+        raise ConfigError(f"--role={settings.role}: roles are {known}")
     if ROUTER_ROLE not in roles and not settings.router:
         raise ConfigError(f"--role={settings.role} needs --router=HOST:PORT, the control port of the router's process")
     if ROUTER_ROLE in roles and settings.router:
@@ -306,18 +309,22 @@ def build_router(
     address = f"{settings.host}:{settings.control_port}"
     transport = remote_kv.config
     profiles = RouterProfiles(node)
+    check = partial(Request.check, vocab_size=deployment.model.vocab_size, max_model_len=deployment.max_model_len)
+    fronts = RouterFronts(profiles, check, lambda: node.able)
     control_server = ControlServer(
-        address, transport.secret, transport.identity, profiles, heartbeat_of(settings), credentials
+        address, transport.secret, transport.identity, fronts, heartbeat_of(settings), credentials
     )
     warm(machines, progress, partial(remote_programs, deployment))
-    config = replace(router_config(settings), workers_return=True, first_epoch=first_epoch())
+    config = replace(
+        router_config(settings), workers_return=True, first_epoch=first_epoch(), adopt_s=settings.peer_silence_s
+    )
     records = Records(settings.debug_keep)
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores)
+    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts)
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
-    node.driver = service.driver
+    node.driver = fronts.driver = service.driver
     return RouterProcess(service, node, control_server, profiles)
 
 
@@ -329,6 +336,7 @@ def _service(
     router: Router,
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
+    fronts: RouterFronts,
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = _metrics(deployment, settings, node)
@@ -345,7 +353,10 @@ def _service(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), node.observe),
+        observers=(
+            *(journal.observe, metrics.observe, *asked_observers(records, deployment, settings)),
+            *(node.observe, fronts.observe),
+        ),
         metrics=metrics,
         journal=journal,
         debug_state=debug if settings.debug_keep else None,
