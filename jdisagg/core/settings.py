@@ -150,7 +150,9 @@ class Settings:
     pool: str = _setting("", "tiers", "KV that all workers share: redis://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER")
     # cluster
     role: str = _everyday(
-        "all", "cluster", "what this process plays: router, prefill, decode, colocated, several with commas; all; or front alone"
+        "all",
+        "cluster",
+        "what this process plays: router, prefill, decode, colocated, several with commas, all, or front",
     )
     labels: str = _setting("", "cluster", "where this process stands, as host=a,rack=b,slice=c,pod=d; what is not said"
                            " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip

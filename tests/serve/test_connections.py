@@ -19,6 +19,7 @@ import uvloop
 
 from jdisagg.core.settings import Settings
 from jdisagg.serve import servers
+from jdisagg.serve.http.connections import CloseReason, ConnectionLimiter, Limits
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import ToyStack, toy_stack
 
@@ -274,6 +275,53 @@ def test_at_the_limit_who_asks_nothing_makes_room_for_who_does() -> None:
         assert all(here.alive() for _ in range(5))
         eventually(lambda: here.open <= 8)
         eventually(lambda: here.cuts("displaced") >= 32)
+
+
+class Caller:
+    """A connection as the limiter sees it, which counts how often it is looked at."""
+
+    looked = 0
+
+    def __init__(self, limiter: ConnectionLimiter, *, busy: bool) -> None:
+        self.limiter, self.busy, self.is_cut = limiter, busy, False
+
+    @property
+    def asks_nothing(self) -> bool:
+        Caller.looked += 1
+        return not self.busy
+
+    def drop(self, reason: CloseReason) -> None:
+        self.is_cut = True
+        self.limiter.left(self)  # type: ignore[arg-type]
+
+    def refuse(self, status: int, message: str, reason: CloseReason) -> None:
+        self.drop(reason)
+
+
+def test_at_the_limit_a_newcomer_costs_as_little_among_a_thousand_as_among_ten() -> None:
+    """Every connection there is was gone through, twice, for each that came: a flood paid for itself a thousandfold."""
+    for busy in (True, False):
+        limiter, Caller.looked = ConnectionLimiter(Limits(max_connections=1000)), 0
+        for _ in range(1000):
+            limiter.admit(Caller(limiter, busy=busy))  # type: ignore[arg-type]
+        flood = [Caller(limiter, busy=False) for _ in range(500)]
+        for each in flood:
+            limiter.admit(each)  # type: ignore[arg-type]
+        assert Caller.looked <= 1000 + 2 * 500
+        assert all(each.is_cut for each in flood) if busy else not any(each.is_cut for each in flood)
+
+
+def test_the_one_that_waits_longest_makes_room_and_one_that_was_busy_when_looked_at_has_its_turn_later() -> None:
+    limiter = ConnectionLimiter(Limits(max_connections=2))
+    busy, idle, third, fourth = (Caller(limiter, busy=number == 0) for number in range(4))
+    for each in (busy, idle, third):
+        limiter.admit(each)  # type: ignore[arg-type]
+    assert [each.is_cut for each in (busy, idle, third)] == [False, True, False]
+    busy.busy = False
+    limiter.waits(busy)  # type: ignore[arg-type]
+    limiter.waits(third)  # type: ignore[arg-type]
+    limiter.admit(fourth)  # type: ignore[arg-type]
+    assert [each.is_cut for each in (busy, third, fourth)] == [True, False, False]
 
 
 def test_where_all_are_busy_a_newcomer_gets_503_and_is_served_as_soon_as_one_has_ended() -> None:

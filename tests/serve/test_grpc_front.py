@@ -259,6 +259,21 @@ def test_a_call_joins_the_trace_of_who_asked_and_is_told_its_span() -> None:
     assert {request.traceparent for request in with_channel(test).seen} == {""}, "who traces nothing keeps no context"
 
 
+def test_a_call_says_its_objectives_by_its_metadata() -> None:
+    async def test(channel: grpc.aio.Channel) -> None:
+        stub = OrchestratorStub(channel)
+        said = (("ttft_s", "0.5"), ("tpot_s", "0.05"))
+        assert [response async for response in stub.Decode(text_request(max_tokens=1), metadata=said)]
+        for wrong in ("soon", "0", "nan", "-1"):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Decode(text_request(max_tokens=1), metadata=(("tpot_s", wrong),)).read()
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert raised.value.details().startswith("tpot_s is ")
+
+    (request,) = with_channel(test).seen
+    assert (request.ttft_s, request.tpot_s) == (0.5, 0.05)
+
+
 def test_silent_connections_are_closed_and_those_over_the_limit_are_refused() -> None:
     async def test() -> None:
         service, settings = ScriptedService(), FrontSettings(client_timeout_s=0.3, max_connections=20)

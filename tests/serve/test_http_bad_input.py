@@ -294,6 +294,10 @@ def test_a_body_of_too_many_values_is_refused_before_they_are_made(front: Front)
         (COMPLETIONS, {"prompt": "x", "temperature": 10**5000}, 400),
         (COMPLETIONS, {"prompt": "x", "tools": 10**5000}, 400),
         (COMPLETIONS, {"prompt": "x", "priority": -11}, 400),
+        (COMPLETIONS, {"prompt": "x", "ttft_s": 0}, 400),
+        (COMPLETIONS, {"prompt": "x", "ttft_s": float("nan")}, 400),
+        (CHAT, {**USER, "tpot_s": -1.0}, 400),
+        (CHAT, {**USER, "tpot_s": float("inf")}, 400),
     ],
 )
 def test_nothing_that_a_body_says_is_a_500(front: Front, path: str, fields: dict[str, Any], status: int | None) -> None:

@@ -230,6 +230,8 @@ def test_every_sampling_field_reaches_the_request(front: Front) -> None:
         "ignore_eos": True,
         "stop_token_ids": [9],
         "priority": -2,
+        "ttft_s": 0.5,
+        "tpot_s": 0.05,
     }
     front.client.completions.create(
         model="also-tiny",
@@ -248,7 +250,7 @@ def test_every_sampling_field_reaches_the_request(front: Front) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 3)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, 0.4)
     assert (sampling.logit_bias, sampling.stop_token_ids) == (((7, -3.0),), (9,))
-    assert request.priority == -2
+    assert (request.priority, request.ttft_s, request.tpot_s) == (-2, 0.5, 0.05)
 
 
 def test_the_ledger_comes_on_request_and_its_parts_sum(front: Front) -> None:

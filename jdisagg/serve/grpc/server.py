@@ -91,7 +91,8 @@ class Orchestrator(OrchestratorServicer):
         """One answer is greedy; several are drawn at temperature 1, each with its own seed."""
         client = await self._recognised(context)
         try:
-            requests = await self._traced(context, await self._requests(request))
+            objectives = {name: _seconds(context, name) for name in ("ttft_s", "tpot_s")}
+            requests = await self._traced(context, await self._requests(request, objectives))
             options, settings = self._options(requests[0].sampling), self._settings
             drawn = answers(self._service, requests, options, settings.choices_at_once, settings.queue_timeout_s)
             metered = self._clients.metered(client, len(requests[0].prompt), requests, drawn)
@@ -131,7 +132,7 @@ class Orchestrator(OrchestratorServicer):
         await context.send_initial_metadata((("traceresponse", told),))
         return [replace(each, traceparent=parent.header(parent.parent_id)) for each in requests]
 
-    async def _requests(self, asked: DecodeRequest) -> list[Request]:
+    async def _requests(self, asked: DecodeRequest, objectives: dict[str, float | None]) -> list[Request]:
         """The samples' requests, all checked. Raises RequestError."""
         if asked.lora_adapter_id:
             raise RequestError(f"lora_adapter_id is not supported yet; it was {asked.lora_adapter_id[:100]!r}")
@@ -144,7 +145,8 @@ class Orchestrator(OrchestratorServicer):
         name, requests = f"grpc-{next(self._numbers)}", []
         for i in range(max(1, asked.num_samples)):
             drawn = replace(sampling, seed=choice_seed(sampling.seed, i))
-            requests.append(Request(RequestId(f"{name}-{i}"), prompt, drawn, now_s, queue_deadline_s=deadline_s))
+            own = Request(RequestId(f"{name}-{i}"), prompt, drawn, now_s, queue_deadline_s=deadline_s)
+            requests.append(replace(own, **objectives))
         requests[0].check(service.model_config.vocab_size, service.max_model_len)
         check_work(service, requests, settings.queue_timeout_s, runs_on=not sampling.stop_token_ids)
         return requests
@@ -178,6 +180,15 @@ class Orchestrator(OrchestratorServicer):
 def _metadata(context: Call, name: str) -> str:
     """What the client sent under `name`; empty where it sent nothing."""
     return str(dict(context.invocation_metadata() or ()).get(name, ""))
+
+
+def _seconds(context: Call, name: str) -> float | None:
+    """An objective of the call, by its metadata, for the interface has no field for it. Raises RequestError."""
+    text = _metadata(context, name)
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise RequestError(f"{name} is {text[:40]!r}, must be a number of seconds", param=name) from None
 
 
 def _response(index: int, count: int, text: str, token_ids: Sequence[int]) -> DecodeResponse:

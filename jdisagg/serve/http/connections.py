@@ -54,19 +54,40 @@ class ConnectionLimiter:
 
     def __init__(self, limits: Limits, note: Callable[[CloseReason], None] = lambda reason: None) -> None:
         self.limits, self.note = limits, note
+        self._open: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # those that asked for nothing when last seen, longest first
 
-    def admit(self, newcomer: Connection, present: Collection[Any]) -> None:
-        """Makes room for the newcomer, which is among the `present`, or refuses it."""
-        if len(present) <= self.limits.max_connections:
-            return
-        kept = [each for each in present if not each.is_cut]  # the others are on their way out
-        if len(kept) <= self.limits.max_connections:
-            return
-        waiting = [each for each in kept if each is not newcomer and each.asks_nothing]
-        if waiting:
-            min(waiting, key=lambda each: each.since_s).drop(CloseReason.DISPLACED)
-        else:
-            newcomer.refuse(503, f"all {self.limits.max_connections} connections are busy", CloseReason.FULL)
+    def admit(self, newcomer: Connection) -> None:
+        """Makes room for the newcomer, or refuses it. However many there are, this looks at few: whoever is passed over
+        is looked at again only when it has asked for something since."""
+        self._open.add(newcomer)
+        if len(self._open) > self.limits.max_connections:
+            longest = self._longest_waiting()
+            if longest is not None:
+                longest.drop(CloseReason.DISPLACED)
+            else:
+                newcomer.refuse(503, f"all {self.limits.max_connections} connections are busy", CloseReason.FULL)
+        if not newcomer.is_cut:
+            self.waits(newcomer)
+
+    def _longest_waiting(self) -> Connection | None:
+        while self._waiting:
+            longest = next(iter(self._waiting))
+            if longest.asks_nothing:
+                return longest
+            del self._waiting[longest]
+        return None
+
+    def waits(self, connection: Connection) -> None:
+        """From now on nothing is read for it or answered, unless it is: then it says so again when that is over."""
+        if connection in self._open:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = None
+
+    def left(self, connection: Connection) -> None:
+        """It is gone, or only has to send what was written before."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
 
     def sweep(self, present: Collection[Any], now_s: float) -> None:
         """Cuts off whoever is late."""
@@ -101,7 +122,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._limiter.admit(self, self.connections)
+        self._limiter.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limiter.left(self)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.is_cut:
@@ -152,6 +177,8 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # `look` sees to it
         if self._phase is Phase.NOTHING:
             self._enter(Phase.NOTHING)
+        else:
+            self._limiter.waits(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -163,6 +190,8 @@ class Connection(HttpToolsProtocol):
 
     def _enter(self, phase: Phase) -> None:
         self._phase, self.since_s, self._body_bytes = phase, self.loop.time(), 0
+        if phase is not Phase.BODY:
+            self._limiter.waits(self)
 
     # ------------------------------------------------------------ deadlines
 
@@ -215,6 +244,7 @@ class Connection(HttpToolsProtocol):
     def _close(self, reason: CloseReason) -> None:
         """What was written before is still sent, if the client reads it in time."""
         self.is_cut = True
+        self._limiter.left(self)
         self._limiter.note(reason)
         self.transport.close()
 
@@ -223,4 +253,5 @@ class Connection(HttpToolsProtocol):
         if not self.is_cut:
             self._limiter.note(reason)
         self.is_cut = True
+        self._limiter.left(self)
         self.transport.abort()

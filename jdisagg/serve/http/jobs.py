@@ -229,7 +229,11 @@ def _choices(
         prompt, nth = prompts[index // n], index % n
         drawn = replace(sampling, seed=choice_seed(sampling.seed, nth))
         request_id = RequestId(f"{public_id}-{unique}-{index}")
-        request = Request(request_id, prompt.ids, drawn, now_s, body.priority, deadline_s, body.cache_salt)
+        request = Request(
+            *(request_id, prompt.ids, drawn, now_s, body.priority, deadline_s, body.cache_salt),
+            ttft_s=body.ttft_s,
+            tpot_s=body.tpot_s,
+        )
         if nth == 0:
             request.check(service.model_config.vocab_size, service.max_model_len)
         choices.append(Choice(request, prompt, nth == 0))

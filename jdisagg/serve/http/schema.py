@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.request import MAX_LOGIT_BIAS, MAX_PRIORITY
+from jdisagg.core.request import LONGEST_OBJECTIVE_S, MAX_LOGIT_BIAS, MAX_PRIORITY
 from jdisagg.serve.http.json_bounds import LIMITS, Limits, brief, read_object
 
 INT32 = 2**31 - 1
@@ -28,6 +28,7 @@ Count = Annotated[int, Field(ge=-1, le=INT32)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Objective = Annotated[float, Field(gt=0, le=LONGEST_OBJECTIVE_S)]
 Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 
 # Known fields that this server cannot honour, with the values that ask for nothing (null and empty always do).
@@ -109,6 +110,8 @@ class GenerationFields(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    ttft_s: Objective | None = None  # asked for: seconds to the first token
+    tpot_s: Objective | None = None  # so, the mean gap between tokens
     request_id: str | None = None
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     ledger: bool = False

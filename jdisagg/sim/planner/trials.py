@@ -103,8 +103,15 @@ def _shares(records: list[Record], objectives: Objectives, end_s: float) -> Shar
     ttft = np.array([_ttft_s(record, end_s) for record in records])
     tpot = np.array([_tpot_s(record, end_s) for record in records])
     first, steps = ttft <= objectives.ttft_s, tpot <= objectives.tpot_s
-    ttft_s, tpot_s = (float(np.quantile(each, objectives.share)) for each in (ttft, tpot))
+    ttft_s, tpot_s = (_quantile(each, objectives.share) for each in (ttft, tpot))
     return float((first & steps).mean()), float(first.mean()), float(steps.mean()), ttft_s, tpot_s
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    """As numpy's, but infinite beside an infinite one, where numpy warns and says that it is no number."""
+    ordered = np.sort(values)
+    above = ordered[math.ceil(share * (len(ordered) - 1))]
+    return math.inf if math.isinf(above) else float(np.quantile(ordered, share))
 
 
 def _ttft_s(record: Record, end_s: float) -> float:
