@@ -30,10 +30,13 @@ class Keeping:
         self._ended: dict[Attempt, Ended] = {}  # of those that are kept
         self._until_s = 0.0
 
-    def note(self, effects: Sequence[Effect]) -> None:
+    def noted(self, effects: list[Effect]) -> list[Effect]:
         """After every event: what is said to the router, and might not reach it."""
-        if not self.grace_s:
-            return
+        if self.grace_s:
+            self._note(effects)
+        return effects
+
+    def _note(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send(_, Drawn(deltas)):

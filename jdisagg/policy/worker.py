@@ -98,9 +98,7 @@ class Worker:
         self._tell_view(again=refused)
         if (changed := self.shared.changes.since_told()) is not None:
             self.out.tell_router(changed)
-        effects = self.out.drain()
-        self.keeping.note(effects)
-        return effects
+        return self.keeping.noted(self.out.drain())
 
     def _take(self, event: Event, now_s: float) -> bool:
         """Books the event; whether the router must hear the view again."""
@@ -113,9 +111,7 @@ class Worker:
                 self._hear(sender, message, now_s)
                 return isinstance(message, Reserve)
             case TimerFired(key) if key == GRACE_TIMER:
-                for owner in self.keeping.run_out(now_s):
-                    self._end(owner, Signal.ABORT, good=True)
-                    self.out.abort(owner, "no router has asked for it in time")
+                give_up_late(self, now_s)
             case TimerFired(key):
                 self._timer(*owner_of_timer(key), now_s)
             case EngineFailed():
@@ -127,7 +123,7 @@ class Worker:
             case PagesFound():
                 self.tiers.found(event)
             case RouterLost():
-                self._give_up_but(self.keeping.router_lost(now_s))
+                give_up_but(self, self.keeping.router_lost(now_s))
                 self.leaving.router_lost()
                 return True
             case RouterFound():
@@ -180,7 +176,7 @@ class Worker:
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
 
-    def _end(self, owner: Attempt, signal: Signal, *, good: bool = False) -> bool:
+    def end(self, owner: Attempt, signal: Signal, *, good: bool = False) -> bool:
         self.reservations.forget(owner)
         prompt_ended = self.prefill_side.end(owner, signal)
         return self.decode_side.end(owner, signal, good=good) or prompt_ended
@@ -190,7 +186,7 @@ class Worker:
         owner = message.attempt
         cancelled = sender == ROUTER  # what it had is whole; another's abort may tell of a failure
         self.keeping.aborted(owner)
-        if self._end(owner, Signal.ABORT, good=cancelled) and not cancelled:
+        if self.end(owner, Signal.ABORT, good=cancelled) and not cancelled:
             self.out.abort(owner, f"{sender}: {message.detail}", message.reason)
         self.out.send(sender, AbortAck(owner))
 
@@ -210,7 +206,7 @@ class Worker:
         if owner in self.prefill_side.sequences:
             self.decode_side.keep(owner, now_s)  # a colocated sequence, whose prompt still waits or runs here
         if self.decode_side.expire(owner, now_s) or gone:
-            self._end(owner, Signal.ABORT)
+            self.end(owner, Signal.ABORT)
             detail = f"a deadline of the handoff ran out on {self.config.worker}"
             self.out.abort(owner, detail, FinishReason.TIMEOUT)
 
@@ -225,19 +221,8 @@ class Worker:
 
     def _transfer_failed(self, owner: Attempt, part: int, reason: str, now_s: float) -> None:
         """At the source it is shipped again; where that is no use, or it was the insert that failed, it ends."""
-        if not self.prefill_side.ship_failed(owner, part, now_s) and self._end(owner, Signal.ABORT):
+        if not self.prefill_side.ship_failed(owner, part, now_s) and self.end(owner, Signal.ABORT):
             self.out.abort(owner, reason)
-
-    def _give_up_but(self, kept: set[Attempt]) -> None:
-        """Ends other handoffs and sequences, so that pages come back; plans in flight find their sequences over."""
-        self.shared.changes.stop()
-        self.tiers.fetches.give_up_all()
-        for owner in [*self.prefill_side.sequences, *self.decode_side.sequences, *self.reservations.waiting]:
-            if owner not in kept:
-                self._end(owner, Signal.ABORT)
-        for effect in self.out.drain():
-            if not isinstance(effect, Send):  # there is nobody to tell
-                self.out.put(effect)
 
     # ------------------------------------------------------------ steps that repeat
 
@@ -274,6 +259,25 @@ class Worker:
         """Nothing waits, runs or is held."""
         busy = any(side.sequences or side.steps for side in (self.prefill_side, self.decode_side))
         return not (busy or self.reservations.waiting or self.tiers.busy)
+
+
+def give_up_but(worker: Worker, kept: set[Attempt]) -> None:
+    """Ends other handoffs and sequences, so that pages come back; plans in flight find their sequences over."""
+    worker.shared.changes.stop()
+    worker.tiers.fetches.give_up_all()
+    sides = worker.prefill_side.sequences, worker.decode_side.sequences, worker.reservations.waiting
+    for owner in [owner for side in sides for owner in side if owner not in kept]:
+        worker.end(owner, Signal.ABORT)
+    for effect in worker.out.drain():
+        if not isinstance(effect, Send):  # there is nobody to tell
+            worker.out.put(effect)
+
+
+def give_up_late(worker: Worker, now_s: float) -> None:
+    """Ends what was kept for a router that did not come."""
+    for owner in worker.keeping.run_out(now_s):
+        worker.end(owner, Signal.ABORT, good=True)
+        worker.out.abort(owner, "no router has asked for it in time")
 
 
 def check_owners(pool: PagePool, decode_side: DecodeSide, prefill_side: PrefillSide, tiers: Tiers) -> None:
