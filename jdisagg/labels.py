@@ -14,7 +14,7 @@ from jdisagg.core.labels import LONGEST_LABEL, NAMES, Labels
 VARIABLES: dict[str, tuple[str, ...]] = {
     "host": ("NODE_NAME", "SLURMD_NODENAME", "HOSTNAME"),
     "rack": ("NODE_RACK",),
-    "slice": ("MEGASCALE_SLICE_ID", "JOBSET_JOB_INDEX", "LWS_GROUP_INDEX"),
+    "slice": ("MEGASCALE_SLICE_ID", "JOB_INDEX", "LWS_GROUP_INDEX"),
     "pod": ("NODE_BLOCK",),
 }
 JOBS = ("TPU_NAME", "JOBSET_NAME", "LWS_NAME")  # a slice is numbered within its job, or is all of it

@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdisagg.cluster.job import Job, Part
-from jdisagg.cluster.pods import Document, labels, router_pod, worker_pod
+from jdisagg.cluster.pods import Document, labels, router_pod, told_by, worker_pod
 
 EXCLUSIVE = "leaderworkerset.sigs.k8s.io/exclusive-topology"
 JOBSET_NAMES = {  # what `jdisagg.cluster.membership` reads -> JobSet's annotation of a pod
     "JOBSET_NAME": "jobset.sigs.k8s.io/jobset-name",
     "REPLICATED_JOB_NAME": "jobset.sigs.k8s.io/replicatedjob-name",
     "JOB_INDEX": "jobset.sigs.k8s.io/job-index",
+}
+LWS_NAMES = {  # what `jdisagg.labels` reads beside what LeaderWorkerSets say -> their label of a pod
+    "LWS_NAME": "leaderworkerset.sigs.k8s.io/name",
+    "LWS_GROUP_INDEX": "leaderworkerset.sigs.k8s.io/group-index",
 }
 MAX_RESTARTS = 1000
 Selectors = Callable[[Part], Mapping[str, str]]
@@ -85,13 +89,13 @@ def job_sets(job: Job) -> list[Document]:
 
 def _set(job: Job, part: Part, selector: Mapping[str, str]) -> Document:
     """The spec of a LeaderWorkerSet; where a group has members, its leader alone is asked whether it is well."""
-    template: Document = {
-        "size": part.size,
-        "restartPolicy": "RecreateGroupOnPodRestart",
-        "workerTemplate": worker_pod(job, part, part.size == 1, selector),
-    }
+    pods = {"workerTemplate": worker_pod(job, part, part.size == 1, selector)}
     if part.size > 1:
-        template["leaderTemplate"] = worker_pod(job, part, True, selector)
+        pods["leaderTemplate"] = worker_pod(job, part, True, selector)
+    for pod in pods.values():
+        variables = pod["spec"]["containers"][0]["env"]
+        variables += [told_by(name, f"metadata.labels['{label}']") for name, label in LWS_NAMES.items()]
+    template: Document = {"size": part.size, "restartPolicy": "RecreateGroupOnPodRestart", **pods}
     rolling = {"maxUnavailable": 1, "maxSurge": 0}
     return {
         "replicas": part.replicas,
@@ -105,8 +109,7 @@ def _replicated(job: Job, part: Part) -> Document:
     pod = worker_pod(job, part, part.size == 1)
     container = pod["spec"]["containers"][0]
     for name, annotation in JOBSET_NAMES.items():
-        source = {"fieldRef": {"fieldPath": f"metadata.annotations['{annotation}']"}}
-        container["env"].append({"name": name, "valueFrom": source})
+        container["env"].append(told_by(name, f"metadata.annotations['{annotation}']"))
     container["env"].append({"name": "NNODES", "value": str(part.size)})
     pod["spec"]["restartPolicy"] = "Never"
     counts = {"parallelism": part.size, "completions": part.size, "completionMode": "Indexed", "backoffLimit": 0}

@@ -17,6 +17,17 @@ RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 USER = 1000
 
 
+POD_NAMES = {  # of a worker's own: where its KV is pulled, and where it stands (`jdisagg.labels`)
+    "POD_IP": "status.podIP",
+    "NODE_NAME": "spec.nodeName",
+}
+
+
+def told_by(name: str, path: str) -> Document:
+    """A variable that Kubernetes fills with what it knows of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
 def labels(job: Job, component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/component": component}
 
@@ -58,7 +69,7 @@ def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] |
         group_size=part.size,
     )
     container = _container(job, part.role, told) | {
-        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "env": [told_by(name, path) for name, path in POD_NAMES.items()],
         "ports": [{"name": "kv", "containerPort": KV_PORT}],
         "resources": _resources(job, part),
     }

@@ -21,6 +21,7 @@ from jdisagg.cluster.job import PLACED, Part, job_of
 from jdisagg.cluster.membership import GroupPlace, resolve
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.labels import JOBS, VARIABLES, here
 from jdisagg.serve.cluster.processes import roles_of
 from jdisagg.serve.group.world import devices_each
 from jdisagg.serve.http.app import create_app
@@ -369,3 +370,38 @@ def test_a_pool_on_this_machine_gets_a_container_and_another_machines_does_not()
     here = services("redis://127.0.0.1:7000")["pool"]["command"]
     assert here[:5] == ["valkey-server", "--bind", "127.0.0.1", "--port", "7000"] and "allkeys-lru" in here
     assert "pool" not in services("redis://store.example:6379") and "pool" not in services("s3://bucket/kv")
+
+
+NOT_THE_MANIFESTS = {  # variables of places: who sets them
+    "MEGASCALE_SLICE_ID": "GKE, in a job of several slices",
+    "TPU_NAME": "GKE and TPU VMs",
+    "NODE_RACK": "who labels nodes, by hand: Kubernetes tells a pod nothing of its node's labels",
+    "NODE_BLOCK": "so",
+    "HOSTNAME": "every container",
+    "SLURMD_NODENAME": "SLURM",
+}
+
+
+def test_variables_of_places_are_those_that_the_manifests_set() -> None:
+    """A JobSet's were read under another name than they were set by, and no pod was told its node's."""
+    read = {name for names in (*VARIABLES.values(), JOBS) for name in names}
+    told: set[str] = set()
+    for _, document in documents(made()):
+        if document["kind"] in ("LeaderWorkerSet", "DisaggregatedSet", "JobSet"):
+            for pod in pods(document):
+                variables = {each["name"] for each in pod["spec"]["containers"][0]["env"]}
+                assert "NODE_NAME" in variables
+                job = {"JOBSET_NAME", "JOB_INDEX"} if document["kind"] == "JobSet" else {"LWS_NAME", "LWS_GROUP_INDEX"}
+                assert job <= variables, document["kind"]
+                told |= variables
+    assert read == (told & read) | NOT_THE_MANIFESTS.keys()
+    assert not told & NOT_THE_MANIFESTS.keys()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"JOBSET_NAME": "decode-1", "JOB_INDEX": "0"}, {"LWS_NAME": "decode", "LWS_GROUP_INDEX": "1"}],
+)
+def test_a_pod_knows_its_node_and_its_worker(environ: dict[str, str]) -> None:
+    labels = here("", {**environ, "NODE_NAME": "node-7"}, "a-pod", 1)
+    assert (labels.host, labels.slice) == ("node-7", "/".join(environ.values()))
