@@ -268,7 +268,7 @@ def test_a_call_says_its_objectives_by_its_metadata() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Decode(text_request(max_tokens=1), metadata=(("tpot_s", wrong),)).read()
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert raised.value.details().startswith("tpot_s is ")
+            assert str(raised.value.details()).startswith("tpot_s is ")
 
     (request,) = with_channel(test).seen
     assert (request.ttft_s, request.tpot_s) == (0.5, 0.05)
