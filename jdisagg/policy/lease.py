@@ -4,7 +4,7 @@ A router that leads tells the other one so, again and again: its lease, with its
 over when that has not been heard for `lease_s` *and* at least half of those members ask it to be taken: who asks one
 router is not with the other, and promises to obey no lower term for a while. A router that leads and hears nothing of
 the other goes on while more than half of its members are with it, and steps down otherwise. A half and more than a half
-of the same members have one in common; so of two routers one leads. One that was started while it is cut off from the other
+of the same members have one in common; so of two routers one leads. One that was started while cut off from the other
 knows no more than the members that ask it say: it may lead those while the other leads the rest, until they meet.
 """
 
