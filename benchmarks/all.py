@@ -88,6 +88,7 @@ ALL = (
     Benchmark("products_smollm2_cpu", "benchmarks.products", "--model=smollm2"),
     Benchmark("calibration_cpu", "benchmarks.calibration"),
     Benchmark("mixed_steps", "benchmarks.mixed_steps", "--model={models}/small --rounds=5"),
+    Benchmark("ring", "benchmarks.ring", "--rounds=7"),
     Benchmark("prefix_reuse", "benchmarks.prefix_reuse", "--model={models}/small --turns=6"),
     Benchmark("published", "tests.published.table", "{data_dir}", knows_its_file=True),
     Benchmark("simulator_cpu", "benchmarks.simulator", "--data_dir={data_dir}"),

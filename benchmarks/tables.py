@@ -310,6 +310,19 @@ def soak() -> str:
     return f"{origin(report)}\n\n{told}\n\n{rows_of(head, rows)}\n\n{rows_of(['sent', 'and how it ended'], ends)}"
 
 
+def ring() -> str:
+    """A token's time, and of a ring its share of the stages' in pairs."""
+    report = result("ring")
+    rows = []
+    for batch in dict.fromkeys(each["batch"] for each in report["rows"]):
+        found = [each for each in report["rows"] if each["batch"] == batch]
+        shares = ["", *(f" ({each['ratio']:.2f})" for each in found[1:])]
+        times = (f"{1e3 * each['tpot_s']:.1f}{share}" for each, share in zip(found, shares, strict=True))
+        rows.append([batch, *times])
+    kinds = dict.fromkeys(each["schedule"] for each in report["rows"])
+    return f"{origin(report)}\n\n{rows_of(['streams', *kinds], rows)}"
+
+
 def kernels() -> str:
     return kernels_table.tables(kernels_table.read_records())
 
@@ -333,6 +346,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         group_stream,
         simulator,
         topology,
+        ring,
         early_rejection,
         soak,
         kernels,
