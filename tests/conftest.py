@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.environment import QUICK_XLA
 
@@ -18,6 +19,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")  # what is promoted is promoted on purpose, and so is
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # what is broadcast; in processes that tests start as well
+# Examples are drawn and tried as fast as a shared machine lets them: its hiccups are nobody's fault.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))  # for the processes that tests start as well
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
