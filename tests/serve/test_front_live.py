@@ -51,6 +51,19 @@ def test_many_streams_at_once_all_get_their_own_answer(stack: ToyStack, url: str
     assert asyncio.run(everyone()) == [right_text(stack, [*PROMPT, i], 20 + i) for i in range(24)]
 
 
+def test_who_asks_for_more_than_was_ever_given_is_told_so_at_once(stack: ToyStack, url: str) -> None:
+    """By its own first token the prompt of one request tells how fast the next one can be."""
+    body = {"prompt": PROMPT, "max_tokens": 4}
+    assert httpx.post(f"{url}/v1/completions", json={**body, "ttft_s": 60.0}).status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={**body, "prompt": [*PROMPT, 3], "ttft_s": 1e-9})
+    error = refused.json()["error"]
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert "its first token is predicted in" in error["message"] and "on prefill-0" in error["message"]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 4}
+        assert client.completions.create(**asked, extra_body={"ttft_s": 60.0, "tpot_s": 60.0}).choices
+
+
 def test_the_ledger_of_a_real_run_sums_exactly_and_names_the_workers(url: str) -> None:
     response = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 30, "ledger": True})
     ledger = response.json()["choices"][0]["ledger"]
