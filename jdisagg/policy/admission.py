@@ -1,8 +1,8 @@
-"""Whether a request is taken at all: pure functions over what the router knows of its workers."""
+"""Whether a request is taken at all: pure functions over what the router knows of its workers, role by role."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from jdisagg.core.request import Request
 from jdisagg.core.router_config import RouterConfig
@@ -10,14 +10,16 @@ from jdisagg.core.worker_config import Role
 from jdisagg.policy.role_change import phases_of
 from jdisagg.policy.worker_state import WorkerState
 
+ByRole = Mapping[Role, Sequence[WorkerState]]  # every worker, in the router's order: no request may ask all of many
 
-def missing_phase(peers: Collection[WorkerState]) -> str:
+
+def missing_phase(peers: ByRole) -> str:
     """ "prefill" or "decode" where no worker that stays does it, both where there is none at all; empty else."""
-    roles = [peer.config.role for peer in peers if not peer.leaving]
+    roles = [role for role, some in peers.items() if any(not peer.leaving for peer in some)]
     return " and ".join(phase for phase in ("prefill", "decode") if phase not in phases_of(roles))
 
 
-def why_rejected(peers: Collection[WorkerState], waiting: int, config: RouterConfig) -> str:
+def why_rejected(peers: ByRole, waiting: int, config: RouterConfig) -> str:
     """Why the house takes nobody now; empty where it does. Where workers may join, a missing phase is waited for."""
     limit, missing = config.queue_limit, missing_phase(peers)
     if missing and not config.workers_return:
@@ -27,13 +29,13 @@ def why_rejected(peers: Collection[WorkerState], waiting: int, config: RouterCon
     return ""
 
 
-def could_ever_serve(peers: Collection[WorkerState], request: Request) -> bool:
+def could_ever_serve(peers: ByRole, request: Request) -> bool:
     """Whether some live pair would do, had it nothing else to do."""
-    able = {peer.config.role for peer in peers if peer.could_hold(request)}
+    able = {role for role, some in peers.items() if any(peer.could_hold(request) for peer in some)}
     return Role.COLOCATED in able or {Role.PREFILL, Role.DECODE} <= able
 
 
-def may_be_served(peers: Collection[WorkerState], request: Request, config: RouterConfig) -> bool:
+def may_be_served(peers: ByRole, request: Request, config: RouterConfig) -> bool:
     """Whether it is worth waiting: a live pair would do, or a phase has no worker yet and one may join."""
     return could_ever_serve(peers, request) or (config.workers_return and bool(missing_phase(peers)))
 

@@ -47,9 +47,8 @@ class Membership:
             self.refuse_if_never(row, now_s)
 
     def refuse_if_never(self, row: RequestState, now_s: float) -> None:
-        peers = self.peers.values()
-        if not may_be_served(peers, row.request, self.config):
-            never = why_never(peers, row.request)
+        if not may_be_served(self.routes.by_role, row.request, self.config):
+            never = why_never(self.peers.values(), row.request)
             self.routes.refuse(row.request_id, Verdict.NEVER, never, now_s)
             self.requests.finish(row, FinishReason.ERROR, never, now_s)
 
@@ -82,7 +81,7 @@ class Membership:
     def _end_hopeless(self, why: str, now_s: float) -> None:
         """Those in line that no worker can serve any more."""
         for row in list(self.requests.queue):
-            if not could_ever_serve(self.peers.values(), row.to_prefill()):
+            if not could_ever_serve(self.routes.by_role, row.to_prefill()):
                 self.requests.finish(row, FinishReason.ERROR, why, now_s)
 
     # ------------------------------------------------------------ changes of role

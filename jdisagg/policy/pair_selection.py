@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
@@ -18,6 +18,10 @@ from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
 from jdisagg.policy.worker_state import WorkerState
 
+MANY = 64  # workers of one role from which on not all are weighed for each request
+WEIGHED = 4  # of those: the next in turn. The least loaded of a few is nearly the least loaded of all (Mitzenmacher)
+BLIND = (Routing.LEAST_LOADED, Routing.RANDOM)  # to what any one worker holds, so that a few stand for all
+
 
 class PairSelection:
     """Chooses, notes every decision, and remembers what went where as far as the routing asks for it."""
@@ -29,14 +33,31 @@ class PairSelection:
         self.directory, self.pace = PrefixDirectory(), Pace()
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
+        self._next_weighed = 0
         self._mixed = False
         self._objectives = False  # whether some request had any
+        self.by_role: dict[Role, list[WorkerState]] = {}
         self.joined()
 
     def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
         """The pair for the row's next attempt, None where none has room."""
+        few = self._few()
+        choice = None if few is None else self._choice(few, row, now_s, ask_anyway)
+        if choice is None or choice.taken is None:
+            choice = self._choice(self.peers.values(), row, now_s, ask_anyway)
+        self._decided(row, choice, now_s)
+        return choice.taken
+
+    def _few(self) -> list[WorkerState] | None:
+        """Workers that are weighed in place of all, None where all are."""
+        if self.config.routing not in BLIND or max(map(len, self.by_role.values())) < MANY:
+            return None
+        self._next_weighed += WEIGHED
+        return [peer for some in self.by_role.values() for peer in _in_turn(some, self._next_weighed)]
+
+    def _choice(self, peers: Iterable[WorkerState], row: RequestState, now_s: float, ask_anyway: bool) -> Choice:
         request = row.to_prefill()
-        snapshots = [self._snapshot(peer, request, row, ask_anyway) for peer in self.peers.values()]
+        snapshots = [self._snapshot(peer, request, row, ask_anyway) for peer in peers]
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
         config = self.config
@@ -52,8 +73,7 @@ class PairSelection:
         choice = choose_pair(snapshots, routed, self.config.routing)
         if self._mixed and self.config.colocated_fallback and not choice.by_itself:
             choice = self._with_fallback(choice, request, now_s)
-        self._decided(row, choice, now_s)
-        return choice.taken
+        return choice
 
     def _forecast(self, request: Request, now_s: float) -> Forecast:
         predicted = self.config.routing is Routing.PREDICTED
@@ -93,7 +113,8 @@ class PairSelection:
 
     def joined(self) -> None:
         """The workers are others now."""
-        self._mixed = {peer.config.role for peer in self.peers.values()} == set(Role)
+        self.by_role = {role: [peer for peer in self.peers.values() if peer.config.role is role] for role in Role}
+        self._mixed = all(self.by_role.values())
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone."""
@@ -154,3 +175,11 @@ class PairSelection:
     def refuse(self, request_id: RequestId, verdict: Verdict, detail: str, now_s: float) -> None:
         """Nobody was weighed: the house is full, or too small."""
         self.note(Decision(now_s, request_id, verdict, detail=detail))
+
+
+def _in_turn(some: Sequence[WorkerState], number: int) -> Sequence[WorkerState]:
+    """`WEIGHED` of them from the place of `number` on, round and round; all where there are few."""
+    if len(some) < MANY:
+        return some
+    first = number % len(some)
+    return [*some[first : first + WEIGHED], *some[: max(0, first + WEIGHED - len(some))]]

@@ -129,8 +129,7 @@ class Router:
     def _submit(self, event: Submit, now_s: float) -> None:
         request = event.request
         assert request.request_id not in self.rows, f"the id {request.request_id!r} is running"
-        peers, waiting = self.peers.values(), len(self.queue)
-        rejected = why_rejected(peers, waiting, self.config)
+        rejected = why_rejected(self.routes.by_role, len(self.queue), self.config)
         if rejected and not event.resumed:
             self.routes.refuse(request.request_id, Verdict.REJECTED, rejected, now_s)
             self.out.put(Reject(request.request_id, self.requests.retry_after_s, rejected))
@@ -238,7 +237,7 @@ class Router:
         if row.waiting is Waiting.KEEPER:
             self.adoption.waited(row, now_s)
         elif row.waiting is Waiting.RESERVATION:
-            missing = missing_phase(self.peers.values())
+            missing = missing_phase(self.routes.by_role)
             why = f"; no worker is there for {missing}" if missing else ""
             self.requests.finish(row, FinishReason.TIMEOUT, detail + why, now_s)
         else:

@@ -1,0 +1,85 @@
+"""Of very many workers a few are weighed for each request: work is spread nearly as well, and room is always found."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.events import Reject, Send, Submit, WorkerJoined, WorkerLost
+from jdisagg.core.messages import Reserve, View
+from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.pair_selection import MANY, WEIGHED
+from jdisagg.policy.router import Router
+from tests.sim.cases import request, worker
+
+
+def crowd(prefills: int, decodes: int) -> list[WorkerConfig]:
+    sizes = {"num_pages": 4096, "num_slots": 64}
+    counts = ((Role.PREFILL, prefills), (Role.DECODE, decodes))
+    return [worker(f"{role}-{number}", role, **sizes) for role, count in counts for number in range(count)]
+
+
+def decodes_of(router: Router, requests: int, first: int = 0) -> list[WorkerId]:
+    """Whom it asked for reservations."""
+    asked = list[WorkerId]()
+    for number in range(first, first + requests):
+        effects = router.handle(Submit(request(f"r{number}", 6, max_tokens=4)), 0.0)
+        assert not any(isinstance(each, Reject) for each in effects)
+        asked += [each.to for each in effects if isinstance(each, Send) and isinstance(each.message, Reserve)]
+    return asked
+
+
+@pytest.mark.parametrize("workers", [MANY, 2 * MANY + 1])
+def test_work_is_spread_evenly_though_only_a_few_are_weighed(workers):
+    router = Router(RouterConfig(queue_limit=1 << 20), crowd(workers, workers))
+    asked = decodes_of(router, 10 * workers)
+    counts = [asked.count(WorkerId(f"decode-{number}")) for number in range(workers)]
+    assert len(asked) == 10 * workers and min(counts) >= 8 and max(counts) <= 12
+    prefills = [len(router.peers[WorkerId(f"prefill-{number}")].prefill_work) for number in range(workers)]
+    assert min(prefills) >= 8 and max(prefills) <= 12
+
+
+def test_the_one_worker_with_room_is_found_among_many():
+    router = Router(RouterConfig(queue_limit=1 << 20), crowd(MANY, 3 * MANY))
+    for number in range(3 * MANY):
+        if number != 77:
+            router.peers[WorkerId(f"decode-{number}")].hear(View(0, 0, 0, 0))
+    assert decodes_of(router, 20) == [WorkerId("decode-77")] * 20
+
+
+def test_a_pool_of_few_beside_one_of_many_is_weighed_as_a_whole():
+    router = Router(RouterConfig(queue_limit=1 << 20), crowd(3, 2 * MANY))
+    decodes_of(router, 30)
+    assert {len(peer.prefill_work) for peer in router.peers.values() if peer.config.role.prefills} == {10}
+
+
+def test_who_joins_and_who_is_lost_is_known_at_once():
+    router = Router(RouterConfig(queue_limit=1 << 20, workers_return=True), crowd(MANY, MANY))
+    joined = worker("decode-new", Role.DECODE, num_pages=4096, num_slots=64)
+    router.handle(WorkerJoined(joined), 0.0)
+    router.handle(WorkerLost(WorkerId("decode-0")), 0.0)
+    asked = decodes_of(router, 20 * MANY)
+    assert WorkerId("decode-new") in asked and WorkerId("decode-0") not in asked
+    for number in range(1, MANY):
+        router.handle(WorkerLost(WorkerId(f"decode-{number}")), 0.0)
+    router.handle(WorkerLost(WorkerId("decode-new")), 0.0)
+    assert decodes_of(router, 3, first=20 * MANY) == [], "without a decode worker they wait"
+
+
+@pytest.mark.parametrize("routing", [Routing.CACHE_AWARE, Routing.PREDICTED, Routing.ROUND_ROBIN])
+def test_a_routing_that_asks_what_a_worker_holds_weighs_all(routing):
+    router = Router(RouterConfig(queue_limit=1 << 20, routing=routing), crowd(MANY, MANY))
+    assert router.routes._few() is None
+    assert len(decodes_of(router, 5)) == 5
+
+
+def test_no_more_than_a_few_of_each_role_are_weighed():
+    router = Router(RouterConfig(), crowd(2 * MANY, MANY))
+    for _ in range(3 * MANY):
+        few = router.routes._few()
+        assert few is not None and len(few) == 2 * WEIGHED == len({each.config.worker for each in few})
+
+
+def test_a_small_house_is_weighed_as_ever():
+    assert Router(RouterConfig(), crowd(MANY - 1, MANY - 1)).routes._few() is None
