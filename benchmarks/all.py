@@ -81,6 +81,13 @@ ALL = (
     Benchmark("topology", "benchmarks.topology", "--requests=300", "--requests=20"),
     Benchmark("early_rejection", "benchmarks.early_rejection", "", "--rates=16 --requests=20"),
     Benchmark("soak_cpu", "benchmarks.soak"),
+    Benchmark("autoscale", "benchmarks.autoscale", "--data_dir={data_dir}"),
+    Benchmark(
+        "role_flip_cpu",
+        "benchmarks.role_flip",
+        "--model=tests/fixtures/conformance/llama3 --before_s=4 --drain_s=2",
+    ),
+    Benchmark("scale", "benchmarks.scale", "", "--workers=16,32 --streams=64 --followed=20"),
     Benchmark("group_stream_cpu", "benchmarks.group_stream", "--rounds=3000", "--rounds=20"),
     Benchmark("processes_cpu", "benchmarks.processes", "--rounds=4 --num_requests=8"),
     Benchmark("compression", "benchmarks.compression"),

@@ -323,6 +323,41 @@ def ring() -> str:
     return f"{origin(report)}\n\n{rows_of(['streams', *kinds], rows)}"
 
 
+def role_flip() -> str:
+    report, rates = result("role_flip_cpu"), ("before_tokens_per_s", "meanwhile_tokens_per_s", "failed")
+    keys = ("drained_s", "reshard_s", "compile_s", "warm_s", "whole_s")
+    rows = [
+        [each["role"], *(f"{each[key]:.2f}" for key in keys), *(f"{each[key]:.0f}" for key in rates)]
+        for each in report["rows"]
+    ]
+    head = ["becomes", "drained, s", "cut", "compiled", "warmed", "whole", "tokens/s before", "meanwhile", "failed"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def autoscale() -> str:
+    report, rows = result("autoscale"), []
+    for each in report["rows"]:
+        good, flips = f"{each['good']:,} of {each['requests']:,}", str(each["flips"] or "")
+        rows.append([each["course"], each["ratio"], good, f"{each['of_oracle']:.1%}", flips])
+    return f"{origin(report)}\n\n{rows_of(['course', 'prefill:decode', 'good', 'of the oracle', 'flips'], rows)}"
+
+
+def scale() -> str:
+    report, keys = result("scale"), ("workers", "streams", "decisions_per_s", "events_per_s", "state_bytes")
+    rows = [[*(f"{each[key]:,.0f}" for key in keys), f"{each['messages_per_token']:.2f}"] for each in report["rows"]]
+    head = ["workers", "streams", "decisions/s", "events/s", "bytes a stream", "messages a token"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def scale_failures() -> str:
+    report, rows = result("scale"), []
+    for each in report["failures"]:
+        way, spares = "shipped again" if each["reshipped"] else "prefilled again", str(each["spares"] or "none")
+        rows.append([way, spares, f"{each['lost']:.5%}", f"{each['stalled_s']:.2f}"])
+    head = ["KV of the streams", "workers standing by", "goodput lost", "a stream stalls, s"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def kernels() -> str:
     return kernels_table.tables(kernels_table.read_records())
 
@@ -348,6 +383,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
         topology,
         ring,
         early_rejection,
+        autoscale,
+        role_flip,
+        scale,
+        scale_failures,
         soak,
         kernels,
     )

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from docs.generate.markdown import table
+from jdisagg.policy.autoscaler import Scaling
+from jdisagg.policy.role_scaler import RoleScaler
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.metrics_compat import NAMES
 
@@ -21,6 +23,7 @@ def registered() -> list[Any]:
     """Every family of a running router."""
     metrics = Metrics("model", recompiles=lambda: 0.0)
     metrics.watch_held("prefill-0", lambda: (0, 0))
+    metrics.watch_scaling(RoleScaler(Scaling(), ()))
     metrics.watch_connections(lambda: 0, ("silent",))
     return [*metrics._families.registry._collector_to_names]
 

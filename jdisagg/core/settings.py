@@ -126,6 +126,8 @@ class Settings:
     prefill_timeout_s: float = _setting(300.0, "scheduling", "from a free reservation to the first token")
     stall_timeout_s: float = _setting(120.0, "scheduling", "longest gap between two tokens of a request")
     max_retries: int = _setting(3, "scheduling", "times a request is prefilled again after a failure")
+    autoscale: str = _setting("off", "scheduling", "watch: tell by metrics how many workers of each role the load asks"
+                              " for; flip: also change workers' roles to fit it", ("off", "watch", "flip"))  # fmt: skip
     # transfer
     transfer: str = _everyday("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
                              ("whole", "chunk", "layer", "auto"))  # fmt: skip

@@ -7,10 +7,10 @@ as an operator's changes of role. It knows who serves by what the router says of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from jdisagg.core.events import ROUTER, Received, WorkerJoined, WorkerLost, WorkerStands
-from jdisagg.core.messages import Joined
+from jdisagg.core.events import ROUTER, WorkerJoined, WorkerLost, WorkerStands
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.autoscaler import Autoscaler, Flip, Load, Scaling, Standby
@@ -32,7 +32,7 @@ class RoleScaler:
         scaling.check()
         self.scaling, self.autoscaler, self.demand = scaling, Autoscaler(scaling), Demand(workers)
         self.load: Load | None = None  # of the last look
-        self._away: set[WorkerId] = set()
+        self._away: dict[WorkerId, float] = {}  # since when
         self._can_be = can_be
 
     @property
@@ -47,21 +47,29 @@ class RoleScaler:
         self.demand.observe(actor, item, now_s)
         match item:
             case WorkerStands():
-                self._stands(item)
-            case WorkerJoined(config) | Received(_, Joined(config=config)):
-                self._away.discard(config.worker)
+                self._stands(item, now_s)
+            case WorkerJoined(config):
+                self._away.pop(config.worker, None)
             case WorkerLost(worker):
-                self._away.discard(worker)
+                self._away.pop(worker, None)
                 self.autoscaler.ended(worker, well=True)
             case _:
                 pass
 
-    def _stands(self, told: WorkerStands) -> None:
+    def _stands(self, told: WorkerStands, now_s: float) -> None:
+        """Each change that ends well tells what one costs: from being asked for to serving again."""
         if told.standing and told.standing != Standing.SERVING:
-            self._away.add(told.worker)
+            self._away.setdefault(told.worker, now_s)
             return
-        self._away.discard(told.worker)
+        left_s = self._away.pop(told.worker, None)
         self.autoscaler.ended(told.worker, well=not told.refused)
+        if left_s is not None and not told.refused:
+            self._learn_price(now_s - left_s)
+
+    def _learn_price(self, seconds: float) -> None:
+        """Half of what is known is the latest."""
+        self.scaling = replace(self.scaling, price_s=(self.scaling.price_s + seconds) / 2)
+        self.autoscaler.scaling = self.scaling
 
     def look(self, now_s: float) -> list[Flip]:
         """Flips to be asked for now; none before anything is known."""

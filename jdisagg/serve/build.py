@@ -21,8 +21,10 @@ from jdisagg.engine.reshape import Shape
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.checkpoint import open_source, read_defaults
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.autoscaler import Scaling
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.autoscaling import FLIP, OFF, Autoscaling
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.driver import Observer
@@ -57,14 +59,11 @@ def build(
     `told` is called with what loading decided, in one line.
     """
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
-    machines: dict[WorkerId, MeshExecutor] = {}
+    machines = dict[WorkerId, MeshExecutor]()
     recompiles = partial(recompiles_of, machines)
-    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
-    metrics = Metrics(deployment.model_name, deployment.workers, deployment.kv.bytes_per_page, recompiles, compat)
-    watch_experts(metrics, deployment, machines)
-    config = router_config(settings)
+    metrics = metrics_of(deployment, settings, machines, recompiles)
+    config, records = router_config(settings), Records(settings.debug_keep)
     journal = open_journal(Header(config, deployment.workers), settings.record_dir, metrics.journal_dropped)
-    records = Records(settings.debug_keep)
     workers = {config.worker: Worker(config) for config in deployment.workers}
     machines.update(load_executors(deployment, settings, devices, told=told))
     stores = open_stores(deployment, settings, machines)
@@ -73,6 +72,8 @@ def build(
     places, able = partial(places_of, machines), worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
     debug = DebugState(records, lambda: transfer_stats_of(workers), places, partial(holders_of, workers))
+    scaling = autoscaling_of(settings, deployment.workers, able, metrics)
+    asked = (*scaling_observers(scaling), *asked_observers(records, deployment, settings))
     service = LocalService(
         Router(config, deployment.workers, records.note),
         workers,
@@ -82,18 +83,45 @@ def build(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *asked_observers(records, deployment, settings), *observers),
+        observers=(journal.observe, metrics.observe, *asked, *observers),
         metrics=metrics,
         journal=journal,
         debug_state=debug if settings.debug_keep else None,
         recompiles=recompiles,
         reshaper=reshaper,
-        pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times),
+        pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times, scaling),
         stores=stores,
     )
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     return service
+
+
+def metrics_of(
+    deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor], recompiles: Callable[[], int]
+) -> Metrics:
+    """Of a stack that has these workers; `machines` are asked at each scrape."""
+    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
+    metrics = Metrics(deployment.model_name, deployment.workers, deployment.kv.bytes_per_page, recompiles, compat)
+    watch_experts(metrics, deployment, machines)
+    return metrics
+
+
+def autoscaling_of(
+    settings: Settings, workers: Sequence[WorkerConfig], able: Mapping[WorkerId, WorkerShapes], metrics: Metrics
+) -> Autoscaling | None:
+    """What --autoscale asks for, and its gauges; None where it is off."""
+    if settings.autoscale == OFF:
+        return None
+    shapes = able if settings.autoscale == FLIP else {}
+    scaling = Autoscaling(Scaling(), workers, lambda: shapes, settings.drain_s)
+    metrics.watch_scaling(scaling.scaler)
+    return scaling
+
+
+def scaling_observers(scaling: Autoscaling | None) -> tuple[Observer, ...]:
+    """What it looks through."""
+    return () if scaling is None else (scaling.scaler.observe,)
 
 
 def recompiles_of(machines: Mapping[WorkerId, MeshExecutor]) -> int:

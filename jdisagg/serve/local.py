@@ -76,15 +76,14 @@ class LocalService:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
         With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
-        `reshaper` makes machines anew, and `pools` what the operator's routes ask for that.
+        `reshaper` makes machines anew, and `pools` what the operator's routes, or its autoscaler, ask for that.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
         self.model_name, self.model_config = model_name, model_config
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal, self.debug_state = recompiles, metrics, journal, debug_state
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.draining = False
-        self.why_dead = ""  # why the driver has died
+        self.draining, self.why_dead = False, ""  # why the driver has died
         self._on_death = list[Callable[[], object]]()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
@@ -139,8 +138,12 @@ class LocalService:
 
     def start(self) -> None:
         self.driver.start()
+        if self.pools.scaling is not None:
+            self.pools.scaling.start(self.driver)
 
     def stop(self) -> None:
+        if self.pools.scaling is not None:
+            self.pools.scaling.stop()
         self.driver.stop()
         if self.journal is not None:
             self.journal.close()

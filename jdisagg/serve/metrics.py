@@ -8,13 +8,16 @@ Base units everywhere (seconds, bytes, tokens); every sample has the label `mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.autoscaler import Load, Replicas
+from jdisagg.policy.role_scaler import RoleScaler
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.expert_metrics import ExpertLoadCollector, Loads
 from jdisagg.serve.metric_families import Families, by_kind, kind_of
@@ -114,6 +117,16 @@ class Metrics:
         """Of a model with experts: what this process' machines have counted; another's comes to the same families."""
         self.merged.local.register(ExpertLoadCollector(self._families.model, loads))
 
+    def watch_scaling(self, scaler: RoleScaler) -> None:
+        """What the autoscaler says of the load, as it was at its last look; nothing before it knows."""
+        desired = self._families.gauge("desired_replicas", "Workers that the load asks for (--autoscale)", "role")
+        busy = self._families.gauge("predicted_busy_workers", "Workers that it will keep busy (--autoscale)", "role")
+        flips = self._families.gauge("autoscaler_flips", "Changes of roles that the autoscaler has asked for")
+        flips.of().set_function(lambda: scaler.autoscaler.flips)
+        for role in (Role.PREFILL, Role.DECODE):
+            desired.of(role).set_function(lambda role=role: _of_role(scaler.autoscaler.desired(), role))
+            busy.of(role).set_function(lambda role=role: _of_role(scaler.load, role))
+
     def watch_connections(self, count: Callable[[], int], reasons: Collection[str]) -> Callable[[str], None]:
         """`count`: of open HTTP connections. What comes back is called with the reason when the server closes one."""
         self._families.gauge("http_connections", "Open HTTP connections").of().set_function(count)
@@ -122,3 +135,7 @@ class Metrics:
         )
         by_reason = {reason: cuts.of(reason) for reason in reasons}
         return lambda reason: by_reason[reason].inc()
+
+
+def _of_role(known: Load | Replicas | None, role: Role) -> float:
+    return math.nan if known is None else known.prefill if role is Role.PREFILL else known.decode

@@ -14,6 +14,7 @@ from jdisagg.core.events import ROUTER, ChangeRole, WorkerStands
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.role_change import Standing
+from jdisagg.serve.autoscaling import Autoscaling
 from jdisagg.serve.places import Place
 from jdisagg.serve.reshaping import ReshapeTimes
 from jdisagg.serve.shapes import WorkerShapes
@@ -49,6 +50,7 @@ class Pools:
     places: Callable[[], list[Place]]
     shapes: Callable[[], Mapping[WorkerId, WorkerShapes]]
     times: Callable[[], Mapping[WorkerId, ReshapeTimes]]
+    scaling: Autoscaling | None = None  # what asks for changes by itself
     _changes: dict[WorkerId, Change] = field(default_factory=dict[WorkerId, Change])
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _asked: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[WorkerStands]]] = field(default_factory=dict)

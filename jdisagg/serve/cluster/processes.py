@@ -37,8 +37,10 @@ from jdisagg.policy.worker import Worker
 from jdisagg.serve.build import (
     Progress,
     asked_observers,
+    autoscaling_of,
     load_executors,
     router_config,
+    scaling_observers,
     warm,
     watch_experts,
 )
@@ -344,6 +346,7 @@ def _service(
     workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
     metrics.watch_pools(workers)
     debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, workers))
+    scaling = autoscaling_of(settings, configs, {}, metrics)
     return LocalService(
         router,
         workers,
@@ -354,7 +357,8 @@ def _service(
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
         observers=(
-            *(journal.observe, metrics.observe, *asked_observers(records, deployment, settings)),
+            *(journal.observe, metrics.observe, *scaling_observers(scaling)),
+            *asked_observers(records, deployment, settings),
             *(node.observe, fronts.observe),
         ),
         metrics=metrics,
@@ -363,7 +367,7 @@ def _service(
         recompiles=node.recompiles,
         remote=node,
         able=lambda: node.able,
-        pools=lambda driver: Pools(driver.post, node.places, dict, dict),
+        pools=lambda driver: Pools(driver.post, node.places, dict, dict, scaling),
         stores=stores,
     )
 
