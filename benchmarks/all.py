@@ -78,6 +78,9 @@ ALL = (
     Benchmark("crossover", "benchmarks.crossover", f"--profiles={{profiles}} --plot={IMAGES}/crossover.png"),
     Benchmark("transfer_cpu", "benchmarks.transfer", f"--rounds=3 --plot={IMAGES}/transfer_cpu.png"),
     Benchmark("transport_cpu", "benchmarks.transport", "--rounds=15"),
+    Benchmark(
+        "tiers_cpu", "benchmarks.tiers", "--model=smollm2 --prompt_tokens=512", "--rounds=2 --records=4 --record_kb=64"
+    ),
     Benchmark("topology", "benchmarks.topology", "--requests=300", "--requests=20"),
     Benchmark("early_rejection", "benchmarks.early_rejection", "", "--rates=16 --requests=20"),
     Benchmark("soak_cpu", "benchmarks.soak"),

@@ -231,6 +231,34 @@ def transport() -> str:
     return f"{origin(report)}\n\n{rows_of(['transport', 'size', 'GB/s, median', 'best', 'aim'], rows)}"
 
 
+def tiers() -> str:
+    report = result("tiers_cpu")
+    rows = [
+        [
+            f"{each['store']}, {each['way']}",
+            *(short(each[key]) for key in ("gb_per_s", "bare_gb_per_s")),
+            *(f"{100 * each[key]:.0f} %" for key in ("share", "best_share", "aim")),
+        ]
+        for each in report["rows"]
+    ]
+    head = ["store", "GB/s, median", "bare", "share, median", "best", "aim"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def tiers_ttft() -> str:
+    """Of the run behind `tiers`."""
+    rows = [
+        [
+            each["tier"],
+            each["prompt_tokens"],
+            f"{each['cached_tokens']:.0f}",
+            *(f"{each[key]:.2f}" for key in ("computed_s", "fetched_s", "share", "aim")),
+        ]
+        for each in result("tiers_cpu")["first_tokens"]
+    ]
+    return rows_of(["tier", "prompt tokens", "read back", "computed, s", "read back, s", "share", "aim"], rows)
+
+
 def group_stream() -> str:
     report = result("group_stream_cpu")
     keys = ("said_best_us", "said_median_us", "way_best_us", "way_median_us", "aim_us")
@@ -378,6 +406,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
         prefix_reuse,
         processes,
         transport,
+        tiers,
+        tiers_ttft,
         group_stream,
         simulator,
         topology,

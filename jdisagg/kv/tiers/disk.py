@@ -12,7 +12,7 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,25 +108,17 @@ class DiskStore:
     # ------------------------------------------------------------ pages
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        return self._each(self._put, pages, names, records)
+        """A file system takes one write to a file at a time: threads make digests beside it."""
+        digests = self._threads.map(digest_of, records)
+        return tuple(self._put(*each) for each in zip(pages, names, records, digests, strict=True))
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        return self._each(self._get, pages, names, records)
+        return tuple(self._threads.map(self._get, pages, names, records))
 
-    def _each(
-        self,
-        one: Callable[[int, bytes, np.ndarray], bool],
-        pages: Sequence[int],
-        names: Sequence[bytes],
-        records: np.ndarray,
-    ) -> Good:
-        return tuple(self._threads.map(one, pages, names, records))
-
-    def _put(self, page: int, name: bytes, record: np.ndarray) -> bool:
+    def _put(self, page: int, name: bytes, record: np.ndarray, digest: bytes) -> bool:
         try:
             _write_all(self._file, bytes(ENTRY.size), self._entry_at(page))
             _write_all(self._file, record, self._record_at(page))
-            digest = digest_of(record)
             _write_all(self._file, ENTRY.pack(name, digest, _check_of(name, digest)), self._entry_at(page))
         except OSError:
             return False
