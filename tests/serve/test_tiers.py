@@ -76,9 +76,16 @@ def plain() -> list[list[int]]:
 
 def test_what_left_hbm_comes_back_from_dram_and_the_tokens_are_the_same(plain):
     with started(COLOCATED, dram_tokens=1024) as llm:
-        rounds = [asked(llm) for _ in range(4)]
-        assert [answers for answers, _ in rounds] == [plain] * 4
-        assert sum(cached for _, cached in rounds) > 0
+        assert asked(llm)[0] == plain
+
+        def came_back() -> bool:
+            for each in workers_of(llm):
+                each.tiers.prices.lines.clear()  # a machine that was held up may have found it dear
+            answers, cached = asked(llm)
+            assert answers == plain
+            return cached > 0
+
+        eventually(came_back, 120)
         assert not llm.service.driver.executors.by_worker[WorkerId("colocated-0")].recompiles()
         checked_at_rest(llm)
 
