@@ -158,7 +158,7 @@ class Settings:
     )
     labels: str = _setting("", "cluster", "where this process stands, as host=a,rack=b,slice=c,pod=d; what is not said"
                            " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip
-    router: str = _everyday("", "cluster", "HOST:PORT of the router's control port, for a process without the router")
+    router: str = _everyday("", "cluster", "HOST:PORT of the router's control port; A,B: of two, told to all of them")
     control_port: int = _everyday(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
     kv_listen: str = _everyday(
         "127.0.0.1:0", "cluster", "HOST:PORT where other processes pull KV; port 0: any free one"

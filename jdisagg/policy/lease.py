@@ -56,6 +56,12 @@ class Witness:
         """Whether it has promised to obey nobody but whom it has asked."""
         return now_s < self._until_s
 
+    def released(self, now_s: float) -> bool:
+        """Whether a promise has run out since this was last asked."""
+        over = 0.0 < self._until_s <= now_s
+        self._until_s = 0.0 if over else self._until_s
+        return over
+
     def may_ask(self, now_s: float) -> bool:
         """Whether its promise holds for as long as it would be counted upon."""
         return not self.bound(now_s) or self._until_s - now_s >= ASKED_S
@@ -89,14 +95,27 @@ class Contender:
         self._told = [frozenset[str]()]  # as the other may know them: what it last said it knows, and all since
         self.why = ""
         self._heard_s = now_s  # from when on the other's silence counts
-        self._linked = False  # the other is heard of
+        self._other: Lease | None = None  # what the other says; None: it is silent
         self.met = False  # it was, at any time
-        self._other_stands_by = False
+        self._called_s = now_s  # when it began to lead
         self._asked: dict[str, float] = {}
+
+    @property
+    def _linked(self) -> bool:
+        return self._other is not None
+
+    @property
+    def _other_stands_by(self) -> bool:
+        return self._other is not None and not self._other.leading
 
     @property
     def next_term(self) -> int:
         return self.term + 1
+
+    @property
+    def wants_promises(self) -> bool:
+        """Whether it might lead soon: it hears of nobody who does."""
+        return not (self._linked and not self._other_stands_by)
 
     @property
     def lease(self) -> Lease:
@@ -104,9 +123,7 @@ class Contender:
 
     def heard(self, lease: Lease, now_s: float) -> None:
         """The other router has said this."""
-        self._linked = self.met = True
-        self._heard_s = now_s
-        self._other_stands_by = not lease.leading
+        self._other, self.met, self._heard_s = lease, True, now_s
         if self.rank is Rank.LEADING:
             known = frozenset(lease.members)
             if known in self._told:
@@ -118,7 +135,7 @@ class Contender:
 
     def silent(self) -> None:
         """The link with the other router has ended."""
-        self._linked = self._other_stands_by = False
+        self._other = None
 
     def asked(self, member: str, term: int, known: Iterable[str], now_s: float) -> None:
         """A member asks to be taken; `term` is the highest that it has obeyed, and `known` are the members of then."""
@@ -134,7 +151,7 @@ class Contender:
     def look(self, with_it: Iterable[str], now_s: float) -> None:
         """Whether it is time to lead, or to lead no longer. `with_it`: the members whose links it holds."""
         if self.rank is Rank.STANDING_BY and self._is_called(now_s):
-            self.term, self._told = self.term + 1, [self.members]
+            self.term, self._told, self._called_s = self.term + 1, [self.members], now_s
             self._take(Sign.CALLED, f"leads with term {self.term}")
         elif self.rank is Rank.LEADING:
             present = frozenset(with_it)
@@ -142,12 +159,12 @@ class Contender:
                 self.members = present
             if self._told[-1] != self.members:
                 self._told.append(self.members)
-            if not self._linked:
+            if not self._linked and now_s - self._called_s >= self.lease_s:  # those who called it are on their way
                 self._count(present)
 
     def _count(self, present: frozenset[str]) -> None:
         for members in self._told:
-            if members and 2 * len(members & present) <= len(members):
+            if 2 * len(members & present) <= len(members):
                 here = f"{len(members & present)} of {len(members)} members are here"
                 self._take(Sign.FORSAKEN, f"the other router is silent, and {here}")
                 return

@@ -30,12 +30,13 @@ def follower(*members: str, term: int = 1) -> Contender:
 
 
 def leader(*members: str, term: int = 1) -> Contender:
-    """The first router, which leads these members."""
+    """The first router, which leads these members, as the second knows."""
     contender = first()
     contender.term = term - 1
     contender.heard(Lease(0, False), 0.0)
     contender.look((), 0.0)
     contender.look(members, 0.0)
+    contender.heard(Lease(term, False, members), 0.0)
     assert contender.rank is Rank.LEADING and contender.lease == Lease(term, True, tuple(sorted(members)))
     return contender
 
@@ -112,9 +113,23 @@ def test_a_router_that_knows_nothing_learns_the_term_and_the_members_from_who_as
 def test_a_leader_without_the_other_needs_more_than_half_of_its_members(here: str, goes_on: bool):
     contender = leader(*"abcd")
     contender.silent()
-    contender.look([*here, "x", "y"], 1.0)
+    contender.look([*here, "x", "y"], LEASE_S)
     assert contender.rank is (Rank.LEADING if goes_on else Rank.DEPOSED)
     assert goes_on or f"{len(here)} of 4 members" in contender.why
+
+
+def test_a_router_that_was_called_gives_its_members_a_lease_to_come():
+    """It stepped down a moment after it had been called, for nobody had joined it yet."""
+    contender = follower("a", "b")
+    for member in "ab":
+        contender.asked(member, 1, (), LEASE_S)
+    contender.look((), LEASE_S)
+    contender.look((), 2 * LEASE_S - 0.1)
+    assert contender.rank is Rank.LEADING
+    contender.look("ab", 2 * LEASE_S)
+    assert contender.rank is Rank.LEADING
+    contender.look("a", 2 * LEASE_S)
+    assert contender.rank is Rank.DEPOSED
 
 
 def test_workers_that_die_depose_nobody_while_the_other_router_is_there():

@@ -6,8 +6,10 @@ import hmac
 import json
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -16,6 +18,7 @@ from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
 from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
 from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.handshake import compare
+from jdisagg.policy.lease import Witness
 from jdisagg.serve.cluster.control_server import OPTIONS
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
@@ -117,7 +120,10 @@ class Opening:
 
 
 class ControlClient:
-    """Keeps this process joined to the router at `address` until `stop`; a router that refuses it ends it."""
+    """Keeps this process joined to the router at `address` until `stop`; a router that refuses it ends it.
+
+    Where `address` names two, with a comma, it is joined to whichever of them leads.
+    """
 
     def __init__(
         self,
@@ -132,8 +138,9 @@ class ControlClient:
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """`refused` is called with why the router will never take this process as it is."""
-        self.address, self._callbacks, self._refused = address, callbacks, refused
-        self._handshake = Handshake(address, secret, identity, heartbeat or Heartbeat())
+        self._addresses, self._callbacks, self._refused = deque(address.split(",")), callbacks, refused
+        self._handshake = Handshake(self._addresses[0], secret, identity, heartbeat or Heartbeat())
+        self._witness = Witness()
         self._credentials, self._retry_s, self._handshake_s = credentials, retry_s, handshake_s
         self._stopped = threading.Event()
         self._link: Link | None = None
@@ -152,9 +159,22 @@ class ControlClient:
             call.cancel()
         self._thread.join(timeout=5)
 
+    @property
+    def address(self) -> str:
+        """Where it is joined, or tries to be."""
+        return self._handshake.address
+
+    def _next(self) -> None:
+        """Another router's turn, unless it has promised to wait for this one."""
+        if not self._witness.bound(time.monotonic()):
+            self._addresses.rotate(-1)
+            self._handshake = replace(self._handshake, address=self._addresses[0])
+
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
+                if self._witness.released(time.monotonic()):
+                    self._next()
                 self._connect()
             except PeerMismatch as error:
                 log.error("the router at %s refuses this process: %s", self.address, error)
@@ -164,7 +184,8 @@ class ControlClient:
                 log.info("no router at %s: %s", self.address, error)
             except Exception:  # whatever answers there: this process goes on looking for its router
                 log.exception("what is at %s cannot be followed", self.address)
-            self._stopped.wait(self._retry_s)
+            self._next()
+            self._stopped.wait(self._retry_s / len(self._addresses))
 
     def _connect(self) -> None:
         """One stream, from the handshake to its end."""
@@ -179,13 +200,28 @@ class ControlClient:
             deadlines.start()
             try:
                 link = self._handshake.open_link(call, nonce)
-                self._handshake.greet(link, self._callbacks.hello())
+                self._handshake.greet(link, self._callbacks.hello() | self._asking())
                 opening.go_on(link, call)
                 welcome = self._handshake.welcome(link, call)
+                self._heed(welcome)
             finally:
                 deadlines.cancel()
                 opening.give_up()
             self._serve(link, welcome, call)
+
+    def _asking(self) -> dict[str, Any]:
+        """Whether a router may count upon us, should it not lead yet."""
+        return {"term": self._witness.term, "asks": self._witness.may_ask(time.monotonic())}
+
+    def _heed(self, welcome: dict[str, Any]) -> None:
+        """Raises PeerDead where the router does not lead, or not any more."""
+        now_s, by, term = time.monotonic(), welcome.get("standing_by"), welcome.get("term", 0)
+        if type(by) is int:
+            if by:
+                self._witness.promise(by, now_s)
+            raise PeerDead("it stands by")
+        if type(term) is not int or ("lease" not in welcome and not self._witness.obey(term, now_s)):
+            raise PeerDead(f"it leads with term {str(term)[:20]}, and term {self._witness.term} was obeyed")
 
     def _serve(self, link: Link, welcome: dict[str, Any], call: Any) -> None:
         self._link = link

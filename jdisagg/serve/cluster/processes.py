@@ -48,6 +48,7 @@ from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts,
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.fronts import RouterFronts
+from jdisagg.serve.cluster.leadership import KnownMembers, RouterPair, leadership_of, pair_of, pair_with
 from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
 from jdisagg.serve.cluster.profiles import RouterProfiles, WorkerProfiles
@@ -83,8 +84,8 @@ def roles_of(settings: Settings) -> frozenset[str]:
         raise ConfigError(f"--role={settings.role}: roles are {known}")
     if ROUTER_ROLE not in roles and not settings.router:
         raise ConfigError(f"--role={settings.role} needs --router=HOST:PORT, the control port of the router's process")
-    if ROUTER_ROLE in roles and settings.router:
-        raise ConfigError(f"--role={settings.role} has the router, and --router={settings.router} names another")
+    if ROUTER_ROLE in roles:
+        pair_of(settings)
     return roles
 
 
@@ -254,7 +255,7 @@ def join_router(
         settings.router,
         transport.secret,
         transport.identity,
-        WorkerProfiles(node),
+        KnownMembers(WorkerProfiles(node), tuple(machines)),
         heartbeat,
         credentials,
         refused=ended,
@@ -286,12 +287,17 @@ class RouterProcess:
     node: RouterNode
     control_server: ControlServer
     profiles: RouterProfiles
+    pair: RouterPair | None = None  # with the other router
 
     def start(self) -> None:
         self.service.start()
         self.control_server.start()
+        if self.pair is not None:
+            self.pair.start()
 
     def stop(self) -> None:
+        if self.pair is not None:
+            self.pair.stop()
         self.control_server.stop()
         self.service.stop()
         self.node.close()
@@ -313,8 +319,9 @@ def build_router(
     profiles = RouterProfiles(node)
     check = partial(Request.check, vocab_size=deployment.model.vocab_size, max_model_len=deployment.max_model_len)
     fronts = RouterFronts(profiles, check, lambda: node.able)
+    leadership = leadership_of(settings, fronts)
     control_server = ControlServer(
-        address, transport.secret, transport.identity, fronts, heartbeat_of(settings), credentials
+        address, transport.secret, transport.identity, leadership or fronts, heartbeat_of(settings), credentials
     )
     warm(machines, progress, partial(remote_programs, deployment))
     config = replace(
@@ -323,11 +330,15 @@ def build_router(
     records = Records(settings.debug_keep)
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts)
+    able = (lambda: node.able) if leadership is None else (lambda: node.able and leadership.leads)
+    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, able)
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = fronts.driver = service.driver
-    return RouterProcess(service, node, control_server, profiles)
+    pair = (
+        None if leadership is None else pair_with(leadership, settings, transport, heartbeat_of(settings), service.end)
+    )
+    return RouterProcess(service, node, control_server, profiles, pair)
 
 
 def _service(
@@ -339,6 +350,7 @@ def _service(
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
     fronts: RouterFronts,
+    able: Callable[[], bool],
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = _metrics(deployment, settings, node)
@@ -366,7 +378,7 @@ def _service(
         debug_state=debug if settings.debug_keep else None,
         recompiles=node.recompiles,
         remote=node,
-        able=lambda: node.able,
+        able=able,
         pools=lambda driver: Pools(driver.post, node.places, dict, dict, scaling),
         stores=stores,
     )
