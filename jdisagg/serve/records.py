@@ -34,6 +34,7 @@ from jdisagg.core.events import (
 )
 from jdisagg.core.ledger import Ledger, Mark, parts_of
 from jdisagg.core.messages import (
+    Ask,
     CacheChanged,
     CacheHeld,
     CacheWanted,
@@ -49,6 +50,7 @@ from jdisagg.core.messages import (
     Reserved,
     StartPrefill,
     View,
+    Withdraw,
 )
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer
@@ -66,7 +68,7 @@ MAX_CHANGES = 32
 MAX_ROWS = 200  # of one request, chunks and parts counted apart
 NOT_KEPT = (  # too many, and they explain nothing; or of no request
     *(Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged),
-    *(Leave, Left, Joined),
+    *(Leave, Left, Joined, Ask, Withdraw),
 )
 SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
 
@@ -252,8 +254,11 @@ class Records:
             self._message(actor, item.to, item.message, now_s)
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
-        if actor == ROUTER:
-            self._message(item.sender, actor, item.message, now_s)
+        if actor != ROUTER:
+            return
+        if isinstance(item.message, Ask):  # of a front elsewhere
+            self._submit(actor, Submit(item.message.request), now_s)
+        self._message(item.sender, actor, item.message, now_s)
 
     def _message(self, speaker: str, to: str, message: Message, now_s: float) -> None:
         if isinstance(message, NOT_KEPT):

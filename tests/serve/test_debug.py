@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.core.errors import BadTicket
 from jdisagg.core.events import Received, Reject, Submit
-from jdisagg.core.messages import Abort
+from jdisagg.core.messages import Abort, Ask, Withdraw
 from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.records import MAX_ROWS, Records
@@ -126,6 +126,15 @@ def test_a_reject_is_an_end():
     assert records.request("a")[0]["finish"] is None
     records.observe("router", Reject(RequestId("a"), 2.0, "full"), 1.5)
     assert records.request("a")[0]["finish"] == {"reason": "rejected", "detail": "full", "retry_after_s": 2.0}
+
+
+def test_a_request_of_a_front_elsewhere_has_its_trace_like_any_other():
+    records, front = Records(), WorkerId("front-0")
+    asked = Request(RequestId("a"), (1, 2), SamplingParams(), 1.0)
+    records.observe("router", Received(front, Ask(asked)), 1.0)
+    records.observe("router", Received(front, Withdraw(asked.request_id)), 2.0)
+    (trace,) = records.request("a")
+    assert trace["request_id"] == "a" and trace["finish"] is None and not trace["messages"]
 
 
 def test_a_peers_transfer_statistics_are_cut_short_or_refused():
