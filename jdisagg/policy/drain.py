@@ -9,9 +9,8 @@ from typing import NamedTuple
 from jdisagg.core.request import WorkerId
 from jdisagg.policy.pace import FORGET_S
 
-KEPT = (
-    0.95  # of what was known, with each prompt that is done: those of one step come together, the first with its time
-)
+# Of what was known, with each prompt that is done: those of one step come together, the first with all its time.
+KEPT = 0.95
 
 
 class Done(NamedTuple):

@@ -2,7 +2,8 @@
 
 What counts is the load there will be: a decode worker is judged by who will still be there when the prompt is done, not
 by who is there now, which made peers' clusters swing between full and empty. Where nothing was measured of late nobody
-is refused. Prompts are told from each other by `ttft_s`, outputs by `tpot_s`; a request without them is never refused.
+is refused. The first token is judged by `ttft_s`, the others by `tpot_s`; a request without them is never refused, nor
+is one that another router had taken.
 """
 
 from __future__ import annotations

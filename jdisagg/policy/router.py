@@ -135,7 +135,7 @@ class Router:
             self.out.put(Reject(request.request_id, self.requests.retry_after_s, rejected))
             return
         row = RequestState(request, order_of(request), Ledger(), self._queue_deadline_s(request, now_s))
-        late = self.requests.why_late(row, now_s)
+        late = None if event.resumed else self.requests.why_late(row, now_s)
         if late is not None:
             self.routes.refuse(request.request_id, Verdict.REJECTED, late.detail, now_s)
             self.out.put(Reject(request.request_id, late.retry_after_s, late.detail))

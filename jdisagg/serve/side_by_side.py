@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import TypeVar
 
@@ -18,12 +18,14 @@ class Stopped(Exception):
 
 
 def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What each returns, in order; the first one's error is raised, and the others are not waited for then."""
+    """What each returns, in order. As soon as one fails its error is raised, and the others are not waited for."""
     if len(calls) < 2:
         return [call() for call in calls]
     pool = ThreadPoolExecutor(len(calls), thread_name_prefix="start")
     try:
-        return [each.result() for each in [pool.submit(call) for call in calls]]
+        futures = [pool.submit(call) for call in calls]
+        ended = wait(futures, return_when=FIRST_EXCEPTION).done
+        return [each.result() for each in futures if each in ended]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.events import Reject, WorkerLost
+from jdisagg.core.events import Reject, Submit, WorkerLost
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Reserved
 from jdisagg.core.request import Phase, Request, WorkerId
@@ -68,6 +68,13 @@ def test_what_nobody_asked_for_is_nobodys_reason():
     talk.router.peers[P].book(request("other").request_id, 3000.0, 0.0)
     assert talk.refused(asked("a", 6)) is None
     assert Known(early_rejection=False).refused(asked("a", 6, ttft_s=0.1)) is None
+
+
+@pytest.mark.parametrize("output", [(), (10, 11)])
+def test_a_stream_that_another_router_had_taken_is_never_refused(output: tuple[int, ...]):
+    talk, each = Known(), asked("a", 6, ttft_s=1e-6, tpot_s=1e-6)
+    assert not any(isinstance(effect, Reject) for effect in talk.take(Submit(each, output, resumed=True)))
+    assert each.request_id in talk.router.rows
 
 
 def test_nobody_is_refused_by_a_guess():

@@ -1,0 +1,46 @@
+"""Layers that are alike are traced once, and those that are not are told from each other."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.worker_config import Role
+from jdisagg.engine import paged_layers
+from jdisagg.model.sources import RandomSource
+from tests.engine.stacks import CONFIG, open_machine
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModelConfig], int]:
+    """How many layers are traced for the decode program of a worker with this model's layers in one stage."""
+
+    def count(config: ModelConfig) -> int:
+        calls, layer = list[Any](), paged_layers._layer
+
+        def counted(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return layer(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(paged_layers, "_layer", counted)
+            whole = [range(config.num_layers)]
+            machine = open_machine(Role.DECODE, whole, jax.devices()[:1], config, RandomSource(config, seed=3))
+            decode = next(each for each in machine.table.steps() if each.kind == "decode")
+            decode.program.lower(*decode.arguments)
+        return len(calls)
+
+    return count
+
+
+def test_four_layers_that_are_alike_are_traced_as_one(traced: Callable[[ModelConfig], int]):
+    assert traced(CONFIG) == 1
+
+
+def test_layers_of_two_kinds_are_traced_as_two(traced: Callable[[ModelConfig], int]):
+    """Every other one attends to a window alone."""
+    windows = replace(CONFIG, layer_windows=(16, None, 16, None))
+    assert traced(windows) == 2
