@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks.claims import claims, figures
 from benchmarks.moved import moved
-from benchmarks.tables import RESULTS, TABLES
+from benchmarks.stored import RESULTS
+from benchmarks.tables import TABLES
 from docs.generate import __main__ as pages
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.tables import result
+from benchmarks.stored import result
 
 MARK = re.compile(r"([-+±]?\d[\d,]*(?:\.\d+)?)( ?%)?[^\d<|\n]{0,12}<!-- =(\S+) -->")
 KEY = re.compile(r"<!-- =(\S+) -->")

@@ -5,50 +5,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from statistics import median
-from typing import Any
 
-from benchmarks import kernels_table
+from benchmarks import kernels_table, simulated_tables
+from benchmarks.stored import origin, percent, result, rows_of, short, small
 
-RESULTS = Path(__file__).parent / "results"
-Report = Mapping[str, Any]
 SHOWN_LINKS = ((0.25, 8), (0.25, 16), (1.0, 4), (1.0, 16), (10.0, 16), (25.0, 8))  # Gbit/s, chunks
 SHOWN_STREAMS = (1, 4, 8, 32)
-
-
-def result(name: str) -> Any:
-    """Of `benchmarks/results/NAME.json`."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def origin(report: Report) -> str:
-    """Where figures are from, in one line."""
-    machine, versions = report["machine"], report["versions"]
-    where = f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']:.0f} GiB, Linux"
-    load = machine["load_average"][0]
-    command = report["command"].replace("/tmp/", "FOLDER/")
-    return f"`{command}`: {where}, load {load:.1f} before it, jax {versions['jax']}, {report['date'][:10]}."
-
-
-def rows_of(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(each).replace("|", "\\|") for each in line) + " |" for line in lines)
-
-
-def short(value: float) -> str:
-    """Three digits, more for large numbers."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
-def small(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def peers() -> str:
@@ -267,54 +231,6 @@ def group_stream() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
-def simulator() -> str:
-    report = result("simulator_cpu")
-    rows = [
-        [
-            f"{each['workers']:,}",
-            f"{each['requests']:,}",
-            "yes" if each["foreseen"] else "no",
-            f"{each['seconds']:.1f}",
-            f"{each['events']:,}",
-            f"{each['times_real']:.0f}",
-            f"{each['peak_gib']:.2f}",
-        ]
-        for each in report["runs"]
-    ]
-    head = ["workers", "requests", "steps that repeat as one", "s", "events", "times real time", "GiB"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
-
-
-def topology() -> str:
-    report = result("topology")
-    rows = [
-        [
-            f"`{each['routing']}`",
-            "yes" if each["labels"] else "no",
-            f"{each['crossed']:.0%}",
-            *(f"{1e3 * each[key]:,.1f}" for key in ("ttft_p50_s", "transfer_p50_s", "transfer_p99_s", "tpot_p99_s")),
-        ]
-        for each in report["rows"]
-    ]
-    head = ["`--routing=`", "labels", "crossed racks", "TTFT p50, ms", "exposed transfer p50, ms", "p99, ms"]
-    return f"{origin(report)}\n\n{rows_of([*head, 'TPOT p99, ms'], rows)}"
-
-
-def early_rejection() -> str:
-    report = result("early_rejection")
-    rows = [
-        [
-            f"{each['rate_rps']:g}",
-            "`auto`" if each["early"] else "`off`",
-            *(percent(each[key], 1) for key in ("met", "late", "refused")),
-            f"{each['goodput_rps']:.1f}",
-        ]
-        for each in report["rows"]
-    ]
-    head = ["requests/s", "`--early_rejection=`", "met both", "served late", "refused", "met both, a second"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
-
-
 def soak() -> str:
     report = result("soak_cpu")
     rows = [
@@ -362,30 +278,6 @@ def role_flip() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
-def autoscale() -> str:
-    report, rows = result("autoscale"), []
-    for each in report["rows"]:
-        good, flips = f"{each['good']:,} of {each['requests']:,}", str(each["flips"] or "")
-        rows.append([each["course"], each["ratio"], good, f"{each['of_oracle']:.1%}", flips])
-    return f"{origin(report)}\n\n{rows_of(['course', 'prefill:decode', 'good', 'of the oracle', 'flips'], rows)}"
-
-
-def scale() -> str:
-    report, keys = result("scale"), ("workers", "streams", "decisions_per_s", "events_per_s", "state_bytes")
-    rows = [[*(f"{each[key]:,.0f}" for key in keys), f"{each['messages_per_token']:.2f}"] for each in report["rows"]]
-    head = ["workers", "streams", "decisions/s", "events/s", "bytes a stream", "messages a token"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
-
-
-def scale_failures() -> str:
-    report, rows = result("scale"), []
-    for each in report["failures"]:
-        way, spares = "shipped again" if each["reshipped"] else "prefilled again", str(each["spares"] or "none")
-        rows.append([way, spares, f"{each['lost']:.5%}", f"{each['stalled_s']:.2f}"])
-    head = ["KV of the streams", "workers standing by", "goodput lost", "a stream stalls, s"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
-
-
 def kernels() -> str:
     return kernels_table.tables(kernels_table.read_records())
 
@@ -409,14 +301,14 @@ TABLES: Mapping[str, Callable[[], str]] = {
         tiers,
         tiers_ttft,
         group_stream,
-        simulator,
-        topology,
+        simulated_tables.simulator,
+        simulated_tables.topology,
         ring,
-        early_rejection,
-        autoscale,
+        simulated_tables.early_rejection,
+        simulated_tables.autoscale,
         role_flip,
-        scale,
-        scale_failures,
+        simulated_tables.scale,
+        simulated_tables.scale_failures,
         soak,
         kernels,
     )

@@ -71,9 +71,10 @@ def test_a_supervisor_that_is_killed_leaves_nobody_behind(tmp_path: Path):
     count = tmp_path / "count"
     parent = supervised("import os, time; p.write_text(str(os.getpid())); time.sleep(120)", count)
     pid = until(lambda: len(count.read_text()) > 1 and count.read_text(), "a child", 60)
+    assert Path(f"/proc/{pid}").exists()
     parent.kill()
     parent.communicate(timeout=60)
-    until(lambda: not Path(f"/proc/{pid}").exists(), "the child to end", 60)
+    assert until(lambda: not Path(f"/proc/{pid}").exists(), "the child to end", 60)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which this process has loaded

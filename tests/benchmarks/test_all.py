@@ -8,7 +8,7 @@ import pytest
 from benchmarks import all as everything
 from benchmarks.claims import Claim, claims, figures
 from benchmarks.moved import moved
-from benchmarks.tables import RESULTS
+from benchmarks.stored import RESULTS
 from docs.generate.__main__ import written
 
 

@@ -242,6 +242,7 @@ def test_a_reader_that_stops_reading_is_dropped_and_its_pages_come_back(served: 
     eventually(lambda: served.cuts("unread") == before + 1)
     eventually(served.stack.idle)
     eventually(lambda: served.open == 0)
+    assert served.cuts("unread") == before + 1, "one reader, cut once"
 
 
 def test_an_answer_that_is_over_and_never_read_keeps_no_descriptor(served: Door) -> None:
@@ -251,6 +252,7 @@ def test_an_answer_that_is_over_and_never_read_keeps_no_descriptor(served: Door)
     eventually(lambda: served.stack.service.running > 0)
     eventually(served.stack.idle)
     eventually(lambda: served.open == 0)
+    assert served.stack.service.running == 0 and served.open == 0
 
 
 def test_pipelined_requests_are_answered_in_order_and_bounded(served: Door) -> None:

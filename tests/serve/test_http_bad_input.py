@@ -163,7 +163,9 @@ def test_an_unknown_model_is_not_found(front: Front) -> None:
 
 
 def test_a_body_over_the_limit_is_refused(front: Front) -> None:
-    refusal(front, COMPLETIONS, {"prompt": "x" * 100_000}, status=413)
+    before = len(front.service.seen)
+    error = refusal(front, COMPLETIONS, {"prompt": "x" * 100_000}, status=413)
+    assert "100014 bytes, at most 100000" in error["message"] and len(front.service.seen) == before
 
 
 def test_a_chunked_body_over_the_limit_is_refused_before_its_end(front: Front) -> None:

@@ -1,0 +1,77 @@
+"""The tables of what was simulated, and of the simulator itself; see `tables.py`."""
+
+from __future__ import annotations
+
+from benchmarks.stored import origin, percent, result, rows_of
+
+
+def simulator() -> str:
+    report = result("simulator_cpu")
+    rows = [
+        [
+            f"{each['workers']:,}",
+            f"{each['requests']:,}",
+            "yes" if each["foreseen"] else "no",
+            f"{each['seconds']:.1f}",
+            f"{each['events']:,}",
+            f"{each['times_real']:.0f}",
+            f"{each['peak_gib']:.2f}",
+        ]
+        for each in report["runs"]
+    ]
+    head = ["workers", "requests", "steps that repeat as one", "s", "events", "times real time", "GiB"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def topology() -> str:
+    report = result("topology")
+    rows = [
+        [
+            f"`{each['routing']}`",
+            "yes" if each["labels"] else "no",
+            f"{each['crossed']:.0%}",
+            *(f"{1e3 * each[key]:,.1f}" for key in ("ttft_p50_s", "transfer_p50_s", "transfer_p99_s", "tpot_p99_s")),
+        ]
+        for each in report["rows"]
+    ]
+    head = ["`--routing=`", "labels", "crossed racks", "TTFT p50, ms", "exposed transfer p50, ms", "p99, ms"]
+    return f"{origin(report)}\n\n{rows_of([*head, 'TPOT p99, ms'], rows)}"
+
+
+def early_rejection() -> str:
+    report = result("early_rejection")
+    rows = [
+        [
+            f"{each['rate_rps']:g}",
+            "`auto`" if each["early"] else "`off`",
+            *(percent(each[key], 1) for key in ("met", "late", "refused")),
+            f"{each['goodput_rps']:.1f}",
+        ]
+        for each in report["rows"]
+    ]
+    head = ["requests/s", "`--early_rejection=`", "met both", "served late", "refused", "met both, a second"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def autoscale() -> str:
+    report, rows = result("autoscale"), []
+    for each in report["rows"]:
+        good, flips = f"{each['good']:,} of {each['requests']:,}", str(each["flips"] or "")
+        rows.append([each["course"], each["ratio"], good, f"{each['of_oracle']:.1%}", flips])
+    return f"{origin(report)}\n\n{rows_of(['course', 'prefill:decode', 'good', 'of the oracle', 'flips'], rows)}"
+
+
+def scale() -> str:
+    report, keys = result("scale"), ("workers", "streams", "decisions_per_s", "events_per_s", "state_bytes")
+    rows = [[*(f"{each[key]:,.0f}" for key in keys), f"{each['messages_per_token']:.2f}"] for each in report["rows"]]
+    head = ["workers", "streams", "decisions/s", "events/s", "bytes a stream", "messages a token"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def scale_failures() -> str:
+    report, rows = result("scale"), []
+    for each in report["failures"]:
+        way, spares = "shipped again" if each["reshipped"] else "prefilled again", str(each["spares"] or "none")
+        rows.append([way, spares, f"{each['lost']:.5%}", f"{each['stalled_s']:.2f}"])
+    head = ["KV of the streams", "workers standing by", "goodput lost", "a stream stalls, s"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
