@@ -232,6 +232,7 @@ class Reject:
     request_id: RequestId
     retry_after_s: float
     detail: str
+    objective: bool = False  # there is room, but what it asks of its tokens would not be met
 
 
 @dataclass(frozen=True, slots=True)

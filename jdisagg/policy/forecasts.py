@@ -57,17 +57,22 @@ class Forecasts:
         def prompt_s(worker: WorkerId) -> float:
             return self.pace.prompt.of(worker, now_s) or usual_prompt_s
 
+        def line_s(worker: WorkerId) -> float:
+            """A prompt token of a line: prompts that share a step each take all of its time, and the line does not."""
+            drained_s, alone_s = self.drain.of(worker, now_s), prompt_s(worker)
+            return alone_s if drained_s is None else min(alone_s, drained_s)
+
         def prefill(look: WorkerSnapshot, tokens: int) -> float:
             config = configs[look.worker]
             weight = 1.0 if config.role.prefills else self.short_weight
-            return weight * run_tokens(tokens, config.prefill_buckets) * prompt_s(look.worker)
+            return weight * run_tokens(tokens, config.prefill_buckets) * line_s(look.worker)
 
         def decode(look: WorkerSnapshot) -> float:
             alone_s = self.steps.of(look.worker, now_s) or usual_step_s
             return output * alone_s * _crowd(self.peers[look.worker], 1)
 
         return Forecast(
-            queue=lambda look: waited_s + self.peers[look.worker].prompt_tokens * prompt_s(look.worker),
+            queue=lambda look: waited_s + self.peers[look.worker].prompt_tokens * line_s(look.worker),
             prefill=prefill,
             transfer=lambda source, destination, tokens: (
                 kv_bytes(configs[destination], tokens) * self.links.byte_s(configs[source], configs[destination])

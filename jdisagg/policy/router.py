@@ -138,7 +138,7 @@ class Router:
         late = None if event.resumed else self.requests.why_late(row, now_s)
         if late is not None:
             self.routes.refuse(request.request_id, Verdict.REJECTED, late.detail, now_s)
-            self.out.put(Reject(request.request_id, late.retry_after_s, late.detail))
+            self.out.put(Reject(request.request_id, late.retry_after_s, late.detail, objective=True))
             return
         row.ledger.mark(Mark.ARRIVED, now_s)
         if event.output:

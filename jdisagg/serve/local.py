@@ -23,7 +23,7 @@ from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.pools import NO_POOLS, Pools
 from jdisagg.serve.records import DebugState
 from jdisagg.serve.reshaping import Reshaper
-from jdisagg.serve.service import Capacity, Draining, Rejected, Update
+from jdisagg.serve.service import Capacity, Draining, ObjectiveUnmet, Rejected, Update
 from jdisagg.serve.tier_moves import NO_STORES, WorkerStores
 
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
@@ -227,5 +227,5 @@ def _joined(items: list[Outcome]) -> Update:
             case Finish():
                 finish = item
             case Reject():
-                raise Rejected(item.detail, item.retry_after_s)
+                raise (ObjectiveUnmet if item.objective else Rejected)(item.detail, item.retry_after_s)
     return Update(joined(deltas), finish)

@@ -70,7 +70,9 @@ class RequestMetrics:
         self._running: dict[RequestId, RequestTimes] = {}
         self._waiting = 0
         self._ended = families.counter("requests", "Requests that ended, by reason", "reason")
-        self._rejected = families.counter("rejects", "Requests turned away because the queue was full")
+        self._rejected = families.counter(
+            "rejects", "Requests turned away: the queue was full, or their objectives out of reach"
+        )
         self._prompt_tokens = families.counter("prompt_tokens", "Prompt tokens of requests that were answered")
         self._output_tokens = families.counter("generation_tokens", "Output tokens given to clients").of()
         self._input_length = families.histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)

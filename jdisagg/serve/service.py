@@ -23,6 +23,10 @@ class Rejected(JdisaggError):
         self.retry_after_s = retry_after_s
 
 
+class ObjectiveUnmet(Rejected):
+    """`ttft_s` or `tpot_s` is predicted to be missed; less asked of it, or the same later, may do (HTTP 429)."""
+
+
 class Draining(JdisaggError):
     """The server is going down and takes no new requests (HTTP 503)."""
 

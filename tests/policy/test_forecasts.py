@@ -41,6 +41,19 @@ def test_a_queue_is_the_tokens_before_it_at_the_workers_own_pace():
     assert known.of(request("a"), 0.0).queue(look("p", Role.PREFILL)) == 0.0
 
 
+def test_prompts_that_share_steps_make_a_line_no_slower_than_it_is():
+    """Four prompts of a step each take a second for ten tokens, and the line forty tokens a second."""
+    known = forecasts()
+    known.peers[P].book(request("b").request_id, 80.0, 0.0)
+    known.pace.prompt.learn(P, 0.1, 1.0)
+    assert known.of(request("a", arrival_s=1.0), 1.0).queue(look("p", Role.PREFILL)) == pytest.approx(8.0)
+    for _ in range(4):
+        known.drain.done(P, 10.0, 0.0, 1.0)
+    found = known.of(request("a", arrival_s=1.0), 1.0)
+    assert 1.7 <= found.queue(look("p", Role.PREFILL)) < 2.4
+    assert found.prefill(look("p", Role.PREFILL), 8) < 0.3
+
+
 def test_a_crowded_worker_decodes_more_slowly_and_its_gap_is_learnt_as_if_alone():
     known = forecasts()
     for name in "xyzw":

@@ -58,6 +58,7 @@ def test_who_asks_for_more_than_was_ever_given_is_told_so_at_once(stack: ToyStac
     refused = httpx.post(f"{url}/v1/completions", json={**body, "prompt": [*PROMPT, 3], "ttft_s": 1e-9})
     error = refused.json()["error"]
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert error["code"] == "objective_unmet", "the queue is not full"
     assert "its first token is predicted in" in error["message"] and "on prefill-0" in error["message"]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 4}

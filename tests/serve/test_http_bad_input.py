@@ -18,7 +18,7 @@ from jdisagg.core.request import FinishReason
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.http.schema import REFUSED, CompletionBody, parse
-from jdisagg.serve.service import Capacity, Rejected
+from jdisagg.serve.service import Capacity, ObjectiveUnmet, Rejected
 from tests.serve.live_http import Front, eventually, serving
 from tests.serve.scripted import ScriptedService, echo, end
 
@@ -183,11 +183,14 @@ def test_unknown_paths_and_methods_have_the_same_form(front: Front) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_house_says_when_to_come_again(front: Front, stream: bool) -> None:
-    front.service.script = lambda _: iter([Rejected("the queue is full", 2.3)])
+@pytest.mark.parametrize(("kind", "code"), [(Rejected, "queue_full"), (ObjectiveUnmet, "objective_unmet")])
+def test_who_is_turned_away_is_told_why_and_when_to_come_again(
+    front: Front, kind: type[Rejected], code: str, stream: bool
+) -> None:
+    front.service.script = lambda _: iter([kind("not now", 2.3)])
     with pytest.raises(openai.RateLimitError) as caught:
         front.client.completions.create(model="tiny", prompt="x", stream=stream)
-    assert caught.value.response.headers["retry-after"] == "3"
+    assert caught.value.response.headers["retry-after"] == "3" and caught.value.code == code
 
 
 def test_where_the_first_choice_is_turned_away_the_others_go_with_it(front: Front) -> None:

@@ -19,7 +19,7 @@ from jdisagg.serve.clients import RateLimited
 from jdisagg.serve.device_trace import Busy
 from jdisagg.serve.generation import AnswerFailed
 from jdisagg.serve.pools import NoSuchWorker, RoleConflict
-from jdisagg.serve.service import Draining, Rejected
+from jdisagg.serve.service import Draining, ObjectiveUnmet, Rejected
 
 
 class ModelNotFound(RequestError):
@@ -42,6 +42,7 @@ RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (RequestError, 400, "invalid_request_error", None),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (ObjectiveUnmet, 429, "rate_limit_error", "objective_unmet"),
     (Rejected, 429, "rate_limit_error", "queue_full"),
     (RoleConflict, 409, "invalid_request_error", "role_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
@@ -55,7 +56,8 @@ MEANINGS: dict[int, str] = {
     408: "The request waited, or stood still, for longer than is allowed, or its body was too slow",
     409: "What was asked for is being done already, or cannot be now",
     413: "The body is over --max_body_bytes",
-    429: "The queue is full, or the client over its limits; Retry-After says when to come again",
+    429: "The queue is full, the client over its limits, or an objective of its not to be met; Retry-After says when to"
+    " come again",
     431: "The headers are too large",
     500: "A mistake of ours; the server's log has the details",
     503: "The server is not ready, is going down, or has too many connections",
