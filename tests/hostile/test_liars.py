@@ -44,7 +44,7 @@ from jdisagg.serve.cluster.nodes import WorkerNode
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.driver import LiveDriver
 from tests.serve.cluster.test_control_link import KIND, SECRET
-from tests.serve.cluster.test_nodes import RouterFixture, worker
+from tests.serve.cluster.test_router_node import RouterFixture, worker
 from tests.serve.live_http import eventually
 from tests.sim.cases import request
 

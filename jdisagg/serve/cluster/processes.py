@@ -50,9 +50,10 @@ from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.fronts import RouterFronts
 from jdisagg.serve.cluster.leadership import KnownMembers, RouterPair, leadership_of, pair_of, pair_with
 from jdisagg.serve.cluster.link import Heartbeat
-from jdisagg.serve.cluster.nodes import Node, RouterNode, WorkerNode
+from jdisagg.serve.cluster.nodes import Node, WorkerNode
 from jdisagg.serve.cluster.profiles import RouterProfiles, WorkerProfiles
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
+from jdisagg.serve.cluster.router_node import RouterNode
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment, model_fingerprint
 from jdisagg.serve.driver import LiveDriver

@@ -11,7 +11,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.policy.lease import Contender, Lease, Rank
 from jdisagg.serve.cluster.leadership import KnownMembers, Leadership, OtherRouter, pair_of
 from jdisagg.serve.cluster.link import Link
-from tests.serve.cluster.test_nodes import RecordingLink
+from tests.serve.cluster.test_router_node import RecordingLink
 
 HELLO = {"named": ["decode-0"], "known": ["decode-0", "prefill-0"], "term": 0}
 

@@ -20,7 +20,7 @@ from jdisagg.serve.cluster.profiles import FAILED, Answer, RouterProfiles, Worke
 from jdisagg.serve.cluster.remote_kv import records
 from jdisagg.serve.device_trace import Busy, Files
 from tests.serve.cluster.test_control_link import CALM, KIND, SECRET, Notes
-from tests.serve.cluster.test_nodes import worker
+from tests.serve.cluster.test_router_node import worker
 
 LONG = bytes(range(256)) * 8000  # of several parts
 

@@ -25,8 +25,8 @@ from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.serve.cluster.link import Heartbeat, Link
-from jdisagg.serve.cluster.nodes import RouterNode
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
+from jdisagg.serve.cluster.router_node import RouterNode
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
