@@ -151,14 +151,16 @@ class Demotions:
     # ------------------------------------------------------------ from DRAM
 
     def _tend_dram(self) -> None:
-        """Gives up what is worth least until enough is free; what disk admits goes there first."""
+        """Gives up what is worth least until enough is free; what disk admits goes there first, and room that it is
+        about to leave is not made twice."""
         dram = self.tiers.get(Tier.DRAM)
         if dram is None:
             return
         share = dram.free_pages / dram.num_pages
         self._spilling = share < (HIGH_DRAM if self._spilling else LOW_DRAM)
         if self._spilling:
-            self._make_room(dram, min(AHEAD_PAGES, int(HIGH_DRAM * dram.num_pages) + 1))
+            wanted = min(AHEAD_PAGES, int(HIGH_DRAM * dram.num_pages) + 1)
+            self._make_room(dram, wanted - self._pages_to(Tier.DISK))
 
     def _make_room(self, pool: TierPool, wanted: int) -> None:
         """Until `wanted` pages of it are free, or on their way from DRAM to disk, or nothing more may go."""

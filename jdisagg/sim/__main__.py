@@ -11,7 +11,8 @@ or by --servegen's rates. --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
 --cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --mixed_steps;
 --cost=profile:FILE are your own devices as jdisagg.profile timed them, with that run's model, sizes and transfers.
-Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live.
+Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live; --dram_tokens,
+--disk_tokens and --pool_tokens keep it below HBM.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from jdisagg.sim.cluster_spec import (
     longest,
     published,
     slots_per_stage,
+    with_room,
+    with_tiers,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
@@ -59,6 +62,7 @@ from jdisagg.sim.outcome import SLO, Point, trust, write_csv
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
+from jdisagg.sim.tiers import TierSpec, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
 
@@ -107,6 +111,17 @@ def _define_cluster(values: flags.FlagValues) -> None:
     flags.define(values, early_rejection="off")
     flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
     flags.define(values, max_num_seqs=0, max_num_batched_tokens=2048, page_size=16, reserve_tokens=512)
+    flags.define(values, dram_tokens=0, disk_tokens=0)
+    absl_flags.DEFINE_integer(
+        "pool_tokens",
+        0,
+        "KV in a pool that all workers share, as of --pool live; 0: there is none",
+        0,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_list(
+        "tier_gb_per_s", [], "of a worker, each way, as dram:25,disk:3,pool:12; else --hardware's", flag_values=values
+    )
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
     absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
     absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
@@ -136,7 +151,12 @@ def _with_arrivals(values: flags.FlagValues, lengths: Trace, rate: float) -> Tra
 
 
 def costs(values: flags.FlagValues) -> CostOf:
-    """Where the seconds of each worker come from."""
+    """Where the seconds of each worker come from, and how many tokens of KV it has room for."""
+    cost_of = _costs(values)
+    return with_room(cost_of, values.kv_tokens) if values.kv_tokens else cost_of
+
+
+def _costs(values: flags.FlagValues) -> CostOf:
     if values.cost == "distserve":
         return published(values.model, values.engine, values.host_s)
     kind, _, tables = values.cost.partition(":")
@@ -162,6 +182,22 @@ def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
 
 
 def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
+    """The cluster, and what lies below its workers' HBM. Raises ConfigError."""
+    given, said = _in_hbm(values, trace), rates_said(values.tier_gb_per_s)
+    tokens = {"dram_tokens": values.dram_tokens, "disk_tokens": values.disk_tokens, "pool_tokens": values.pool_tokens}
+    if not any(tokens.values()):
+        return given
+    if not any(each.prefix_caching for each in given.workers):
+        what = ", ".join(f"--{name}={size}" for name, size in tokens.items() if size)
+        raise ConfigError(
+            f"{what}: nothing is kept of --trace={values.trace} with --prefix_caching={values.prefix_caching}:"
+            " take a trace that names its blocks (mooncake), and on"
+        )
+    speeds = tier_speeds(MeshSpec.parse(values.mesh), devices_of(values.hardware), said)
+    return with_tiers(given, TierSpec(speeds, values.pool_tokens), values.dram_tokens, values.disk_tokens)
+
+
+def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
     """Workers keep no pages where no block has a name: nobody would ever find one."""
     keeps = values.prefix_caching == "on" and bool(trace.block_hashes)
     if values.cost.startswith("profile:"):

@@ -20,6 +20,7 @@ from jdisagg.core.events import (
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
+from jdisagg.core.tiers import MovePages
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span, done
@@ -31,6 +32,7 @@ from jdisagg.sim.outcome import SLO, Outcome
 from jdisagg.sim.prefix_lookups import PrefixLookups
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.spans import SpanLog, Work, WorkSpan
+from jdisagg.sim.tiers import SimulatedTiers
 from jdisagg.sim.traces import Trace
 
 STEP_END = object()  # in the queue before all else of its instant
@@ -52,17 +54,19 @@ class Cluster(Simulation):
         latency_s: float = 0.0,
         log: SpanLog | None = None,
         fast_forward: bool = True,
+        tiers: SimulatedTiers | None = None,
     ) -> None:
         """message_s: of a message between actors; latency_s: of a part of KV, besides its bytes; log: is written into.
 
         fast_forward: steps that only repeat are taken together; the outcome is the same, by fewer events.
+        tiers: what carries out moves of pages, where workers have any tier below HBM.
         """
         super().__init__(workers, router, message_s)
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.log = dict(costs), log
         self.network = Network(links or FairLinks(), latency_s)
         self._held, self._steps = HeldSteps(), StepEnds(fast_forward)
-        self._lookups = PrefixLookups(workers)
+        self._lookups, self.tiers = PrefixLookups(workers), tiers
 
     @property
     def skipped_steps(self) -> int:
@@ -88,7 +92,8 @@ class Cluster(Simulation):
         records = list(self.requests.records.values())
         span_s = max((record.end_s for record in records), default=0.0)
         busy = {str(name): device.pipeline.busy_s / span_s if span_s else 0.0 for name, device in self.devices.items()}
-        return Outcome(records, self.events, span_s, busy, self._lookups.by_role)
+        moved = self.tiers.moved if self.tiers is not None else {}
+        return Outcome(records, self.events, span_s, busy, self._lookups.by_role, moved)
 
     def _take(self, actor: WorkerId, event: Any) -> None:
         if event is STEP_END:
@@ -191,6 +196,12 @@ class Cluster(Simulation):
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Packed in program order: after the plans that the device has already."""
         self._at(max(self.now_s, self.devices[actor].free_s), NETWORK, PartPacked(effect.transfer))
+
+    def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
+        assert self.tiers is not None, f"{actor} moves pages, and nothing says how long that takes"
+        ready_s = max(self.now_s, self.devices[actor].free_s)
+        done_s, moved = self.tiers.begin(actor, effect.move, self.now_s, ready_s)
+        self._at(done_s, actor, moved)
 
     def _network(self, event: PartPacked | FlowDone) -> None:
         if isinstance(event, PartPacked):

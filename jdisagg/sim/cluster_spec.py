@@ -17,6 +17,7 @@ from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
 from jdisagg.sim.links import DomainLinks, FairLinks
 from jdisagg.sim.ring_costs import RingRoofline
+from jdisagg.sim.tiers import TierSpec
 from jdisagg.sim.traces import Trace
 
 ONE_TOKEN = KVTransfer(Attempt(RequestId("one"), 0), WorkerId("a"), WorkerId("b"), (1,), (1,), 1)
@@ -87,6 +88,7 @@ class ClusterSpec:
     message_s: float = 50e-6  # of a word between actors
     latency_s: float = 0.0  # of a part of KV, besides its bytes
     routing: Routing | None = None  # None: the simulator's own
+    tiers: TierSpec | None = None  # None: what leaves HBM is gone
 
 
 CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
@@ -145,6 +147,23 @@ def cluster_spec(
         ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
     links = FairLinks(ports) if topology is None else topology.links(ports)
     return ClusterSpec(tuple(workers), costs, links)
+
+
+def with_tiers(given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0) -> ClusterSpec:
+    """The same cluster, whose workers keep so many tokens each below HBM. Raises ConfigError for a ring."""
+    for each in given.workers:
+        if each.ring_stages > 1:
+            raise ConfigError(f"{each.worker} is a ring of {each.ring_stages}, which keeps no KV below HBM")
+    workers = [
+        replace(
+            each,
+            dram_pages=-(-dram_tokens // each.page_size),
+            disk_pages=-(-disk_tokens // each.page_size),
+            shared_pool=tiers.pool_tokens > 0,
+        )
+        for each in given.workers
+    ]
+    return replace(given, workers=tuple(workers), tiers=tiers)
 
 
 def longest(trace: Trace) -> int:
@@ -206,3 +225,8 @@ def devices_of(text: str) -> dict[Role, Hardware]:
 def by_kernels(tables: Callable[[int], KernelTables], kv_tokens: int) -> CostOf:
     """Measured kernels for each `tp`, and the room that the engine was found to have."""
     return lambda place: (tables(place.tp), kv_tokens)
+
+
+def with_room(cost_of: CostOf, kv_tokens: int) -> CostOf:
+    """The same costs, and room for so many tokens of KV in each worker."""
+    return lambda place: (cost_of(place)[0], kv_tokens)

@@ -32,6 +32,8 @@ class Hardware:
     decode_attention: float = 0.86  # share of HBM
     link: float = 0.77  # share of a link one stream gets
     collective_s: float = 15.5e-6  # of an all-reduce of a few bytes
+    host_bytes_per_s: float = 25e9  # to its host's memory, one way, pinned: PCIe 4.0 x16
+    disk_bytes_per_s: float = 3e9  # its share of its host's drives: one NVMe drive a device
     narrow: tuple[tuple[str, float], ...] = ()  # dtypes that it multiplies faster than bf16, and how many times
 
     def flops_of(self, dtype: str) -> float:
@@ -50,14 +52,16 @@ def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any
 
 
 _A100 = _chip("a100", 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6, narrow=(("int8", 2.0),))
-_H100 = _chip("h100", 450e9, 50e9, 4.76, 0.78, 0.83, 0.67, 0.86, 0.77, 15.5e-6, narrow=TWICE)
+_H100 = _chip("h100", 450e9, 50e9, 4.76, 0.78, 0.83, 0.67, 0.86, 0.77, 15.5e-6, 50e9, narrow=TWICE)
 HARDWARE = {
     each.name: each
     for each in (
         _A100,
         _H100,
-        _chip("h200", 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6, narrow=TWICE),
-        Hardware("b200", 2250e12, 180 << 30, 7.7e12, 900e9, 100e9, narrow=(*TWICE, ("int4", 4.0))),
+        _chip("h200", 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6, 50e9, narrow=TWICE),
+        Hardware(
+            "b200", 2250e12, 180 << 30, 7.7e12, 900e9, 100e9, host_bytes_per_s=50e9, narrow=(*TWICE, ("int4", 4.0))
+        ),
         replace(_A100, name="a800", link_bytes_per_s=200e9, price_per_hour=0.0),
         replace(_H100, name="h800", link_bytes_per_s=200e9, price_per_hour=2.0),
         _chip("v5e", 50e9, 3.1e9, 1.2, narrow=(("int8", 2.0),)),

@@ -20,7 +20,9 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.profile import Checked
 from jdisagg.core.request import FinishReason
+from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
+from jdisagg.sim.tiers import Moved
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 ASKED = ("request_id", "arrival_s", "input_tokens", "output_tokens", "prefill_worker", "decode_worker", "reason")
@@ -99,6 +101,7 @@ class Outcome:
     span_s: float  # of the virtual clock, from 0 to the last request's end
     busy: dict[str, float]
     lookups: Mapping[Role, Lookups] = field(default_factory=dict[Role, Lookups])  # of workers that keep KV
+    moved: Mapping[tuple[Tier, Tier], Moved] = field(default_factory=dict[tuple[Tier, Tier], Moved])  # between tiers
 
     @property
     def served(self) -> list[Record]:

@@ -20,10 +20,11 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.cluster_spec import ClusterSpec
+from jdisagg.sim.cluster_spec import ONE_TOKEN, ClusterSpec
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
 from jdisagg.sim.device import Span, done
 from jdisagg.sim.network import NETWORK, PartPacked
+from jdisagg.sim.tiers import SimulatedTiers
 
 PREFILL, DECODE = PHASES
 Slowdown = Mapping[str, Mapping[str, float]]  # by phase, and the phase of another device at work
@@ -188,6 +189,9 @@ def simulated(given: ClusterSpec, **named: Any) -> Cluster:
         cost = given.costs[config.worker]
         if config.mixed_steps and not isinstance(cost, MixedCostModel):
             raise ConfigError(f"{config.worker}: {type(cost).__name__} has no price for a mixed step")
+    if given.tiers is not None:
+        token_bytes = {worker: cost.transfer_bytes(ONE_TOKEN) for worker, cost in given.costs.items()}
+        named["tiers"] = SimulatedTiers(given.tiers, given.workers, token_bytes)
     routed = {} if given.routing is None else {"router": replace(PATIENT, routing=given.routing)}
     named = {"message_s": given.message_s, "latency_s": given.latency_s, **routed, **named}
     if given.slowdown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
         f"{requests / span_s:.4g} requests/s, {tokens / span_s:,.0f} tokens/s over {outcome.span_s:,.1f} s; busy:"
         f" {busy}",
         *found_again(outcome),
+        *between_tiers(outcome),
         f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
         f" {outcome.span_s / took_s:,.1f} x real time",
     ]
@@ -66,6 +67,15 @@ def found_again(outcome: Outcome) -> list[str]:
     rates = (f"{each.hit_rate:.1%} on {role} workers" for role, each in outcome.lookups.items() if each.looked_up)
     cached = sum(outcome.cached_tokens)
     return [f"prefix cache: of prompt tokens, {', '.join(rates)} were there already; {cached:,} were not computed"]
+
+
+def between_tiers(outcome: Outcome) -> list[str]:
+    """What moved between tiers, way by way; nothing where there is only HBM."""
+    return [
+        f"{source} to {destination}: {each.tokens:,} tokens, {each.num_bytes / 1e9:,.4g} GB in {each.moves:,} moves of"
+        f" {1e3 * each.seconds / each.moves:,.3g} ms" + (f", {each.missed:,} pages were not there" * (each.missed > 0))
+        for (source, destination), each in outcome.moved.items()
+    ]
 
 
 def write_json(run: Run, slo: SLO, devices: int, path: Path | str) -> None:
@@ -93,6 +103,7 @@ def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
             str(role): {"looked_up_tokens": each.looked_up, "found_tokens": each.found, "hit_rate": each.hit_rate}
             for role, each in outcome.lookups.items()
         },
+        "tiers": {f"{source}_to_{destination}": asdict(each) for (source, destination), each in outcome.moved.items()},
         **{f"{metric.lower()}_s": _spread(outcome.values(metric)) for metric in METRICS},
         "parts_s": outcome.parts_s(),
         "busy": outcome.busy,
