@@ -113,11 +113,12 @@ class Fetches:
         if not runs:
             return None
         handle, moves = self.shared.hold(names[:held]), list[PageMove]()
-        for tier, run in runs:
+        # Locked before any room is made in HBM: what leaves it may need a place below, and must not take one of these.
+        locked = [self.tiers[tier].lock(run) if tier in self.tiers else () for tier, run in runs]
+        for (tier, run), places in zip(runs, locked, strict=True):
             owner = Attempt(RequestId("fetch"), next(self._owners))
             pages = self.shared.take(len(run), owner, PageState.IN_FLIGHT)
             assert pages is not None, "a fetch takes no more than there is room for"
-            places = self.tiers[tier].lock(run) if tier in self.tiers else ()
             moves.append(PageMove(owner, tier, Tier.HBM, packed(run), places, pages))
         number = sum(len(run) for _, run in runs)
         deadline_s = now_s + self._patience_s(number, now_s)

@@ -217,6 +217,21 @@ def test_dram_makes_room_by_giving_to_disk_what_that_admits():
     assert all(desk.tiers.pools[Tier.DISK].readable(name) == (name < 100) for name in (*PREFIX, 100, 120))
 
 
+def test_room_that_disk_is_about_to_leave_in_dram_is_not_made_twice():
+    desk = Desk(config(dram_pages=16, disk_pages=64))
+    for _ in range(2):
+        desk.compute(*range(1, 17))
+    desk.compute(*range(101, 117))
+    desk.answer_downs()
+    assert desk.dram(*range(1, 17)) == 16
+    for _ in range(3):
+        desk.tend()
+    pool = desk.tiers.pools[Tier.DRAM]
+    assert all(name in pool.kept for name in range(1, 17)), "what goes to disk was given up before it came there"
+    desk.answer_downs()
+    assert pool.free_pages and not desk.downs
+
+
 # ------------------------------------------------------------------ up
 
 
@@ -229,6 +244,13 @@ def test_a_prompt_waits_for_what_comes_and_finds_it():
     assert desk.answer() == [ME]
     assert desk.held(*PREFIX, 9) == 8 and not desk.tiers.busy
     assert isinstance(desk.done[-1], InsertPages)
+
+
+def test_what_makes_room_for_a_fetch_takes_no_place_of_what_is_fetched():
+    desk = kept_below(dram_pages=8)
+    assert desk.fetch(*PREFIX)
+    assert desk.answer() == [ME] and desk.held(*PREFIX) == 8
+    assert desk.dram(*PREFIX) == 8
 
 
 def test_only_what_hbm_lacks_is_fetched():
