@@ -19,7 +19,8 @@ from jdisagg.parallel.machine_name import machine_name
 
 AUTO, OFF = "auto", "off"
 MOST_BYTES = 1 << 30  # of all programs together, of every machine and version: the embedded model's have 1.2 MB
-NEWEST = 16  # entries that are read whole at a start: half a one is the last that its process wrote
+SWEPT = "swept"  # a file whose time is that of the last sweep: who wrote an entry since may have died in it
+CLOCKS_OFF_S = 60.0  # of machines that share a home folder
 OTHERS_MAY_WRITE = 0o022
 ZLIB = b"\x78"  # what an entry begins with, where jax has nothing better than zlib
 
@@ -85,19 +86,30 @@ def _refuse_strangers(folder: Path, *, shared: bool) -> None:
 
 
 def sweep(root: Path, most_bytes: int) -> None:
-    """Removes entries that were cut off, and the oldest beyond `most_bytes`. Another process may do so as well."""
+    """Removes entries that were cut off, and the oldest beyond `most_bytes`. Another process may do so as well.
+
+    Only what was written since the last sweep is read.
+    """
+    swept, held = root / SWEPT, 0
+    before_s = swept.stat().st_mtime if swept.exists() else 0.0
+    entries = _entries(root)
+    swept.touch()  # what is written while we read is read the next time
+    for written_s, size, path in entries:
+        held += size
+        if held > most_bytes or (written_s >= before_s - CLOCKS_OFF_S and not _is_whole(path)):
+            path.unlink(missing_ok=True)
+
+
+def _entries(root: Path) -> list[tuple[float, int, Path]]:
+    """(when it was written, bytes, file), the newest first."""
     found = []
     for path in root.rglob("*-cache"):
         try:
             entry = path.stat()
-            found.append((entry.st_mtime, entry.st_size, path))
         except FileNotFoundError:
             continue
-    held = 0
-    for index, (_, size, path) in enumerate(sorted(found, reverse=True)):
-        held += size
-        if held > most_bytes or (index < NEWEST and not _is_whole(path)):
-            path.unlink(missing_ok=True)
+        found.append((entry.st_mtime, entry.st_size, path))
+    return sorted(found, reverse=True)
 
 
 def _is_whole(path: Path) -> bool:

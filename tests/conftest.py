@@ -5,7 +5,6 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,10 +21,13 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # what is broadcast;
 # Examples are drawn and tried as fast as a shared machine lets them: its hiccups are nobody's fault.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))  # for the processes that tests start as well
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # Compiled programs lie beside the user's own: another clone finds them too. Imported here: jax comes with it.
+    compile_cache = importlib.import_module("jdisagg.compile_cache")
+    folder = compile_cache.use(str(compile_cache.user_folder(os.environ) / "tests"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)  # for pytest-xdist and the processes that tests start
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -63,6 +63,20 @@ def test_entries_cut_off_and_the_oldest_beyond_the_limit_are_removed(tmp_path: P
     assert {path.name for path in tmp_path.rglob("*-cache")} == {"other-cache", "new-cache"}
 
 
+def test_only_what_was_written_since_the_last_sweep_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, read = tmp_path / "machine" / "a-cache", list[str]()
+    path.parent.mkdir()
+    monkeypatch.setattr(compile_cache, "_is_whole", lambda path: read.append(path.name) or True)
+    path.write_bytes(b"x")
+    compile_cache.sweep(tmp_path, 10_000)
+    os.utime(path, (time.time() - 3600, time.time() - 3600))
+    compile_cache.sweep(tmp_path, 10_000)
+    assert read == ["a-cache"]
+    path.write_bytes(b"y")
+    compile_cache.sweep(tmp_path, 10_000)
+    assert read == ["a-cache", "a-cache"]
+
+
 def start(cache: Path) -> tuple[list[str], float]:
     """What a new process answers, and the seconds until it ended."""
     jobs, output = cache.parent / "in.jsonl", cache.parent / f"out-{time.time_ns()}.jsonl"
