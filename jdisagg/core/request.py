@@ -18,6 +18,7 @@ LONGEST_ID = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR = 1 << 18  # characters
 BROKEN = -2  # in the place of a token: the logits were no numbers, nothing can be drawn (-1 is a masked slot's)
 LONGEST_OBJECTIVE_S = 1e6  # of ttft_s and tpot_s
 MAX_PRIORITY = 10  # of a client's request, either way
@@ -42,6 +43,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; n: the chosen token's and the n likeliest
     prompt_logprobs: int | None = None
     synchronous: bool = False  # every token is read by the host before the next is drawn (as a grammar's mask needs)
+    grammar: str = ""  # that the answer must follow, in llguidance's words; one that has any is synchronous
 
     @property
     def greedy(self) -> bool:
@@ -51,6 +53,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether drawing needs the counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def recalls(self) -> bool:
+        """Whether drawing needs what was drawn before."""
+        return self.penalised or bool(self.grammar)
 
     def check(self, vocab_size: int) -> None:
         """Raises RequestError naming the first field of the wrong kind, or out of its range, with its value."""
@@ -67,6 +74,7 @@ class SamplingParams:
         for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_whole(field, value, 0, MAX_LOGPROBS)
+        _check_grammar(self)
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids", token, 0, vocab_size - 1)
@@ -76,6 +84,23 @@ class SamplingParams:
                 raise RequestError(f"logit_bias has {_shown(entry)}, must be pairs of token and bias", "logit_bias")
             _check_whole("logit_bias token", entry[0], 0, vocab_size - 1)
             _check_range("logit_bias value", entry[1], -100.0, 100.0)
+
+
+def _check_grammar(sampling: SamplingParams) -> None:
+    grammar: Any = sampling.grammar
+    if not isinstance(grammar, str):
+        raise RequestError(f"grammar is {_shown(grammar)}, must be a text", param="grammar")
+    if len(grammar) > MAX_GRAMMAR:
+        raise RequestError(f"grammar has {len(grammar)} characters, at most {MAX_GRAMMAR} are allowed", "grammar")
+    if not grammar:
+        return
+    if not sampling.synchronous:
+        raise RequestError("a grammar is given while synchronous is False", param="synchronous")
+    if sampling.min_tokens > 0:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens} beside a grammar, which says itself where an answer ends",
+            param="min_tokens",
+        )
 
 
 def _check_whole(field: str, value: Any, low: int, high: int) -> None:

@@ -78,14 +78,13 @@ class Settings:
         " nats a token, on the CPU; int8, fp8: a scale a channel, activations rounded by token",
         ("dtype", "auto", "float32", "bfloat16", "int8", "fp8", "stored"))  # fmt: skip
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
+    structured_output: str = _setting("auto", "model", "auto: by grammars where llguidance is", ("auto", "off"))
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
     mesh: str = _everyday("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
                          " auto: prefill:tp2,decode:pp2 (decode:tp1 for one layer)")  # fmt: skip
     # sizes
-    max_model_len: int = _everyday(
-        0, "sizes", "tokens of prompt and output together; 0: the model's (sim, plan: no limit)"
-    )
+    max_model_len: int = _everyday(0, "sizes", "tokens of prompt and output; 0: the model's (sim, plan: no limit)")
     max_num_seqs: int = _everyday(8, "sizes", "sequences one decode worker runs at once (sim, plan: 0: 256 a stage)")
     max_num_batched_tokens: int = _everyday(
         512, "sizes", "tokens of one step: prompts', and a row for every slot where steps mix both"

@@ -14,7 +14,7 @@ from jdisagg.core.worker_config import RAW
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The tokens that penalties count."""
+    """The tokens that drawing looks back at: penalties at all of them, a grammar at the output alone."""
 
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class PrefillChunk:
     pages: tuple[int, ...]
     last: bool  # the sequence's last chunk: a token is drawn after it
     sampling: SamplingParams
-    history: History = History()  # filled on the last chunk where sampling.penalised
+    history: History = History()  # filled on the last chunk where sampling.recalls
     num_output: int = 0  # output tokens among this sequence's tokens (a resumed request has some; for min_tokens)
 
 
@@ -58,7 +58,7 @@ class Admission:
     pages: tuple[int, ...]  # all it holds: those of its KV and those reserved for tokens to come
     sampling: SamplingParams
     num_output: int  # tokens out so far, `token` included (for min_tokens)
-    history: History = History()  # filled where sampling.penalised
+    history: History = History()  # filled where sampling.recalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,14 @@ class PageGrant:
     slot: int
     index: int
     page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The token that a slot drew when it was last active, as the host read it: what it may draw next depends on it."""
+
+    slot: int
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,7 @@ class DecodeRows:
     retire: tuple[int, ...] = ()
     gates: tuple[Gate, ...] = ()  # other microbatches overtake a step that waits at one, and its own takes no other
     widths: tuple[int, ...] = ()  # tokens at most that each active slot draws, where any may draw more than one
+    read: tuple[Read, ...] = ()  # of the active slots that have a grammar and are not admitted here
 
     @property
     def most_tokens(self) -> int:

@@ -22,6 +22,7 @@ from jax import Array
 from jdisagg.core.request import BROKEN, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
     Counts,
@@ -34,6 +35,7 @@ from jdisagg.engine.sampling import (
     with_row,
 )
 from jdisagg.engine.sampling_metadata import Put, SamplingRows, history_rows, is_plain, sampled_rows
+from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Program, Submesh
 
@@ -73,9 +75,12 @@ def draw(logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts
 class Microbatch:
     """Slots first_slot to first_slot + B: the host's mirror, and what lies where their tokens are drawn."""
 
-    def __init__(self, first_slot: int, size: int, max_pages: int, vocab_size: int, put: Put) -> None:
+    def __init__(
+        self, first_slot: int, size: int, max_pages: int, vocab_size: int, put: Put, grammars: Grammars | None = None
+    ) -> None:
         """put: brings host arrays there."""
         self.first_slot, self.size, self.put = first_slot, size, put
+        self.masks = GrammarMasks(grammars, size, vocab_size, put)
         self.table = np.zeros((size, max_pages), np.int32)
         self.enabled = np.zeros(size, np.int32)
         self.sampling: list[SamplingParams | None] = [None] * size
@@ -91,8 +96,11 @@ class Microbatch:
         delta = np.zeros((4, self.size), np.int32)
         for slot in plan.retire:
             self.sampling[slot - self.first_slot] = None
+            self.masks.end(slot - self.first_slot)
         for admission in plan.admit:
             self._admit(admission, delta)
+        for read in plan.read:
+            self.masks.take(read.slot - self.first_slot, read.token)
         for grant in plan.grants:
             self.table[grant.slot - self.first_slot, grant.index] = grant.page
         if plan.grants:
@@ -108,6 +116,7 @@ class Microbatch:
         self.table[row, : len(admission.pages)] = admission.pages
         self.tables.clear()
         self.sampling[row] = admission.sampling
+        self.masks.begin(row, admission.sampling, admission.history.output)
         self.rows.set(row, admission.sampling, admission.position - admission.num_output + 1)
         delta[:ENABLED, row] = admission.token, admission.position, 1
 
@@ -130,6 +139,10 @@ class Microbatch:
                 history = history_rows(admission.history, self.counts.prompt.shape[1])
                 row = self.put((np.asarray(admission.slot - self.first_slot, np.int32), *history))
                 self.counts = set_row(self.counts, *row)
+
+    def allowed(self, active: Sequence[int]) -> Array | None:
+        """See `GrammarMasks.allowed`."""
+        return self.masks.allowed(slot - self.first_slot for slot in active)
 
     def asked(self, active: Sequence[int]) -> list[SamplingParams]:
         found = [self.sampling[slot - self.first_slot] for slot in active]
@@ -167,22 +180,30 @@ class DrawPrograms:
             Program(counted, donate=(0,)),
             Program(with_row, donate=(0,)),
         )
+        self.mask = Program(masked)
 
     @property
     def programs(self) -> list[Program]:
-        return [self.steer, self.draw_greedy, self.draw, self.logprobs, self.count, self.set_row]
+        return [self.steer, self.draw_greedy, self.draw, self.logprobs, self.count, self.set_row, self.mask]
 
 
 class Decoder(DrawPrograms):
     """Holds the slots of every microbatch, and draws what follows them."""
 
-    def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        layer_groups: Sequence[LayerGroup],
+        config: WorkerConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         super().__init__()
         self.layer_groups, self.config = layer_groups, config
         put = partial(jax.device_put, device=layer_groups[-1].submesh.reader)  # each process draws for itself
         size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
         self.microbatches = [
-            Microbatch(index * size, size, max_pages, vocab_size, put) for index in range(config.num_microbatches)
+            Microbatch(index * size, size, max_pages, vocab_size, put, grammars)
+            for index in range(config.num_microbatches)
         ]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
@@ -198,8 +219,8 @@ class Decoder(DrawPrograms):
 
     def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> PendingRows:
         """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""
-        asked = batch.asked(plan.active)
-        tokens = self._draw(batch, logits, asked)
+        asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
+        tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), asked)
         wanted = [sampling.logprobs for sampling in asked]
         logprobs = None
         if any(number is not None for number in wanted):

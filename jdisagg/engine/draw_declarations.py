@@ -15,6 +15,7 @@ from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
+from jdisagg.model.grammars.grammars import mask_words
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
 
@@ -42,6 +43,10 @@ class Drawn:
         return SamplingMetadata(self.ints(self.rows, INT_COLUMNS), self.of((self.rows, FLOAT_COLUMNS), jnp.float32))  # pyright: ignore[reportArgumentType]
 
     @property
+    def masks(self) -> Any:
+        return self.of((self.rows, mask_words(self.model.vocab_size)), jnp.uint32)
+
+    @property
     def counts(self) -> Any:
         shape = (self.rows, self.model.vocab_size)
         return Counts(self.of(shape, jnp.bool_), self.of(shape, jnp.int32))  # pyright: ignore[reportArgumentType]
@@ -60,6 +65,7 @@ def declared_first_draws(programs: FirstDrawPrograms, drawn: Drawn) -> list[Decl
         drawn.program("draw first greedy", programs.greedy, (drawn.logits,)),
         drawn.program("draw first", programs.pick, (drawn.logits, drawn.metadata, drawn.counts, positions)),
         drawn.program("draw first logprobs", programs.logprobs, (drawn.logits, positions)),
+        drawn.program("draw first mask", programs.mask, (drawn.logits, drawn.masks)),
     ]
 
 
@@ -73,6 +79,7 @@ def declared_draws(programs: DrawPrograms, drawn: Drawn) -> list[DeclaredProgram
         drawn.program("draw greedy", programs.draw_greedy, (drawn.logits, state, drawn.metadata)),
         drawn.program("draw", programs.draw, (drawn.logits, state, drawn.metadata, drawn.counts)),
         drawn.program("draw logprobs", programs.logprobs, (drawn.logits, tokens)),
+        drawn.program("draw mask", programs.mask, (drawn.logits, drawn.masks)),
         drawn.program("draw count", programs.count, (drawn.counts, tokens), output),
         drawn.program("draw set row", programs.set_row, (drawn.counts, *row), both),
     ]

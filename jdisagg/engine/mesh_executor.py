@@ -49,6 +49,7 @@ from jdisagg.kv.shipping import (
     pack_pages,
     ship_pages,
 )
+from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
@@ -109,6 +110,7 @@ class Place:
     devices: tuple[Device, ...]
     dtype: DTypeLike
     weights: WeightFormat
+    grammars: Grammars | None
 
 
 class MeshExecutor:
@@ -124,6 +126,7 @@ class MeshExecutor:
         devices: Sequence[Device],
         dtype: DTypeLike,
         weights: WeightFormat = AS_MADE,
+        grammars: Grammars | None = None,
         load: LoadStage = load_stage,
     ) -> None:
         """Reads the weights (`load`) and allocates the pages; `warm` must follow before the first plan.
@@ -132,7 +135,7 @@ class MeshExecutor:
         stage-major. KV pages have the layout's dtype.
         """
         self.config, self.model = config, model
-        self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights)
+        self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars)
         self.error_monitor = ErrorMonitor(config.error_bound)
         self.ring: Ring | None = None
         if config.ring_stages > 1:
@@ -163,8 +166,8 @@ class MeshExecutor:
 
     def _runner(self) -> Runner | RingRunner:
         if self.ring is not None:
-            return RingRunner(self.ring, self.config)
-        return Runner(self.layer_groups, self.config, self.model.vocab_size)
+            return RingRunner(self.ring, self.config, self.place.grammars)
+        return Runner(self.layer_groups, self.config, self.model.vocab_size, self.place.grammars)
 
     def owner(self, declared: DeclaredProgram) -> Any:
         """What holds the weights and pools that the program reads: a layer group, or the ring behind its stages."""

@@ -18,9 +18,11 @@ from jax import Array
 from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.steps import PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.layer_group import Chunks, LayerGroup
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
+from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program, Submesh
 
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]
@@ -129,18 +131,25 @@ class FirstDrawPrograms:
 
     def __init__(self) -> None:
         self.greedy, self.pick, self.logprobs = Program(pick_greedy), Program(pick), Program(token_logprobs)
+        self.mask = Program(masked)
 
     @property
     def programs(self) -> list[Program]:
-        return [self.greedy, self.pick, self.logprobs]
+        return [self.greedy, self.pick, self.logprobs, self.mask]
 
 
 class Prefiller(FirstDrawPrograms):
     """Packs the chunks of steps, and draws what follows them."""
 
-    def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        layer_groups: Sequence[LayerGroup],
+        config: WorkerConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         super().__init__()
-        self.layer_groups, self.config, self.vocab_size = layer_groups, config, vocab_size
+        self.layer_groups, self.config, self.vocab_size, self.grammars = layer_groups, config, vocab_size, grammars
         self.device = layer_groups[-1].submesh.reader
         self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
         self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
@@ -178,6 +187,8 @@ class Prefiller(FirstDrawPrograms):
     def draw(self, plan: PrefillChunks, logits: Array) -> Array:
         """i32[S] tokens; only the rows of last chunks mean anything."""
         last = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.last]
+        allowed = self._allowed(last)
+        logits = logits if allowed is None else self.mask(logits, allowed)
         if all(is_plain(chunk.sampling) for _, chunk in last):
             return self.greedy(logits)
         rows, positions = SamplingRows(self.config.max_chunk_seqs), np.zeros(self.config.max_chunk_seqs, np.int32)
@@ -187,6 +198,15 @@ class Prefiller(FirstDrawPrograms):
         counts = self._counts(last)
         put = partial(jax.device_put, device=self.device)
         return self.pick(logits, rows.on(put), counts, put(positions))
+
+    def _allowed(self, last: list[tuple[int, PrefillChunk]]) -> Array | None:
+        if not any(chunk.sampling.grammar for _, chunk in last):
+            return None
+        put = partial(jax.device_put, device=self.device)
+        masks = GrammarMasks(self.grammars, self.config.max_chunk_seqs, self.vocab_size, put)
+        for row, chunk in last:
+            masks.begin(row, chunk.sampling, chunk.history.output)
+        return masks.allowed(row for row, _ in last)
 
     def _zero_counts(self) -> tuple[np.ndarray, np.ndarray]:
         shape = (self.config.max_chunk_seqs, self.vocab_size)

@@ -48,7 +48,7 @@ def read_anew(machine: MeshExecutor, shape: Shape) -> MeshExecutor:
 
 def _made(machine: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
     place = replace(machine.place, layout=shape.layout, layers=shape.layers)
-    parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights
+    parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
     if held is None:
         return MeshExecutor(shape.config, machine.model, *parts)
     return MeshExecutor(shape.config, machine.model, *parts, load=held.load)

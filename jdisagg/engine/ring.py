@@ -21,6 +21,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut
 from jdisagg.engine.attention import decode_rows
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, TOKEN, draw, draw_greedy, steered
+from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import running
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
@@ -42,6 +43,7 @@ class Slots(NamedTuple):
     turns: Array  # i32[]: the most of them
     metadata: SamplingMetadata
     counts: Counts | None  # None where nothing but the argmax is asked for
+    allowed: Array | None  # u32[S, words], see `grammar_masks.py`; None as above
 
 
 class Drawn(NamedTuple):
@@ -116,6 +118,7 @@ class RingPrograms:
             slots.turns,
             SamplingMetadata(metadata.ints.reshape(*shape, -1), metadata.floats.reshape(*shape, -1)),
             None if counts is None else Counts(*(each.reshape(*shape, -1) for each in counts)),
+            None if slots.allowed is None else slots.allowed.reshape(*shape, -1),
         )
 
     def _begin(self, kind: str, pools: list[Array], slots: Slots, stage: Stage) -> Carry:
@@ -179,9 +182,11 @@ class RingPrograms:
         if kind == PLAIN:
             after, tokens = draw_greedy(logits, state.at[ENABLED].set(enabled), metadata)
         else:
-            assert slots.counts is not None and output is not None
+            assert slots.counts is not None and slots.allowed is not None and output is not None
             counts = Counts(_at(slots.counts.prompt, m), _at(output, m))
-            after, tokens = draw(logits, state.at[ENABLED].set(enabled), metadata, counts)
+            after, tokens = draw(
+                masked(logits, _at(slots.allowed, m)), state.at[ENABLED].set(enabled), metadata, counts
+            )
             output = _put(output, counted(counts, tokens).output, m)
         if kind == SCORED:
             scores = token_logprobs(logits, tokens)

@@ -20,6 +20,7 @@ from jdisagg.engine.programs import ProgramTable, abstract, transfer_programs_of
 from jdisagg.engine.ring import PLAIN, RingPrograms, Slots
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
 from jdisagg.kv.ring_pools import abstract_ring_pool
+from jdisagg.model.grammars.grammars import mask_words
 from jdisagg.model.ring_params import ring_outline
 from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Device, Program
@@ -91,8 +92,9 @@ class RingTable(ProgramTable):
             self._whole(slots, INT_COLUMNS), self._whole(slots, FLOAT_COLUMNS, dtype=jnp.float32)
         )
         counts = None if kind == PLAIN else self._counts(vocab_size)
+        allowed = None if kind == PLAIN else self._whole(slots, mask_words(vocab_size), dtype=jnp.uint32)
         state = self._whole(4, slots), self._whole(slots), self._whole()
-        return Slots(self._whole(slots, width), *state, metadata, counts)
+        return Slots(self._whole(slots, width), *state, metadata, counts, allowed)
 
     def _counts(self, vocab_size: int) -> Any:
         slots = self.config.num_slots

@@ -19,10 +19,12 @@ from jdisagg.engine.decode import MASKED, DrawnRows, Microbatch
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates
+from jdisagg.engine.grammar_masks import EVERYTHING
 from jdisagg.engine.ring import DRAWN, PLAIN, SCORED, Drawn, RingPrograms, Slots
 from jdisagg.engine.sampling import Counts
 from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
 from jdisagg.kv.ring_pools import RingPages
+from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Program
@@ -114,9 +116,11 @@ class RingRunner:
     prefiller = None  # it computes no prompts
     decoder = None  # what draws is part of the ring's program
 
-    def __init__(self, ring: Ring, config: WorkerConfig) -> None:
+    def __init__(self, ring: Ring, config: WorkerConfig, grammars: Grammars | None = None) -> None:
         self.ring, self.config, self.gates = ring, config, Gates()
-        self.slots = Microbatch(0, config.num_slots, config.table_buckets[-1], ring.model.vocab_size, ring.ring.put)
+        sizes = config.num_slots, config.table_buckets[-1], ring.model.vocab_size
+        self.slots = Microbatch(0, *sizes, ring.ring.put, grammars)
+        self._everything: Array = ring.ring.put(np.full((sizes[0], self.slots.masks.words), EVERYTHING))
         self._widths: tuple[tuple[int, ...], Array, Array] | None = None  # as last sent
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
@@ -124,11 +128,11 @@ class RingRunner:
         rows = plan.decode
         assert rows is not None and plan.prefill is None and not rows.gates, "a ring decodes, and waits at no gate"
         self.slots.send_changes(rows, self.ring.steer, self.ring.set_row)
-        asked = self.slots.asked(rows.active)
+        asked, allowed = self.slots.asked(rows.active), self.slots.allowed(rows.active)
         wanted = [sampling.logprobs for sampling in asked]
         kind = SCORED if any(number is not None for number in wanted) else DRAWN
-        kind = PLAIN if kind == DRAWN and all(map(is_plain, asked)) else kind
-        drawn = self.ring.dispatch(kind, self._slots(rows, kind))
+        kind = PLAIN if kind == DRAWN and allowed is None and all(map(is_plain, asked)) else kind
+        drawn = self.ring.dispatch(kind, self._slots(rows, kind, allowed))
         self.slots.state = drawn.state
         if drawn.output is not None:
             self.slots.counts = Counts(self.slots.counts.prompt, drawn.output)
@@ -137,10 +141,11 @@ class RingRunner:
         counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
         return PendingTurns(plan.step_id, rows, drawn, wanted, counts)
 
-    def _slots(self, rows: DecodeRows, kind: str) -> Slots:
+    def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots
         left, turns = self._left(rows)
-        return Slots(table, batch.state, left, turns, batch.metadata, None if kind == PLAIN else batch.counts)
+        drawn = (None, None) if kind == PLAIN else (batch.counts, self._everything if allowed is None else allowed)
+        return Slots(table, batch.state, left, turns, batch.metadata, *drawn)
 
     def _left(self, rows: DecodeRows) -> tuple[Array, Array]:
         """Tokens for each slot and the most of them; sent where they are not as in the step before."""

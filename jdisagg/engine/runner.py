@@ -21,6 +21,7 @@ from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
+from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Submesh
 
 
@@ -61,10 +62,17 @@ class Prompts:
 class Runner:
     """One worker's layer groups, its slots, and what it keeps of prompts between chunks."""
 
-    def __init__(self, layer_groups: Sequence[LayerGroup], config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        layer_groups: Sequence[LayerGroup],
+        config: WorkerConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.layer_groups, self.config = layer_groups, config
-        self.prefiller = Prefiller(layer_groups, config, vocab_size) if config.computes_prompts else None
-        self.decoder = Decoder(layer_groups, config, vocab_size) if config.role.decodes else None
+        parts = layer_groups, config, vocab_size, grammars
+        self.prefiller = Prefiller(*parts) if config.computes_prompts else None
+        self.decoder = Decoder(*parts) if config.role.decodes else None
         self.gates = Gates()
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:

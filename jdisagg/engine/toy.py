@@ -34,14 +34,17 @@ class ToyFault(Exception):
 
 
 def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> int:
-    """The token after `tokens`, of which `num_output` are output: a polynomial hash, stops masked before min_tokens."""
+    """The token after `tokens`, of which `num_output` are output: a polynomial hash, stops masked before min_tokens.
+
+    Every grammar allows even tokens only.
+    """
     state = 17
     for token in tokens:
         state = (state * 31 + token + 2) % 2147483647
     token = state * 13 % VOCAB
     while num_output < sampling.min_tokens and token in sampling.stop_token_ids:
         token = (token + 1) % VOCAB
-    return token
+    return token - token % 2 if sampling.grammar else token
 
 
 def toy_output(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
@@ -63,6 +66,7 @@ class ToySlot:
     table: list[int]
     sampling: SamplingParams
     num_output: int
+    recalled: list[int]  # output as the host told of it
     stopped: bool = False
 
 
@@ -174,6 +178,7 @@ class ToyExecutor:
 
     def _first(self, chunk: PrefillChunk) -> Sampled:
         tokens = self._read(chunk.pages, chunk.start + len(chunk.tokens))
+        _check_recalled(chunk.sampling, chunk.history.output, tokens, chunk.num_output)
         return Sampled(self.law(tokens, chunk.sampling, chunk.num_output))
 
     # ------------------------------------------------------------ decode
@@ -207,6 +212,8 @@ class ToyExecutor:
             self.slots.pop(slot, None)  # a slot whose admission failed is retired all the same
         for admission in plan.admit:
             self._admit(admission)
+        for read in plan.read:
+            self.slots[read.slot].recalled.append(read.token)
         for grant in plan.grants:
             assert grant.slot in plan.active and grant.index == len(self.slots[grant.slot].table)
             self.slots[grant.slot].table.append(grant.page)
@@ -219,7 +226,12 @@ class ToyExecutor:
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} was not retired"
         self.slots[admission.slot] = ToySlot(
-            admission.token, admission.position, list(admission.pages), admission.sampling, admission.num_output
+            admission.token,
+            admission.position,
+            list(admission.pages),
+            admission.sampling,
+            admission.num_output,
+            list(admission.history.output),
         )
 
     # ------------------------------------------------------------ pages
@@ -286,11 +298,19 @@ def _agreed(rows: list[list[int]]) -> list[int]:
 
 def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], SamplingParams, int], int]) -> Sampled:
     """Draws the slot's next token after `tokens`."""
+    _check_recalled(row.sampling, row.recalled, tokens, row.num_output)
     row.position += 1
     row.token = law(tokens, row.sampling, row.num_output)
     row.num_output += 1
     row.stopped = row.token in row.sampling.stop_token_ids
     return Sampled(row.token)
+
+
+def _check_recalled(sampling: SamplingParams, recalled: Sequence[int], tokens: list[int], num_output: int) -> None:
+    """A grammar's mask is made of the output that the host knows, which must be the one that was drawn."""
+    drawn = tokens[len(tokens) - num_output :]
+    if sampling.grammar and [*recalled] != drawn:
+        raise ToyFault(f"the host knows {recalled} where {drawn} were drawn")
 
 
 def _asked(chunk: PrefillChunk) -> bool:

@@ -34,6 +34,11 @@ class Tokenizer:
         """Tokens the tokenizer knows, added ones included (a model's table may be longer)."""
         return self._raw.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def as_json(self) -> str:
+        """As a tokenizer.json, wherever it came from."""
+        return self._raw.to_str()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, between the special tokens the model expects around a prompt if asked."""
         return self.encode_all([text], add_special_tokens)[0]

@@ -66,9 +66,9 @@ def readable_pages(request: Sized, config: WorkerConfig) -> int:
 
 
 def tail_tokens(request: Sized, config: WorkerConfig) -> int:
-    """Last tokens of the prompt that its decode worker needs: all where penalties count them; else those in no full
-    page, where later pages are named for their content."""
-    if request.sampling.penalised:
+    """Last tokens of the prompt that its decode worker needs: all where drawing looks back at them; else those in no
+    full page, where later pages are named for their content."""
+    if request.sampling.recalls:
         return request.prompt_tokens
     return request.prompt_tokens % config.page_size if config.prefix_caching else 0
 
@@ -77,10 +77,10 @@ def history_of(
     prompt: tuple[int, ...], sampling: SamplingParams, num_output: int, drawn: tuple[int, ...] = ()
 ) -> History:
     """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded."""
-    if not sampling.penalised:
+    if not sampling.recalls:
         return History()
     cut = len(prompt) - num_output
-    return History(prompt[:cut], prompt[cut:] + drawn)
+    return History(prompt[:cut] if sampling.penalised else (), prompt[cut:] + drawn)
 
 
 class PromptView(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jdisagg.core.events import RunStep
-from jdisagg.core.steps import DecodeRows, PageGrant, StepPlan
+from jdisagg.core.steps import DecodeRows, PageGrant, Read, StepPlan
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted
 from jdisagg.policy.decode_side import DecodeSide
@@ -28,6 +28,11 @@ Row = tuple[int, DecodeSequence]  # its slot, and who sits there
 def left_of(sequence: DecodeSequence) -> int:
     """Tokens that its next step may draw at most: none where those in flight, were all accepted, would be its last."""
     return sequence.sampling.max_tokens - sequence.dispatched
+
+
+def _width(sequence: DecodeSequence, most: int) -> int:
+    """Tokens that its row of a step may draw: with a grammar, the one that its mask is for."""
+    return 1 if sequence.sampling.grammar else min(most, left_of(sequence))
 
 
 class Scheduler:
@@ -119,7 +124,10 @@ class Scheduler:
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),
-            widths=tuple(min(most, left_of(sequence)) for _, sequence in active) if self._several else (),
+            widths=tuple(_width(sequence, most) for _, sequence in active) if self._several else (),
+            read=tuple(
+                Read(slot, each.output[-1]) for slot, each in active if each.on_device and each.sampling.grammar
+            ),
         )
 
     @property

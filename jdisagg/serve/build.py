@@ -41,6 +41,7 @@ from jdisagg.serve.reshaping import MeshReshaper
 from jdisagg.serve.shapes import WorkerShapes
 from jdisagg.serve.shapes import shapes_of as shapes_of_place
 from jdisagg.serve.side_by_side import JointProgress, Progress, side_by_side
+from jdisagg.serve.structured.grammars import grammars_of
 from jdisagg.serve.tier_stores import open_stores, post_found
 from jdisagg.serve.transfer_stats import transfer_stats_of
 from jdisagg.serve.weight_choice import choose_weights
@@ -184,11 +185,12 @@ def load_executors(
     here = dict(zip(ids, devices, strict=False))
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
     weights = choose_weights(deployment, settings, source, told, choices_folder())
+    grammars = grammars_of(settings, deployment.model_folder, deployment.model.vocab_size)
 
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
         places = [here[device] for device in deployment.place(name).device_ids]
         what = deployment.model, source, deployment.layout(config.role), deployment.layers
-        return kind(config, *what, places, jnp.dtype(deployment.dtype), weights)
+        return kind(config, *what, places, jnp.dtype(deployment.dtype), weights, grammars)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])
     return {machine.config.worker: machine for machine in machines}

@@ -25,6 +25,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.local import LocalService
+from tests.engine.evens import Evens
 from tests.engine.stacks import CONFIG, GREEDY, HALVES
 from tests.serve.scripted import FIXTURE
 
@@ -45,6 +46,7 @@ ALONE: list[Asked] = [
     (40, SHORT),
     (5, SamplingParams(max_tokens=4, seed=3)),
     (5, SamplingParams(max_tokens=4, temperature=0.0, presence_penalty=0.5, logprobs=2)),
+    (5, SamplingParams(max_tokens=4, temperature=0.0, grammar="even", synchronous=True)),
 ]
 LONG: Asked = (9, replace(GREEDY, max_tokens=180))  # through every width of a page table; the others come meanwhile
 BESIDE: list[Asked] = [(5, SHORT), (60, SHORT), (5, SHORT), (60, SHORT)]
@@ -70,7 +72,9 @@ def cold(role: Role, num_devices: int, first: int = 0, **sizes: Any) -> MeshExec
     )
     layout = KVLayout(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, PAGE_SIZE)
     devices, source = jax.devices()[first : first + num_devices], RandomSource(MODEL, seed=3)
-    return MeshExecutor(replace(config, **sizes), MODEL, source, layout, HALVES, devices, jnp.float32)
+    return MeshExecutor(
+        replace(config, **sizes), MODEL, source, layout, HALVES, devices, jnp.float32, grammars=Evens(97)
+    )
 
 
 def declared_of(machines: list[MeshExecutor]) -> dict[WorkerId, list[DeclaredProgram]]:

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from tests.policy.bench import Bench
-from tests.sim.cases import check_outputs, colocated, definition, pair, request, ring, run_all, stopping, worker
+from tests.sim.cases import check_outputs, colocated, definition, pair, request, ring, run_all, sent, stopping, worker
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 from tests.steps import runs_decode, runs_prefill
@@ -98,6 +99,27 @@ def test_a_row_whose_tokens_are_read_one_by_one_is_held_back_and_keeps_nobody_wa
     assert bench.free_pages == 64
 
 
+def test_a_row_with_a_grammar_is_told_every_token_it_drew_before_it_draws_the_next():
+    bench = Bench(worker("decode-0", Role.DECODE, steps_in_flight=2))
+    asked = request("held", max_tokens=6, synchronous=True, grammar="even")
+    assert bench.reserve(asked)
+    bench.arrive(asked)
+    bench.commit(asked)
+    bench.read_all()
+    (admission,) = [each for run in bench.decode_runs for each in run.plan.decode.admit]
+    told = [read.token for run in bench.decode_runs for read in run.plan.decode.read]
+    assert [*admission.history.output, *told] == definition(asked)[:-1] and admission.history.prompt == ()
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_an_answer_keeps_to_its_grammar_when_its_pages_are_taken_half_way(draft_tokens: int):
+    world = World(pair(num_pages=16, reserve_tokens=1, draft_tokens=draft_tokens))
+    asked = [request(f"r{i}", 9, max_tokens=24, synchronous=True, grammar="even") for i in range(4)]
+    run_all(world, asked)
+    assert any(isinstance(message, Preempted) for message in sent(world, Preempted))
+    assert all(token % 2 == 0 for each in asked for token in world.output(each.request_id))
+
+
 def widths_of(world: World) -> list[tuple[int, ...]]:
     return [effect.plan.decode.widths for _, _, effect in world.effects if runs_decode(effect)]
 
@@ -162,7 +184,7 @@ def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails
             f"r{i}",
             draw(st.integers(1, 30)),
             max_tokens=draw(st.integers(1, 20)),
-            synchronous=draw(st.booleans()),
+            **draw(st.sampled_from([{}, {"synchronous": True}, {"synchronous": True, "grammar": "even"}])),
             arrival_s=draw(st.floats(0.0, 0.02)),
         )
         for i in range(draw(st.integers(1, 6)))

@@ -1,0 +1,1 @@
+"""Structured output: what a client asks of an answer's form, as a grammar."""

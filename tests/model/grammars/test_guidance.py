@@ -1,0 +1,109 @@
+"""Grammars by llguidance over the embedded model's vocabulary."""
+
+import json
+import time
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jdisagg
+from jdisagg.model.grammars.grammars import open_grammars
+from jdisagg.model.grammars.guidance import schema_grammar
+from jdisagg.model.tokenizer import Tokenizer
+
+EMBEDDED_MODEL = Path(jdisagg.__file__).parent / "embedded"
+VOCAB = 4096
+COMPACT: dict[str, object] = {"whitespace_flexible": False}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 199},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS = open_grammars(EMBEDDED_MODEL, VOCAB)
+TOKENIZER = Tokenizer(EMBEDDED_MODEL)
+
+
+def mask_after(grammar: str, tokens: list[int]) -> np.ndarray:
+    """bool[V]."""
+    matcher, mask = GRAMMARS.start(grammar), np.zeros(GRAMMARS.words, np.uint32)
+    matcher.take(tokens)
+    matcher.fill(mask)
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+
+
+def walk(grammar: str, seed: int, most: int = 400) -> list[int]:
+    """Tokens drawn with all that are allowed alike, up to the one that ends the answer."""
+    generator, matcher, mask = np.random.default_rng(seed), GRAMMARS.start(grammar), np.zeros(GRAMMARS.words, np.uint32)
+    drawn = list[int]()
+    while len(drawn) < most and not (drawn and drawn[-1] in TOKENIZER.eos_ids):
+        matcher.take(drawn[-1:])
+        matcher.fill(mask)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+        drawn.append(int(generator.choice(allowed)))
+    return drawn
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1 << 20))
+def test_whatever_is_drawn_under_the_mask_is_what_the_schema_takes(seed: int):
+    drawn = walk(schema_grammar(PERSON, COMPACT), seed)
+    jsonschema.validate(json.loads(TOKENIZER.decode(drawn)), PERSON)
+
+
+def test_a_matcher_made_of_the_tokens_so_far_is_where_one_that_took_them_one_by_one_is():
+    grammar = schema_grammar(PERSON, COMPACT)
+    drawn = walk(grammar, 7)
+    for cut in range(len(drawn)):
+        assert mask_after(grammar, drawn[:cut])[drawn[cut]]
+
+
+def test_an_answer_ends_where_its_grammar_does_and_nowhere_before():
+    grammar = schema_grammar(PERSON, COMPACT)
+    drawn = walk(grammar, 3)
+    ends = [mask_after(grammar, drawn[:cut])[list(TOKENIZER.eos_ids)].any() for cut in range(len(drawn))]
+    assert ends == [False] * (len(drawn) - 1) + [True]
+
+
+def test_after_a_token_that_is_not_allowed_nothing_is():
+    assert not mask_after(schema_grammar(PERSON, COMPACT), TOKENIZER.encode("[", False)).any()
+
+
+def test_tokens_past_the_tokenizers_own_are_never_drawn():
+    wide = open_grammars(EMBEDDED_MODEL, VOCAB + 70)
+    matcher, mask = wide.start("start: /(.|\\n)*/"), np.zeros(wide.words, np.uint32)
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert wide.words == -(-(VOCAB + 70) // 32) and bits[:VOCAB].any() and not bits[VOCAB:].any()
+
+
+BROKEN = [
+    ('{"$ref": "#/$defs/x"}', "Pointer '/$defs/x' does not exist"),
+    ('{"type": "foo"}', "Invalid type: foo"),
+    ('{"type": "string", "pattern": "("}', "unclosed group"),
+    ('{"type": "string", "minLength": 5, "maxLength": 1}', "minLength (5) is greater than maxLength (1)"),
+]
+
+
+@pytest.mark.parametrize(("schema", "says"), BROKEN, ids=[says for _, says in BROKEN])
+def test_a_schema_that_cannot_be_compiled_is_named(schema: str, says: str):
+    found = GRAMMARS.why_not(schema_grammar(schema, COMPACT))
+    assert says in found and "\n" not in found
+
+
+def test_a_grammar_that_explodes_is_refused_and_takes_no_time():
+    began = time.monotonic()
+    parts = [[{"type": "object", "properties": {f"k{n}": {"const": m}}} for m in range(6)] for n in range(8)]
+    found = GRAMMARS.why_not(schema_grammar({"allOf": [{"anyOf": each} for each in parts]}, COMPACT))
+    assert "too large" in found and time.monotonic() - began < 20
+
+
+def test_a_grammar_that_goes_is_not_refused():
+    assert GRAMMARS.why_not(schema_grammar(PERSON, COMPACT)) == ""
