@@ -107,7 +107,8 @@ def _table_of(deployment: Deployment, config: WorkerConfig, devices: Sequence[De
     model, layout, dtype = deployment.model, deployment.layout(config.role), jnp.dtype(deployment.dtype)
     if config.ring_stages > 1:
         return abstract_ring_table(config, model, layout, devices, dtype, deployment.weights)
-    return abstract_table(config, model, layout, deployment.layers, devices, dtype, deployment.weights)
+    layers = deployment.layers_of(deployment.place(config.worker))
+    return abstract_table(config, model, layout, layers, devices, dtype, deployment.weights)
 
 
 def compile_all(tables: Sequence[ProgramTable], every: bool) -> list:

@@ -60,7 +60,7 @@ class Report:
             return self._ring_work(each, place, config)
         if each.declared.kind not in ("decode", "prefill", "head"):
             return None
-        shard = self.shard(place, self.deployment.layers[each.declared.stage])
+        shard = self.shard(place, self.deployment.layers_of(place)[each.declared.stage])
         if each.declared.kind == "decode":
             width = each.declared.size * config.page_size
             return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
@@ -132,10 +132,13 @@ class Report:
 
     def _prefill_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
         tokens = config.prefill_buckets[-1]
-        floor_s = sum(self._floors(checked, "prefill", tokens) + self._floors(checked, "head", tokens))
+        floors, head_s = self._floors(checked, "prefill", tokens), sum(self._floors(checked, "head", tokens))
+        floor_s = sum(floors) + head_s
+        each_s = floor_s if config.pipeline_stages == 1 else max(*floors[:-1], floors[-1] + head_s)
         return (
             f"{config.worker}: a prompt of {tokens:,} tokens takes at least {floor_s * 1e3:.2f} ms,"
-            f" so at most {tokens / floor_s:,.0f} tokens/s"
+            + (f" a chunk each {each_s * 1e3:.2f} ms of {len(floors)} stages," if config.prefill_stages > 1 else "")
+            + f" so at most {tokens / each_s:,.0f} tokens/s"
         )
 
     def _decode_line(self, config: WorkerConfig, checked: list[Checked]) -> str:

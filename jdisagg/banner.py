@@ -55,7 +55,7 @@ def picture(deployment: Deployment) -> list[str]:
     last_prefill = next((place.worker for place in reversed(places) if place.role == "prefill"), None)
     for place in places:
         rows = [place.device_ids[stage * place.tp : (stage + 1) * place.tp] for stage in range(place.pp)]
-        runs = deployment.layers if place.pp > 1 else (range(deployment.model.num_layers),)
+        runs = deployment.layers_of(place) if place.pp > 1 else (range(deployment.model.num_layers),)
         boxes = [
             f"[{' '.join(str(device) for device in row)}] layers {run.start}-{run.stop - 1}"
             for row, run in zip(rows, runs, strict=True)
@@ -78,13 +78,19 @@ def _programs(config: WorkerConfig, deployment: Deployment) -> str:
     parts = []
     if config.computes_prompts:
         chunks = "/".join(map(str, config.prefill_buckets))
-        parts.append(f"prefill chunks of {chunks} tokens x {len(deployment.layers)} layer groups")
+        parts.append(f"prefill chunks of {chunks} tokens x {_runs(config)}")
     if config.role.decodes:
         stages = f"{config.num_microbatches} stages"
         if config.ring_stages > 1:
             stages = f"a ring of {config.ring_stages}, {config.decode_turns} turns"
         parts.append(f"decode of {config.slots_per_microbatch} slots x {stages} x {widths} tokens")
     return ", ".join(parts)
+
+
+def _runs(config: WorkerConfig) -> str:
+    if config.prefill_stages > 1:
+        return f"{config.prefill_stages} stages"
+    return f"{max(1, len(config.layer_groups))} layer groups"
 
 
 def _mib(size_bytes: int) -> str:

@@ -101,6 +101,7 @@ def _define_costs(values: flags.FlagValues) -> None:
 def _define_search(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_string("tps", "1,2,4,8", "tensor parallel sizes to try", flag_values=values)
     absl_flags.DEFINE_string("pps", "1,2,4", "pipeline stages to try", flag_values=values)
+    absl_flags.DEFINE_string("prefill_pps", "1", "stages of a prefill worker to try", flag_values=values)
     absl_flags.DEFINE_list("schedules", list(Schedule), "how decode pipelines run, to try", flag_values=values)
     absl_flags.DEFINE_string("chunks", "512,1024,2048,4096", "prefill chunks to try, tokens", flag_values=values)
     absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
@@ -183,6 +184,7 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
         tuple(TransferMode(each) for each in values.transfers),
         domain_devices=0 if profiled else values.domain_devices,
         schedules=tuple(map(Schedule, values.schedules)),
+        prefill_pps=int_list(values.prefill_pps, "prefill_pps"),
     )
 
 

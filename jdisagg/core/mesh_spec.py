@@ -3,6 +3,8 @@
 spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "ring" | "tp") number} ["@" device];
 role = prefill | decode | colocated
 
+`prefill:pp2tp4` computes a prompt's chunks by two stages of layers, one behind the other: the first has the next chunk
+while the second has this one, where tensor parallelism must not cross hosts.
 `decode:ring4tp2` has the devices and layers of `decode:pp4tp2`, and runs all stages as one program over the whole mesh,
 several tokens a dispatch: for decode workers alone.
 
@@ -26,7 +28,8 @@ _POOL = re.compile(
 )
 _AXIS = re.compile(r"(pp|ring|tp)(\d+)")
 GRAMMAR = (
-    "prefill:[Nx]tpT[@K],decode:[Nx][ppS|ringS][tpT][@K] or colocated:[Nx][ppS][tpT][@K], K the first device's index"
+    "prefill:[Nx][ppS][tpT][@K],decode:[Nx][ppS|ringS][tpT][@K] or colocated:[Nx][ppS][tpT][@K],"
+    " K the first device's index"
 )
 
 
@@ -109,7 +112,7 @@ class MeshSpec:
 
     @property
     def decode_pp(self) -> int:
-        """Stages of the workers that decode; prefill runs its layers in as many groups."""
+        """Stages of the workers that decode; a prefill worker without stages runs its layers in as many groups."""
         return next(pool.pp for pool in self.pools if pool.role.decodes)
 
     @property
@@ -164,6 +167,4 @@ def _parse_pool(part: str, text: str) -> PoolSpec:
     if pool.schedule is Schedule.RING and (pool.role is not Role.DECODE or pool.pp == 1):
         why = "takes 2 stages or more" if pool.role is Role.DECODE else "decodes and does nothing else"
         raise MeshError(f"{part!r} in mesh {text!r}: a ring {why}")
-    if pool.role is Role.PREFILL and pool.pp > 1:
-        raise MeshError(f"{part!r} in mesh {text!r}: prefill meshes are tensor parallel, pp{pool.pp} is not taken")
     return pool

@@ -1,4 +1,4 @@
-"""Where a decode pipeline is cut: layers over stages by cost, so that embedding and logits slow no stage down."""
+"""Where a pipeline is cut: layers over stages by cost, so that embedding and logits slow no stage of decode down."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def split_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
     sizes = [even + (stage < odd) for stage in range(num_stages - 1)] + [last]
     ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def split_prefill(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Equal runs of layers, the first ones longer by one where they are not: the head sees one row of a chunk, and the
+    last stage has it besides. Raises MeshError where there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise MeshError(f"{num_stages} prefill stages (pp) for {num_layers} layers: at most one stage a layer")
+    even, odd = divmod(num_layers, num_stages)
+    ends = [stage * even + min(stage, odd) for stage in range(num_stages + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
 def _slowest(layers: int, stages: int, last_cost: float) -> float:

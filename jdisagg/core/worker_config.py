@@ -50,7 +50,7 @@ MAY_BE_NONE = (
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
-    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "ring_stages", "decode_turns"),
+    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages", "ring_stages", "decode_turns"),
     *MAY_BE_NONE,
 )
 RAW = "raw"  # the wire of numbers as they are
@@ -82,6 +82,7 @@ class WorkerConfig:
     max_chunk_seqs: int = 8  # sequences packed into one chunk
     steps_in_flight: int = 2  # decode steps of one microbatch dispatched before the first one's tokens are read
     chunks_in_flight: int = 2
+    prefill_stages: int = 1  # of a prefill worker, each on its own devices: chunks go through them in their order
     reservations_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
     reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
     decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
@@ -126,6 +127,8 @@ class WorkerConfig:
                 raise ConfigError(f"{self.worker}: {name} is {sizes[:9]}, must ascend from 1 up")
         if self.num_slots % self.num_microbatches:
             raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill {self.num_microbatches} microbatches")
+        if self.prefill_stages > 1 and self.role is not Role.PREFILL:
+            raise ConfigError(f"{self.worker}: {self.prefill_stages} prefill stages of a worker that is {self.role}")
         self._check_ring()
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
             raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
@@ -148,6 +151,11 @@ class WorkerConfig:
     def computes_prompts(self) -> bool:
         """Whether it has programs for chunks: a decode worker may, for short ones."""
         return self.role.prefills or self.short_prompt_tokens > 0
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Programs, each on its own devices, that a step goes through one after the other."""
+        return self.num_microbatches if self.role.decodes else self.prefill_stages
 
     @property
     def slots_per_microbatch(self) -> int:

@@ -1,6 +1,6 @@
 """`MeshExecutor`: one worker's devices, for every role. It owns weights and pages, runs plans, and decides nothing.
 
-A decode or colocated worker has one submesh a stage, a prefill worker one submesh for all its layer groups; everything
+A worker with stages has one submesh a stage, a prefill worker without them one for all its layer groups; everything
 else is the same code (`layer_group.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
 """
 
@@ -131,7 +131,7 @@ class MeshExecutor:
     ) -> None:
         """Reads the weights (`load`) and allocates the pages; `warm` must follow before the first plan.
 
-        `layers` are the runs of layers of the decode stages, whatever this worker's role; `devices` are this worker's,
+        `layers` are the runs of layers of this worker's stages, or of its layer groups; `devices` are this worker's,
         stage-major. KV pages have the layout's dtype.
         """
         self.config, self.model = config, model
@@ -145,7 +145,7 @@ class MeshExecutor:
             self.ring = Ring(config, model, layout, cut, mesh, params)
             self.layer_groups: list[Any] = list(self.ring.stages)
         else:
-            submeshes = submeshes_of(config.role, len(layers), devices)
+            submeshes = submeshes_of(config, len(layers), devices)
             cuts = list(zip(layers, submeshes, strict=True))
             loaded = [load(source, model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [

@@ -20,7 +20,7 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.reshard import Route, StageShape, plan_routes
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
-from jdisagg.core.worker_config import RAW, Role, WorkerConfig
+from jdisagg.core.worker_config import RAW, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
@@ -245,7 +245,7 @@ def abstract_table(
     weights: WeightFormat = AS_MADE,
 ) -> ProgramTable:
     """Of a worker that need not exist; arguments as those of `MeshExecutor`, devices perhaps of a topology."""
-    submeshes = submeshes_of(config.role, len(layers), devices)
+    submeshes = submeshes_of(config, len(layers), devices)
     groups = [
         LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype, weights))
         for run, submesh in zip(layers, submeshes, strict=True)
@@ -257,9 +257,10 @@ def abstract_table(
     )
 
 
-def submeshes_of(role: Role, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
-    """One submesh a group: a prefill worker's groups share all its devices, stages split them evenly."""
-    if not role.decodes:
+def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
+    """One submesh a group: stages split the devices evenly, the groups of a prefill worker without stages share them
+    all."""
+    if not config.role.decodes and config.prefill_stages == 1:
         return [Submesh(devices)] * num_groups
     tp = len(devices) // num_groups
     assert tp * num_groups == len(devices), (num_groups, len(devices))

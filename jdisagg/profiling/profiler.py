@@ -85,8 +85,8 @@ class Profiler:
         if source is None or destination is None:
             return
         modes: list[tuple[str, tuple[int, int] | None]] = [("chunk", None)]
-        if len(self.deployment.layers) > 1:
-            modes.append(("layer", (self.deployment.layers[0].start, self.deployment.layers[0].stop)))
+        if len(source.config.layer_groups) > 1:
+            modes.append(("layer", source.config.layer_groups[0]))
         sizes = source.group_to(destination.config).buckets()
         for (mode, layers), wire, pages in itertools.product(modes, source.config.wires, sizes):
             if pages <= min(source.config.num_pages, destination.config.num_pages):

@@ -188,8 +188,9 @@ def load_executors(
     grammars = grammars_of(settings, deployment.model_folder, deployment.model.vocab_size)
 
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
-        places = [here[device] for device in deployment.place(name).device_ids]
-        what = deployment.model, source, deployment.layout(config.role), deployment.layers
+        place = deployment.place(name)
+        places = [here[device] for device in place.device_ids]
+        what = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
         return kind(config, *what, places, jnp.dtype(deployment.dtype), weights, grammars)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])

@@ -16,7 +16,7 @@ def post_compression_costs(
     driver: LiveDriver, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]
 ) -> None:
     """Before the driver starts: until it does, nothing else uses the machines."""
-    tps = [place.tp for place in deployment.mesh.workers() if place.role is Role.DECODE]
+    theirs = [deployment.shapes(place) for place in deployment.mesh.workers() if place.role is Role.DECODE]
     for worker, machine in machines.items():
-        if tps and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
-            driver.post(worker, WiresTimed(machine.time_packs(deployment.shapes(Role.DECODE, tps[0]))))
+        if theirs and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
+            driver.post(worker, WiresTimed(machine.time_packs(theirs[0])))

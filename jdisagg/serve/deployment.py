@@ -18,7 +18,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.settings import Settings, int_list
-from jdisagg.core.stages import ring_cut, split_layers
+from jdisagg.core.stages import ring_cut, split_layers, split_prefill
 from jdisagg.core.targets import GIB
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One stack, ready to be built. `layers` are the decode stages' runs, and the prefill meshes' layer groups."""
+    """One stack, ready to be built. `layers` are the decode stages' runs, and the layer groups of prefill meshes that
+    have no stages of their own (`layers_of`)."""
 
     model_folder: Path
     model_name: str
@@ -59,10 +60,14 @@ class Deployment:
         """How workers of this role hold KV."""
         return self.prefill_kv if role is Role.PREFILL else self.kv
 
-    def shapes(self, role: Role, tp: int) -> list[StageShape]:
-        """The layer groups of a worker of this role, `tp` shards each."""
-        kv = self.layout(role)
-        return [StageShape(run, tp, kv.page_size, kv.dtype) for run in self.layers]
+    def shapes(self, place: WorkerMesh) -> list[StageShape]:
+        """The layer groups of the worker at this place."""
+        kv = self.layout(place.role)
+        return [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in self.layers_of(place)]
+
+    def layers_of(self, place: WorkerMesh) -> tuple[range, ...]:
+        """Of the worker's stages or layer groups."""
+        return own_layers(self.model, self.layers, place)
 
     def place(self, worker: WorkerId) -> WorkerMesh:
         return next(each for each in self.mesh.workers() if each.worker == worker)
@@ -110,7 +115,8 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
         )
         for place in mesh.workers()
     )
-    workers = tuple(replace(each, **shipping_of(settings, layers, kv)) for each in workers)
+    shipped = [shipping_of(settings, own_layers(model, layers, place), kv) for place in mesh.workers()]
+    workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes)
 
@@ -118,6 +124,12 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
 def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
     """The layers of each decode stage. Raises MeshError."""
     return ring_cut(model, mesh.decode_pp).runs if mesh.is_ring else split_layers(model, mesh.decode_pp)
+
+
+def own_layers(model: ModelConfig, decode_stages: tuple[range, ...], place: WorkerMesh) -> tuple[range, ...]:
+    """Of the stages or layer groups of a worker beside decode workers with such stages. Raises MeshError."""
+    staged = place.role is Role.PREFILL and place.pp > 1
+    return split_prefill(model.num_layers, place.pp) if staged else decode_stages
 
 
 def model_fingerprint(deployment: Deployment, settings: Settings) -> str:
@@ -194,9 +206,10 @@ def compression_warnings(settings: Settings) -> list[str]:
 
 def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
     """One worker's sizes; slots are rounded up to whole microbatches."""
-    slots = -(-settings.max_num_seqs // place.pp) * place.pp
+    stages, depth = (1, place.pp) if place.role is Role.PREFILL else (place.pp, 1)  # of decode, of prefill alone
+    slots = -(-settings.max_num_seqs // stages) * stages
     ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
-    short = short_tokens(settings, slots // place.pp, page_size) if place.role is Role.DECODE and not ring else 0
+    short = short_tokens(settings, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
     mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
     pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
@@ -207,10 +220,12 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         page_size=page_size,
         max_model_len=longest,
         num_slots=slots,
-        num_microbatches=1 if ring else place.pp,
+        num_microbatches=1 if ring else stages,
+        prefill_stages=depth,
+        chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
         ring_stages=place.pp if ring else 1,
         decode_turns=settings.decode_turns if ring else 1,
-        prefill_buckets=(short,) if short else chunk_sizes(settings, slots // place.pp if mixed else 0, page_size),
+        prefill_buckets=(short,) if short else chunk_sizes(settings, slots // stages if mixed else 0, page_size),
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
@@ -295,15 +310,15 @@ class Budget:
         return replace(self, device_bytes=self.device_bytes // shares)
 
     def stages(self, place: WorkerMesh) -> list[tuple[range, int]]:
-        """Layers and bytes of weights of one device of each stage; a prefill worker's devices hold all layers.
-
-        They hold them in as many groups as there are decode stages, and of tied tables one for each end.
+        """Layers and bytes of weights of one device of each stage; without stages a prefill worker's devices hold all
+        layers, in as many groups as there are decode stages, and of tied tables one for each end.
         """
         if place.schedule is Schedule.RING:
             cut = ring_cut(self.model, place.pp)
             held = ring_shard_bytes(self.model, cut, place.tp, self.dtype, self.weights)
             return [(range(len(cut.numbers)), held)]
-        groups = [(run, shard_bytes(self.model, run, place.tp, self.dtype, self.weights)) for run in self.layers]
+        layers = own_layers(self.model, self.layers, place)
+        groups = [(run, shard_bytes(self.model, run, place.tp, self.dtype, self.weights)) for run in layers]
         if place.pp > 1:
             return groups
         return [(range(self.model.num_layers), sum(held for _, held in groups))]

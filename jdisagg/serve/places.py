@@ -39,7 +39,7 @@ def place_of(
 ) -> Place:
     """A worker whose pages lie in these groups of layers: each a stage, or all on one mesh."""
     stages = tuple(groups)
-    if config.num_microbatches == config.ring_stages == 1 and len(stages) > 1:
+    if config.pipeline_stages == config.ring_stages == 1 and len(stages) > 1:
         layers = range(stages[0].layers.start, stages[-1].layers.stop)
         stages = (StageShape(layers, stages[0].tp, stages[0].page_size, stages[0].dtype),)
     return Place(config, stages, remote, leaving)

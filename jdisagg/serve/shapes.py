@@ -13,7 +13,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.stages import split_layers
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.reshape import Shape
-from jdisagg.serve.deployment import Budget, Deployment, num_pages, shipping_of, worker_config
+from jdisagg.serve.deployment import Budget, Deployment, num_pages, own_layers, shipping_of, worker_config
 
 Shapes = Mapping[str, Shape]  # by the text of the mesh: "decode:pp2"
 
@@ -67,12 +67,11 @@ def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, nam
 
 
 def _cuts(devices: int) -> Iterator[PoolSpec]:
-    """Every role on so many devices; the most stages first."""
-    yield PoolSpec(Role.PREFILL, tp=devices)
-    for role in (Role.DECODE, Role.COLOCATED):
-        for tp in range(1, devices + 1):
-            if devices % tp == 0:
-                yield PoolSpec(role, pp=devices // tp, tp=tp)
+    """Every role on so many devices; the most stages first, of prefill the fewest."""
+    tps = [tp for tp in range(1, devices + 1) if devices % tp == 0]
+    for role in Role:
+        for tp in reversed(tps) if role is Role.PREFILL else tps:
+            yield PoolSpec(role, pp=devices // tp, tp=tp)
 
 
 def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
@@ -80,8 +79,9 @@ def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: 
     model, layout = deployment.model, deployment.layout(place.role)
     if settings.tiers and layout != own:
         raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
-    layers = deployment.layers if not place.role.decodes else split_layers(model, place.pp)
-    budget = Budget(model, layers, deployment.dtype, deployment.weights, deployment.device_bytes)
+    stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
+    layers = own_layers(model, stages, place)
+    budget = Budget(model, stages, deployment.dtype, deployment.weights, deployment.device_bytes)
     longest = deployment.max_model_len
     pages = num_pages(settings, place, layout, longest, budget.of(place, deployment.mesh))
     config = worker_config(settings, place, layout.page_size, longest, pages)

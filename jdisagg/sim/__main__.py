@@ -207,7 +207,7 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         return given
     mixed = values.mixed_steps == "on"
     mesh = MeshSpec.parse(values.mesh)
-    slots = slots_per_stage(values.max_num_seqs, max(place.pp for place in mesh.workers()))
+    slots = slots_per_stage(values.max_num_seqs, mesh.decode_pp)
     sizes = Sizes(
         max_model_len=longest(trace),
         page_size=values.page_size,

@@ -38,7 +38,7 @@ class Sizes:
     max_num_seqs: int = 0  # of a worker, in whole microbatches; 0: num_slots for each of its stages
     chunk_tokens: int = 2048
     max_chunk_seqs: int = 64
-    chunks_in_flight: int = 2
+    chunks_in_flight: int = 2  # of a stage
     steps_in_flight: int = 2
     decode_turns: int = 8  # of a ring
     reserve_tokens: int = 512
@@ -50,6 +50,7 @@ class Sizes:
 
     def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
         pages, ring = kv_tokens // self.page_size, place.schedule is Schedule.RING
+        stages, depth = (place.pp, 1) if place.role.decodes else (1, place.pp)  # of decode, of prefill alone
         if pages < 1:
             raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {self.page_size}")
         return WorkerConfig(
@@ -58,8 +59,9 @@ class Sizes:
             num_pages=pages,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
-            num_slots=slots_per_stage(self.max_num_seqs, place.pp, self.num_slots) * place.pp,
-            num_microbatches=1 if ring else place.pp,
+            num_slots=slots_per_stage(self.max_num_seqs, stages, self.num_slots) * stages,
+            num_microbatches=1 if ring else stages,
+            prefill_stages=depth,
             ring_stages=place.pp if ring else 1,
             decode_turns=self.decode_turns if ring else 1,
             stage_admission=not ring,
@@ -69,7 +71,7 @@ class Sizes:
             steps_in_flight=self.steps_in_flight,
             reserve_tokens=self.reserve_tokens,
             decode_steps_per_chunk=self.decode_steps_per_chunk,
-            chunks_in_flight=self.chunks_in_flight,
+            chunks_in_flight=self.chunks_in_flight + depth - 1,
             transfer=self.transfer,
             reservations_ahead=self.reservations_ahead,
             mixed_steps=self.mixed_steps and place.role is Role.COLOCATED,

@@ -30,7 +30,7 @@ class Flying(NamedTuple):
 
 
 class Pipeline:
-    """Equal stages, as many as microbatches. A stage takes plans in the order of their dispatch."""
+    """Equal stages, each on devices of its own. A stage takes plans in the order of their dispatch."""
 
     def __init__(self, num_stages: int) -> None:
         self.free_s = [0.0] * num_stages  # when each stage is through with what it has
@@ -62,7 +62,7 @@ class Device:
     """A pipeline, the steps in flight on it, and the KV of its slots."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.pipeline = Pipeline(config.num_microbatches)
+        self.pipeline = Pipeline(config.pipeline_stages)
         self.flight: deque[Flying] = deque()  # in the order of their dispatch, which is that of their ends
         self._held: dict[int, int] = {}  # KV tokens by slot
 

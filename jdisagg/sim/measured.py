@@ -10,14 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
+from jdisagg.core.stages import split_prefill
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
-from jdisagg.core.worker_config import RAW, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig
 from jdisagg.sim.cluster_spec import ClusterSpec, longest
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.traces import Trace
@@ -200,7 +202,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         is_it = f"{'ring' if place.schedule is Schedule.RING else 'pp'}{place.pp}tp{place.tp}"
         raise ConfigError(f"{place.worker} is {role}:{is_it}; the profile is of {pools}")
     chosen = decodes[0] if role.decodes else prefills[0]
-    config = replace(chosen.config, worker=place.worker, role=role)
+    config = replace(chosen.config, worker=place.worker, role=role, **_prefill_stages(profile, place, chosen.config))
     cost = Measured(
         chunks=chunk_surfaces(prefills[0].prefill) if role.prefills else (),
         steps=step_surface(decodes[0].decode) if role.decodes else None,
@@ -212,6 +214,15 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         long_steps=step_surface(chosen.decode, chosen.config.decode_turns),
     )
     return config, cost
+
+
+def _prefill_stages(profile: Profile, place: WorkerMesh, like: WorkerConfig) -> dict[str, Any]:
+    """A chunk's time is that of all stages, wherever it was taken: a pipeline divides it."""
+    if not (place.role is Role.PREFILL and place.pp > 1):
+        return {"prefill_stages": 1}
+    groups = tuple((run.start, run.stop) for run in split_prefill(profile.num_layers, place.pp))
+    ahead = like.chunks_in_flight - like.prefill_stages
+    return {"prefill_stages": place.pp, "chunks_in_flight": place.pp + ahead, "layer_groups": groups}
 
 
 def _stages(config: WorkerConfig) -> tuple[int, int]:

@@ -124,7 +124,7 @@ class SharedCluster(Cluster):
         self._due_version = 0
 
     def _stages(self, actor: WorkerId, seconds: float) -> list[tuple[Stage, float]]:
-        stages = self.workers[actor].config.num_microbatches
+        stages = self.workers[actor].config.pipeline_stages
         return [((actor, stage), seconds / stages) for stage in range(stages)]
 
     def _start(self, job: Job) -> None:
@@ -145,14 +145,14 @@ class SharedCluster(Cluster):
             self._next_due()
 
     def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
-        """A worker that only prefills takes its layer groups one by one; parts of each leave when it is done."""
+        """A prefill worker without stages takes its layer groups one by one; parts of each leave when it is done."""
         plan, config = effect.plan, self.workers[actor].config
         seconds, waiting = (
             self.devices[actor].step_s(plan, self.costs[actor]),
             sorted(effect.ships, key=last_layer),
         )
         parts, ends = self._stages(actor, seconds), [stop for _, stop in config.layer_groups]
-        if waiting and len(ends) > 1:
+        if waiting and len(ends) > 1 and config.pipeline_stages == 1:
             parts = [((actor, 0), seconds / len(ends)) for _ in ends]
 
         def on_progress(job: Job) -> None:

@@ -89,7 +89,6 @@ def test_those_who_share_devices_are_named_with_them():
         ("prefill:tp2", "no decode pool"),
         ("decode:tp2", "no prefill pool"),
         ("prefill:tp0,decode:tp1", "size of 0"),
-        ("prefill:pp2,decode:tp1", "pp2 is not taken"),
         ("colocated:tp1,decode:tp1", "must be both others or none"),
         ("prefill:tp1,decode:pp2,colocated:tp1", "equally many stages"),
         ("prefill:tp1,prefill:tp2,decode:tp1", "twice"),
@@ -105,6 +104,15 @@ def test_those_who_share_devices_are_named_with_them():
 def test_a_bad_mesh_says_what_is_wrong_and_what_is_allowed(text, says):
     with pytest.raises(MeshError, match=says):
         MeshSpec.parse(text)
+
+
+def test_a_prefill_worker_may_have_stages():
+    spec = MeshSpec.parse("prefill:pp2tp4,decode:pp3")
+    assert str(spec) == "prefill:pp2tp4,decode:pp3" and spec.decode_pp == 3
+    assert [(place.pp, place.tp, place.device_ids) for place in spec.workers()] == [
+        (2, 4, range(0, 8)),
+        (3, 1, range(8, 11)),
+    ]
 
 
 def test_a_ring_is_read_and_written_and_has_the_devices_of_its_stages():

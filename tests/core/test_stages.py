@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.errors import MeshError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import head_cost, split_layers
+from jdisagg.core.stages import head_cost, split_layers, split_prefill
 
 
 def model(num_layers: int, vocab_size: int = 4096) -> ModelConfig:
@@ -20,6 +20,17 @@ def test_every_layer_lies_in_exactly_one_stage_and_no_stage_is_empty(layers, sta
     split = split_layers(model(layers, vocab), stages)
     assert [layer for stage in split for layer in stage] == list(range(layers))
     assert len(split) == stages and all(len(stage) > 0 for stage in split)
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_prefill_stages_hold_all_layers_and_differ_by_one_at_most(layers, stages):
+    if stages > layers:
+        with pytest.raises(MeshError, match=f"{stages} prefill stages .* {layers} layers"):
+            split_prefill(layers, stages)
+        return
+    split = split_prefill(layers, stages)
+    assert [layer for stage in split for layer in stage] == list(range(layers))
+    assert len(split) == stages and max(map(len, split)) - min(map(len, split)) <= 1
 
 
 @given(st.integers(2, 24), st.integers(2, 4), st.integers(64, 100_000))

@@ -26,7 +26,7 @@ def bytes_on_devices(deployment: Deployment, config: WorkerConfig) -> list[tuple
     """Weights with KV, and a page, of one device of each of the worker's stages."""
     place, kv = deployment.place(config.worker), deployment.kv
     found = []
-    for run in deployment.layers if place.pp > 1 else (range(deployment.model.num_layers),):
+    for run in deployment.layers_of(place) if place.pp > 1 else (range(deployment.model.num_layers),):
         page = len(run) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
         groups = [run] if place.pp > 1 else deployment.layers
         weights = sum(
@@ -46,6 +46,7 @@ def bytes_on_devices(deployment: Deployment, config: WorkerConfig) -> list[tuple
         ("prefill:tp2,decode:tp1", {"prefill-0": 1, "decode-0": 1}),
         ("prefill:tp1@0,decode:tp1@0", {"prefill-0": 0.5, "decode-0": 0.5}),
         ("prefill:2xtp1,decode:tp1@0", {"prefill-0": 0.5, "prefill-1": 1, "decode-0": 0.5}),
+        ("prefill:pp2,decode:tp1", {"prefill-0": 1, "decode-0": 1}),
         ("prefill:tp1@1,decode:pp2@0", {"prefill-0": 0.5, "decode-0": 0.5}),  # its stages hold equally many pages
     ],
 )
@@ -60,6 +61,16 @@ def test_the_fullest_device_of_a_worker_is_full_but_for_less_than_a_page(
         left = [parts[config.worker] * GIB - size for size, _ in used]
         assert min(left) >= 0, "no device holds more than its part"
         assert any(each < page for each, (_, page) in zip(left, used, strict=True))
+
+
+def test_prefill_stages_are_even_and_chunks_fill_them_all():
+    prefill, decode = (deployment := resolved("prefill:pp2,decode:pp2")).workers
+    assert deployment.layers == (range(0, 4), range(4, 6)), "by cost: the second has the head besides"
+    assert (prefill.layer_groups, decode.layer_groups) == (((0, 3), (3, 6)), ((0, 4), (4, 6)))
+    assert (prefill.prefill_stages, prefill.num_microbatches, prefill.chunks_in_flight) == (2, 1, 3)
+    assert (decode.prefill_stages, decode.num_microbatches, decode.chunks_in_flight) == (1, 2, 2)
+    with pytest.raises(ConfigError, match="7 prefill stages .* 6 layers"):
+        resolved("prefill:pp7,decode:tp1")
 
 
 def test_too_little_memory_for_two_names_the_worker_and_both_sizes():

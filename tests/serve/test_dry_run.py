@@ -46,6 +46,13 @@ def test_one_process_has_all_workers_and_the_servers_ports():
     assert "stage 1: layers 4-5, shards 0-0 of 1" in process
 
 
+def test_prefill_stages_are_shown_with_their_own_layers():
+    (process,) = told("--mesh=prefill:pp2tp2,decode:pp2", "--platform=cpu")
+    prefill, decode = process.split("decode-0")[:2]
+    assert "stage 0: layers 0-2, shards 0-1 of 2" in prefill and "stage 1: layers 3-5, shards 0-1 of 2" in prefill
+    assert "stage 0: layers 0-3" in decode and "stage 1: layers 4-5" in decode
+
+
 def test_each_rank_of_a_ring_holds_its_stage_and_as_much_as_any_other():
     """Six layers on four stages: two places each, padding among them."""
     place = "--role=decode", "--router=r:1", "--group=g", "--group_size=2", "--coordinator=h:1", "--group_rank=0"

@@ -47,6 +47,21 @@ def test_devices_that_cannot_be_are_refused(text):
         devices_of(text)
 
 
+def test_a_long_prompts_chunks_are_in_all_prefill_stages_at_once():
+    """Eight chunks through two stages: nine halves of a chunk's time, not sixteen; a prompt of one chunk gains nothing."""
+    found = dict[tuple[str, int], float]()
+    for mesh in ("prefill:tp1,decode:tp1", "prefill:pp2,decode:tp1"):
+        for tokens in (1024, 8192):
+            cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
+            sizes = Sizes(16384, chunk_tokens=1024)
+            cluster = simulated(cluster_spec(MeshSpec.parse(mesh), sizes, cost_of))
+            outcome = cluster.run(Trace(np.zeros(1), np.full(1, tokens), np.full(1, 2)))
+            found[mesh, tokens] = float(outcome.values("TTFT").mean())
+    one, two = "prefill:tp1,decode:tp1", "prefill:pp2,decode:tp1"
+    assert found[two, 1024] == pytest.approx(found[one, 1024], rel=0.02)
+    assert found[two, 8192] == pytest.approx(9 / 16 * found[one, 8192], rel=0.05)
+
+
 def test_an_older_decode_pool_slows_decoding_and_not_prompts():
     new, mixed = pools("h100"), pools("h100,decode:a100")
     assert mixed["TPOT"] > 1.3 * new["TPOT"]

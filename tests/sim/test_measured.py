@@ -61,6 +61,12 @@ def test_a_chunk_takes_what_its_bucket_its_tokens_and_its_context_say(tokens, co
     assert cost(worker="prefill-0").prefill_s(plan) == pytest.approx(expected)
 
 
+def test_prefill_stages_divide_the_chunks_that_were_timed_on_one_mesh():
+    staged, one = (run(mesh, Trace(np.zeros(1), np.full(1, 64), np.full(1, 2))) for mesh in
+                   ("prefill:pp2,decode:tp1", "prefill:tp1,decode:tp1"))  # fmt: skip
+    assert float(staged.values("TTFT").mean()) < 0.75 * float(one.values("TTFT").mean())
+
+
 def test_packed_prompts_count_as_one_with_as_many_pairs():
     """Two of 4 tokens, 100 tokens in: 2 x (104^2 - 100^2) / 2 pairs, as 8 tokens at a context of 98."""
     assert cost(worker="prefill-0").prefill_s(chunks((100, 104), (100, 104))) == pytest.approx(chunk_s(8, 8, 98))

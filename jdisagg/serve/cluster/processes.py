@@ -137,9 +137,9 @@ def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
 def remote_programs(deployment: Deployment, machine: MeshExecutor) -> list[DeclaredProgram]:
     """For shipments to and from workers of other processes."""
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(machine.config.role)
-    tps = {place.tp for place in deployment.mesh.workers() if place.role is other}
+    theirs = {tuple(deployment.shapes(place)) for place in deployment.mesh.workers() if place.role is other}
     declare = machine.table.departures if other is Role.DECODE else machine.table.arrivals
-    return [] if other is None else [each for tp in tps for each in declare(deployment.shapes(other, tp))]
+    return [each for shapes in sorted(theirs, key=str) for each in declare(shapes)]
 
 
 def remote_kv_of(

@@ -19,6 +19,7 @@ from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import ConfigError, MeshError
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Role
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.model.checkpoint import read_model
 from jdisagg.policy.roll_call import Card
@@ -45,9 +46,10 @@ def worker_of(settings: Settings) -> WorkerMesh:
         )
     if mine[0].pp > 1 and mine[0].schedule is not Schedule.RING:
         stages, shards = mine[0].pp, f"tp{mine[0].tp}" * (mine[0].tp > 1)
+        one = f"ring{stages}{shards}" if mine[0].role is Role.DECODE else f"tp{len(mine[0].device_ids)}"
         raise MeshError(
             f"--mesh={settings.mesh}: the {stages} stages of {mine[0].worker} are programs of one process, and a group"
-            f" spans several: write {mine[0].role.value}:ring{stages}{shards}"
+            f" spans several: write {mine[0].role.value}:{one}"
         )
     return mine[0]
 

@@ -158,11 +158,18 @@ class Prefill:
         self.cost, self.config = cost, config
         lengths = workload.lengths.sample(SAMPLE, 0).input_tokens.tolist()
         self.chunks = np.array([math.ceil(tokens / config.prefill_buckets[-1]) for tokens in lengths])
-        self.alone_s = np.array([sum(self._seconds([piece]) for piece in self._pieces(n)) for n in lengths])
+        self.alone_s = np.array([self._alone_s(n) for n in lengths])
         packed_s = sum(self._seconds(plan) for plan in self._packed(lengths))
-        share = min(1.0, packed_s / float(self.alone_s.sum()))
-        self.service_s = self.alone_s * share / config.num_microbatches  # a stage's: others work on other plans
+        whole_s = np.array([sum(self._seconds([piece]) for piece in self._pieces(n)) for n in lengths])
+        share = min(1.0, packed_s / float(whole_s.sum()))
+        self.service_s = whole_s * share / config.pipeline_stages  # a stage's: others work on other plans
         self.mean_s = float(self.service_s.mean())
+
+    def _alone_s(self, tokens: int) -> float:
+        """Of prefill stages each is at another chunk, and the last chunk goes through all of them."""
+        seconds = [self._seconds([piece]) for piece in self._pieces(tokens)]
+        stages = self.config.prefill_stages
+        return (sum(seconds) + (stages - 1) * seconds[-1]) / stages
 
     def _pieces(self, tokens: int) -> list[tuple[int, int]]:
         """(first, stop) of each chunk."""

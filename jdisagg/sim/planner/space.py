@@ -78,11 +78,12 @@ class Space:
     fill: bool = True
     domain_devices: int = 0
     schedules: tuple[Schedule, ...] = (Schedule.STAGES,)  # of decode pipelines
+    prefill_pps: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ConfigError(f"{self.devices} devices: there must be at least 1")
-        for name in ("tps", "pps", "chunks", "transfers", "schedules"):
+        for name in ("tps", "pps", "chunks", "transfers", "schedules", "prefill_pps"):
             if not getattr(self, name):
                 raise ConfigError(f"no {name} to choose from among {self.devices} devices")
 
@@ -130,8 +131,8 @@ class Space:
                     yield MeshSpec((replace(prefill, count=count), replace(decode, count=other)))
 
     def _shapes(self, role: Role, most: int) -> Iterator[PoolSpec]:
-        """Prefill meshes are tensor parallel only, and rings decode and do nothing else."""
-        for pp in self.pps if role.decodes else (1,):
+        """Rings decode and do nothing else."""
+        for pp in self.pps if role.decodes else self.prefill_pps:
             schedules = self.schedules if role is Role.DECODE and pp > 1 else (Schedule.STAGES,)
             for tp, schedule in itertools.product(self.tps, schedules):
                 if pp * tp <= most:

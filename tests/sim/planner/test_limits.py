@@ -23,6 +23,16 @@ def test_prefill_carries_what_its_devices_compute():
     assert hasty.queue < 0.9 * hasty.prefill and hasty.binding == "queue"
 
 
+def test_prefill_stages_carry_as_much_as_workers_of_their_own_and_answer_long_prompts_sooner():
+    asked = problem("mix:1024+20")
+    apart, staged = (limits(asked, mesh) for mesh in ("prefill:2xtp1,decode:tp1", "prefill:pp2,decode:tp1"))
+    assert staged.prefill == pytest.approx(apart.prefill)
+    hasty = problem("mix:1024+20", objectives=Objectives(0.09, 0.03))  # two chunks of 52.2 ms, three halves in a pipeline
+    assert limits(hasty, "prefill:pp2,decode:tp1").queue > 0
+    with pytest.raises(Infeasible, match="unloaded TTFT"):
+        limits(hasty, "prefill:2xtp1,decode:tp1")
+
+
 def test_decode_carries_its_slots_where_steps_are_short_enough():
     found = limits(problem("mix:1000+20"), "prefill:tp1,decode:2xtp1")
     assert found.decode == pytest.approx(2 * 64 / (20 * 10e-3), rel=1e-3)

@@ -48,6 +48,11 @@ def test_neighbours_differ_in_one_thing():
     assert {each.chunk_tokens for each in space.neighbours(candidate("colocated:tp1", 512))} == {256, 1024}
 
 
+def test_prefill_stages_are_tried_where_they_are_asked_for():
+    found = {str(pool) for each in Space(4, chunks=(512,), prefill_pps=(1, 2)) for pool in each.mesh.pools}
+    assert {"prefill:tp2", "prefill:pp2"} <= found
+
+
 def test_an_empty_space_is_refused():
     with pytest.raises(ConfigError, match="0 devices"):
         Space(0)
