@@ -69,7 +69,7 @@ def test_prefill_stages_are_even_and_chunks_fill_them_all():
     assert (prefill.layer_groups, decode.layer_groups) == (((0, 3), (3, 6)), ((0, 4), (4, 6)))
     assert (prefill.prefill_stages, prefill.num_microbatches, prefill.chunks_in_flight) == (2, 1, 3)
     assert (decode.prefill_stages, decode.num_microbatches, decode.chunks_in_flight) == (1, 2, 2)
-    with pytest.raises(ConfigError, match="7 prefill stages .* 6 layers"):
+    with pytest.raises(ConfigError, match=r"7 prefill stages .* 6 layers"):
         resolved("prefill:pp7,decode:tp1")
 
 

@@ -48,7 +48,7 @@ def test_devices_that_cannot_be_are_refused(text):
 
 
 def test_a_long_prompts_chunks_are_in_all_prefill_stages_at_once():
-    """Eight chunks through two stages: nine halves of a chunk's time, not sixteen; a prompt of one chunk gains nothing."""
+    """Eight chunks through two stages: nine halves of a chunk's time, not sixteen; one chunk gains nothing."""
     found = dict[tuple[str, int], float]()
     for mesh in ("prefill:tp1,decode:tp1", "prefill:pp2,decode:tp1"):
         for tokens in (1024, 8192):

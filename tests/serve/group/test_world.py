@@ -25,16 +25,17 @@ def test_tensor_parallel_workers_and_rings_may_span_processes(mesh: str, role: s
 
 
 @pytest.mark.parametrize(
-    ("mesh", "says"),
+    ("mesh", "role", "says"),
     [
-        ("prefill:tp1,decode:pp2", "write decode:ring2$"),
-        ("prefill:tp1,decode:pp4tp2", "the 4 stages of decode-0 .* write decode:ring4tp2$"),
-        ("prefill:tp1,decode:2xring2", "has 2 workers of --role=decode, and a group is one"),
+        ("prefill:tp1,decode:pp2", "decode", "write decode:ring2$"),
+        ("prefill:pp2tp2,decode:tp1", "prefill", "the 2 stages of prefill-0 .* write prefill:tp4$"),
+        ("prefill:tp1,decode:pp4tp2", "decode", "the 4 stages of decode-0 .* write decode:ring4tp2$"),
+        ("prefill:tp1,decode:2xring2", "decode", "has 2 workers of --role=decode, and a group is one"),
     ],
 )
-def test_what_one_process_must_hold_is_refused_with_what_to_write(mesh: str, says: str):
+def test_what_one_process_must_hold_is_refused_with_what_to_write(mesh: str, role: str, says: str):
     with pytest.raises(MeshError, match=says):
-        worker_of(Settings(mesh=mesh, role="decode", router="r:1"))
+        worker_of(Settings(mesh=mesh, role=role, router="r:1"))
 
 
 def test_devices_that_do_not_split_evenly_are_refused_with_both_numbers():

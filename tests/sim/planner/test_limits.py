@@ -27,7 +27,7 @@ def test_prefill_stages_carry_as_much_as_workers_of_their_own_and_answer_long_pr
     asked = problem("mix:1024+20")
     apart, staged = (limits(asked, mesh) for mesh in ("prefill:2xtp1,decode:tp1", "prefill:pp2,decode:tp1"))
     assert staged.prefill == pytest.approx(apart.prefill)
-    hasty = problem("mix:1024+20", objectives=Objectives(0.09, 0.03))  # two chunks of 52.2 ms, three halves in a pipeline
+    hasty = problem("mix:1024+20", objectives=Objectives(0.09, 0.03))  # two chunks of 52 ms, or three halves
     assert limits(hasty, "prefill:pp2,decode:tp1").queue > 0
     with pytest.raises(Infeasible, match="unloaded TTFT"):
         limits(hasty, "prefill:2xtp1,decode:tp1")
