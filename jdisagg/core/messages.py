@@ -12,10 +12,21 @@ from dataclasses import dataclass
 
 from jdisagg.core.ledger import Mark
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
 
 PAGE_NAME_BYTES = 16  # of the name of one page: a hash of its tokens and of all before them
 PAGES_A_WORD = 4096  # that one CacheHeld names at most
+MOST_HOLDERS = 4  # that one prompt's word names
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Another worker that is thought to hold pages `first` to `stop` - 1 of a prompt, in whichever tier."""
+
+    worker: WorkerId
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class Reserve:
     priority: int = 0
     cache_salt: str = ""
     page_names: bytes = b""  # of the prompt's full pages of the decode worker's size, one behind the other; none: empty
+    holders: tuple[Holder, ...] = ()  # where the prompt is computed here, as in StartPrefill
 
     @property
     def request_id(self) -> RequestId:
@@ -73,6 +85,7 @@ class StartPrefill:
     cached_pages: int = 0  # leading decode pages that hold their KV already: those are not shipped
     decode_page_size: int = 0  # tokens a decode page; 0: as this worker's
     tail_tokens: int = 0  # last tokens of the prompt that Commit is to bring
+    holders: tuple[Holder, ...] = ()  # who may lend pages of this worker's size that it lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +215,31 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchPages:
+    """Worker to worker: lend me what you hold of these pages, from `first` on, without a gap. They come as records, by
+    the way of KV; NoPages says that none do. Whoever asks waits no longer than its own deadline."""
+
+    attempt: Attempt  # of this question alone, by the count of who asks
+    names: bytes  # from the prompt's first page on, one behind the other
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoPages:
+    """Worker to worker: none of those pages will come. `failed`: they are here, but cannot be read."""
+
+    attempt: Attempt
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Worker to router: what pages cost it of late, (source, seconds at all, seconds a page); "computed" is one."""
+
+    lines: tuple[tuple[str, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheWanted:
     """Router to worker: say which pages you keep for their content, all of them now, and each change from now on."""
 
@@ -214,6 +252,7 @@ class CacheHeld:
     names: bytes  # as in Reserve
     part: int = 0
     num_parts: int = 1
+    tier: Tier = Tier.HBM  # each is counted by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +263,7 @@ class CacheChanged:
     check: int  # the exclusive or of all names that are kept now, 64 bits of it: who has lost a word finds it out
     added: bytes = b""
     removed: bytes = b""
+    tier: Tier = Tier.HBM
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +342,9 @@ Message = (
     | Ended
     | Preempted
     | View
+    | FetchPages
+    | NoPages
+    | Priced
     | CacheWanted
     | CacheHeld
     | CacheChanged

@@ -13,6 +13,7 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError, SenselessWord
 from jdisagg.core.messages import (
+    MOST_HOLDERS,
     PAGE_NAME_BYTES,
     PAGES_A_WORD,
     Abort,
@@ -26,12 +27,16 @@ from jdisagg.core.messages import (
     Commit,
     Drawn,
     Ended,
+    FetchPages,
+    Holder,
     Joined,
     Kept,
     Leave,
     Left,
     Message,
+    NoPages,
     Preempted,
+    Priced,
     Progress,
     Refused,
     Renew,
@@ -48,15 +53,16 @@ from jdisagg.core.worker_config import MOST, WorkerConfig
 
 TO_ROUTER = (
     *(Reserved, Refused, Abort, AbortAck, Progress, Drawn, Ended, Preempted, View, CacheHeld, CacheChanged),
-    *(Left, Joined, Kept),
+    *(Left, Joined, Kept, Priced),
 )
 FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted, Leave, Adopt)
 FROM_PREFILL = (Commit, Renew)  # to the worker that decodes
 FROM_DECODE = (Ack, Resend)  # and back
-EITHER_WAY = (Abort, AbortAck)
+EITHER_WAY = (Abort, AbortAck, FetchPages, NoPages)
 FROM_FRONT = (Ask, Withdraw)  # to the router, by a link that is no worker's
 LARGEST_TOKEN = (1 << 31) - 1
 MOST_LAYERS = 1 << 10
+MOST_LINES = 1 << 12  # of prices
 
 
 def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig | None) -> None:
@@ -79,18 +85,18 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             _check_tokens(message, output)
         case Commit():
             _check_commit(message)
-        case CacheHeld() if sender is not None:
-            _check_kept(message, message.names, min(PAGES_A_WORD, sender.num_pages))
-            if not message.part < message.num_parts <= 1 + sender.num_pages // PAGES_A_WORD:
-                raise _senseless(message, f"part {message.part} of {message.num_parts}")
-        case CacheChanged() if sender is not None:
-            for names in (message.added, message.removed):
-                _check_kept(message, names, sender.num_pages)
+        case CacheHeld() | CacheChanged() if sender is not None:
+            _check_cache(message, sender)
+        case Priced():
+            _check_prices(message)
+        case FetchPages() if to is not None:
+            _check_kept(message, message.names, to.max_model_len // to.page_size)
         case Joined(config=config) if sender is not None:
             _check_joined(message, config, sender)
         case Reserve() if to is not None:
             _check_length(message, message.prompt_tokens, to)
             _check_names(message, to)
+            _check_holders(message, message.holders)
         case StartPrefill(request=request) if to is not None:
             _check_length(message, request.prompt_tokens, to)
             if not to.computes_prompts:
@@ -100,6 +106,7 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
                 raise _senseless(message, f"decode_pages are {message.decode_pages[:3]}")
             if message.tail_tokens > request.prompt_tokens:
                 raise _senseless(message, f"tail_tokens is {message.tail_tokens} of {request.prompt_tokens}")
+            _check_holders(message, message.holders)
         case _:
             return
 
@@ -178,6 +185,28 @@ def _check_names(message: Reserve, to: WorkerConfig) -> None:
     pages, size = message.prompt_tokens // to.page_size, len(message.page_names)
     if size not in (0, pages * PAGE_NAME_BYTES):
         raise _senseless(message, f"page_names are {size} bytes, {pages} pages have {pages * PAGE_NAME_BYTES}")
+
+
+def _check_holders(message: Message, holders: tuple[Holder, ...]) -> None:
+    if len(holders) > MOST_HOLDERS or not all(0 <= each.first < each.stop <= MOST for each in holders):
+        raise _senseless(message, f"{len(holders)} holders, of which the first are {holders[:2]}")
+
+
+def _check_cache(message: CacheHeld | CacheChanged, sender: WorkerConfig) -> None:
+    pages = sender.pages_of(message.tier)
+    if isinstance(message, CacheChanged):
+        for names in (message.added, message.removed):
+            _check_kept(message, names, pages)
+        return
+    _check_kept(message, message.names, min(PAGES_A_WORD, pages))
+    if not message.part < message.num_parts <= 1 + pages // PAGES_A_WORD:
+        raise _senseless(message, f"part {message.part} of {message.num_parts}")
+
+
+def _check_prices(message: Priced) -> None:
+    numbers = [each for _, *seconds in message.lines for each in seconds]
+    if len(message.lines) > MOST_LINES or not all(0 <= each < math.inf for each in numbers):
+        raise _senseless(message, f"{len(message.lines)} prices, of which the first are {message.lines[:2]}")
 
 
 def _check_kept(message: Message, names: bytes, most: int) -> None:

@@ -1,25 +1,31 @@
-"""Where KV may lie, and the words for bringing whole pages of one worker from one of its tiers to another."""
+"""Where KV may lie, and the words for bringing whole pages from one of a worker's tiers to another, or to a worker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from jdisagg.core.request import Attempt
+from jdisagg.core.request import Attempt, WorkerId
+
+NOBODY = WorkerId("")
 
 
 class Tier(StrEnum):
-    """From the fastest down. Pages of HBM, DRAM and disk are a worker's own; those of the pool are everybody's."""
+    """From the fastest down. Pages of HBM, DRAM and disk are a worker's own; those of the pool are everybody's; those
+    of a peer are another worker's, in whichever tier of its own."""
 
     HBM = "hbm"
     DRAM = "dram"
     DISK = "disk"
     POOL = "pool"
+    PEER = "peer"
 
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """Full pages on their way between two tiers of one worker. In the pool pages have names alone, and no numbers."""
+    """Full pages on their way between two tiers of one worker, or one half of their way between two workers: to the
+    PEER at the one that lends them, from the PEER at the one that asked. In the pool, and at the other worker, pages
+    have names alone, and no numbers."""
 
     owner: Attempt  # in whose name pages of HBM that are to be filled are booked: of this move alone
     source: Tier
@@ -27,11 +33,19 @@ class PageMove:
     names: bytes  # of the pages, one behind the other, as in Reserve
     source_pages: tuple[int, ...] = ()
     destination_pages: tuple[int, ...] = ()
+    peer: WorkerId = NOBODY  # the other worker
+    asked: Attempt | None = None  # at the lender: the owner of the other half
+
+    @property
+    def from_where(self) -> str:
+        """What its price is learnt by."""
+        return self.peer if self.source is Tier.PEER else self.source.value
 
 
 @dataclass(frozen=True, slots=True)
 class MovePages:
-    """Effect: begin to move pages. Those of HBM are packed now, in program order. `PagesMoved` follows, always."""
+    """Effect: begin to move pages. Those of HBM are packed now, in program order. `PagesMoved` follows, always; where
+    they come from a peer, as soon as it has sent them, unless DropPages was asked for before."""
 
     move: PageMove
 
@@ -46,7 +60,7 @@ class InsertPages:
 
 @dataclass(frozen=True, slots=True)
 class DropPages:
-    """Effect: forget what was read for pages of HBM: they may be another's."""
+    """Effect: forget what was read for pages of HBM, or what is still to come from a peer: they may be another's."""
 
     move: PageMove
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import Tier
 
 
 class Role(StrEnum):
@@ -107,13 +108,23 @@ class WorkerConfig:
     dram_pages: int = 0  # pages kept in the host's memory below HBM; 0: none
     disk_pages: int = 0  # so, on disk
     shared_pool: bool = False  # pages are put into a pool that all workers share, and fetched from it
-    tier_wire: str = RAW  # what pages below HBM are quantised to
+    peer_fetch: bool = False  # pages that other workers hold are fetched from them, and lent to them
+    tier_wire: str = RAW  # what pages below HBM, or from another worker, are quantised to
     router_grace_s: float = 0.0  # that it keeps what it decodes when its router is gone; 0: not at all
 
     @property
-    def has_tiers(self) -> bool:
+    def keeps_below(self) -> bool:
         """Whether pages that leave HBM may lie anywhere else."""
         return self.prefix_caching and (self.dram_pages > 0 or self.disk_pages > 0 or self.shared_pool)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether pages may come to HBM from anywhere but a prompt's own handoff."""
+        return self.keeps_below or (self.prefix_caching and self.peer_fetch)
+
+    def pages_of(self, tier: Tier) -> int:
+        """That it has itself."""
+        return {Tier.HBM: self.num_pages, Tier.DRAM: self.dram_pages, Tier.DISK: self.disk_pages}.get(tier, 0)
 
     def check(self) -> None:
         """Raises ConfigError naming the first size that no worker can have, with its value."""

@@ -129,5 +129,7 @@ class AttemptProgress:
         row.enter(Phase.PREFILLING)
         row.ledger.mark(Mark.RESERVED, now_s)
         decode = self.peers[row.decode].config
-        self.out.send(row.prefill, message_builders.start_prefill(row, reservation, decode, self.config))
+        apart = row.prefill != row.decode and row.prefill in self.peers
+        holders = self.requests.routes.holders(self.peers[row.prefill].config, row) if apart else ()
+        self.out.send(row.prefill, message_builders.start_prefill(row, reservation, decode, self.config, holders))
         self.requests.wait(row, Waiting.PREFILL, now_s + self.config.prefill_timeout_s)

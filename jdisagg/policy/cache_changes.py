@@ -1,4 +1,4 @@
-"""What a worker tells the router of its prefix cache: all of it when it is asked, and then each change, by number.
+"""What a worker tells the router of one of its tiers: all of it when it is asked, and then each change, by number.
 
 One word an event, as names alone: a name tells of all pages before it, so that whoever holds the same names knows what
 of a prompt is held. Nothing is noted until somebody has asked.
@@ -6,10 +6,12 @@ of a prompt is held. Nothing is noted until somebody has asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from jdisagg.core.messages import PAGES_A_WORD, CacheChanged, CacheHeld
-from jdisagg.policy.prefix_cache import PageHash, PrefixCache, packed
+from jdisagg.core.tiers import Tier
+from jdisagg.policy.prefix_cache import PageHash, packed
 
 CHECK_BITS = 64
 
@@ -22,11 +24,19 @@ def check_of(names: Iterable[PageHash], before: int = 0) -> int:
     return check
 
 
-class CacheChanges:
-    """Of one cache."""
+class Kept(Protocol):
+    """Pages that are kept for their content: the prefix cache, or a tier below it."""
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self.followed = False
+    note: Callable[[PageHash, bool], None]
+
+    def names(self) -> tuple[PageHash, ...]: ...
+
+
+class CacheChanges:
+    """Of one tier."""
+
+    def __init__(self, cache: Kept, tier: Tier = Tier.HBM) -> None:
+        self.followed, self.tier = False, tier
         self._cache, self._number, self._check = cache, 0, 0
         self._added: dict[PageHash, None] = {}  # since the last word, in order
         self._removed: dict[PageHash, None] = {}
@@ -46,7 +56,7 @@ class CacheChanges:
         self.followed, names = True, self._cache.names()
         self._check = check_of(names)
         parts = [names[start : start + PAGES_A_WORD] for start in range(0, len(names), PAGES_A_WORD)] or [()]
-        return [CacheHeld(self._number, packed(part), index, len(parts)) for index, part in enumerate(parts)]
+        return [CacheHeld(self._number, packed(part), index, len(parts), self.tier) for index, part in enumerate(parts)]
 
     def since_told(self) -> CacheChanged | None:
         """What has changed since the last word, as the next one; None where nothing has."""
@@ -54,7 +64,7 @@ class CacheChanges:
             return None
         self._number += 1
         self._check = check_of(self._removed, check_of(self._added, self._check))
-        word = CacheChanged(self._number, self._check, packed(self._added), packed(self._removed))
+        word = CacheChanged(self._number, self._check, packed(self._added), packed(self._removed), self.tier)
         self._forget_changes()
         return word
 

@@ -1,17 +1,19 @@
-"""Pages on their way up: what of a prompt's beginning lies below HBM is brought back where that beats computing it.
+"""Pages on their way up: what of a prompt's beginning HBM lacks is brought there where that beats computing it.
 
-A fetch takes the pages behind those that HBM holds, run by run, each from the nearest tier that has it, the last from
-the pool. They arrive in pages that nobody else knows; what came whole, without a gap, is then kept for its content
-like any other, and whoever waited finds it there. A fetch has a deadline: what is not there by then is computed.
+A fetch takes the pages behind those that HBM holds, run by run: each from the nearest of the worker's own tiers that
+has it, what they lack from another worker or the pool (`sources.py`). They arrive in pages that nobody else knows; what
+came whole, without a gap, is then kept for its content like any other, and whoever waited finds it there. A fetch has a
+deadline: what is not there by then is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count, pairwise
 
-from jdisagg.core.request import Attempt, RequestId
+from jdisagg.core.messages import FetchPages, Holder, NoPages
+from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.tiers import DropPages, InsertPages, MovePages, PageMove, PagesMoved, Tier
 from jdisagg.policy.handoff import Timer, timer_of
 from jdisagg.policy.outbox import Outbox
@@ -19,6 +21,7 @@ from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.prefix_cache import Handle, PageHash, packed, unpacked
 from jdisagg.policy.prices import COMPUTED, Prices
 from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.sources import Run, Sources
 from jdisagg.policy.tier_pool import TierPool
 
 MOST_PAGES = 256  # of one fetch
@@ -45,7 +48,8 @@ class Fetches:
     def __init__(
         self, shared: SharedPages, tiers: dict[Tier, TierPool], out: Outbox, prices: Prices, *, shared_pool: bool
     ) -> None:
-        self.shared, self.tiers, self.out, self.prices, self.shared_pool = shared, tiers, out, prices, shared_pool
+        self.shared, self.tiers, self.out, self.prices = shared, tiers, out, prices
+        self.sources = Sources(tiers, prices, shared_pool=shared_pool)
         self.under_way: dict[Attempt, Fetch] = {}  # by each of its moves
         self.late: dict[Attempt, PageMove] = {}  # moves that nobody waits for any more
         self._coming: dict[PageHash, Fetch] = {}
@@ -54,16 +58,20 @@ class Fetches:
 
     # ------------------------------------------------------------ who waits
 
-    def begin(self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float) -> bool:
+    def begin(
+        self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float, holders: Sequence[Holder] = ()
+    ) -> bool:
         """Whether `waiter` is to wait until pages of these names, those of its prompt, have come.
 
-        room: pages of HBM that may be taken.
+        room: pages of HBM that may be taken. holders: other workers that may have some of them.
         """
         held, idle = self.shared.cache.found(names)
         missing = names[held:]
         fetch = self._coming.get(missing[0]) if missing else None
         if fetch is None and missing:
-            fetch = self._start(names, held, self._runs(missing[: min(MOST_PAGES, max(0, room - idle))], now_s), now_s)
+            wanted = missing[: min(MOST_PAGES, max(0, room - idle))]
+            there = [Holder(each.worker, each.first - held, each.stop - held) for each in holders]
+            fetch = self._start(names, held, self.sources.runs(wanted, there, now_s), now_s)
         if fetch is None:
             return False
         fetch.waiters.append(waiter)
@@ -86,49 +94,38 @@ class Fetches:
             for owner, fetch in self.under_way.items()
         }
 
-    # ------------------------------------------------------------ what is fetched, and from where
-
-    def _runs(self, missing: Sequence[PageHash], now_s: float) -> list[tuple[Tier, tuple[PageHash, ...]]]:
-        runs, at = list[tuple[Tier, tuple[PageHash, ...]]](), 0
-        while at < len(missing):
-            found = [(tier, pool.match(missing[at:])) for tier, pool in self.tiers.items()]
-            found = [(tier, size) for tier, size in found if size and self.prices.pays(tier, size, now_s)]
-            if found:
-                tier, size = found[0]
-            elif self.shared_pool and self.prices.pays(Tier.POOL, len(missing) - at, now_s):
-                tier, size = Tier.POOL, len(missing) - at
-            else:
-                break
-            runs.append((tier, tuple(missing[at : at + size])))
-            at += size
-        return runs
-
-    def _start(
-        self,
-        names: Sequence[PageHash],
-        held: int,
-        runs: list[tuple[Tier, tuple[PageHash, ...]]],
-        now_s: float,
-    ) -> Fetch | None:
+    def _start(self, names: Sequence[PageHash], held: int, runs: Sequence[Run], now_s: float) -> Fetch | None:
         if not runs:
             return None
         handle, moves = self.shared.hold(names[:held]), list[PageMove]()
+        ends = list(accumulate((run.size for run in runs), initial=held))
+        parts = [names[first:stop] for first, stop in pairwise(ends)]
         # Locked before any room is made in HBM: what leaves it may need a place below, and must not take one of these.
-        locked = [self.tiers[tier].lock(run) if tier in self.tiers else () for tier, run in runs]
-        for (tier, run), places in zip(runs, locked, strict=True):
+        locked = [self._lock(run, part) for run, part in zip(runs, parts, strict=True)]
+        for run, part, places in zip(runs, parts, locked, strict=True):
             owner = Attempt(RequestId("fetch"), next(self._owners))
-            pages = self.shared.take(len(run), owner, PageState.IN_FLIGHT)
+            pages = self.shared.take(len(part), owner, PageState.IN_FLIGHT)
             assert pages is not None, "a fetch takes no more than there is room for"
-            moves.append(PageMove(owner, tier, Tier.HBM, packed(run), places, pages))
-        number = sum(len(run) for _, run in runs)
-        deadline_s = now_s + self._patience_s(number, now_s)
-        fetch = Fetch(moves[0].owner, tuple(names[: held + number]), handle, moves, deadline_s, [])
-        for move in moves:
-            self.under_way[move.owner] = fetch
-            self.out.put(MovePages(move))
+            moves.append(PageMove(owner, run.tier, Tier.HBM, packed(part), places, pages, run.worker))
+        deadline_s = now_s + self._patience_s(ends[-1] - held, now_s)
+        fetch = Fetch(moves[0].owner, tuple(names[: ends[-1]]), handle, moves, deadline_s, [])
+        self._send_for(fetch)
         self._coming |= dict.fromkeys(fetch.names[held:], fetch)
         self.out.set_timer(deadline_s, timer_of(Timer.FETCH, fetch.owner))
         return fetch
+
+    def _lock(self, run: Run, names: Sequence[PageHash]) -> tuple[int, ...]:
+        """Where they lie, of a tier of this worker's own."""
+        return self.tiers[run.tier].lock(names) if run.tier in self.tiers else ()
+
+    def _send_for(self, fetch: Fetch) -> None:
+        at = len(fetch.held.pages)
+        for move in fetch.moves:
+            self.under_way[move.owner] = fetch
+            self.out.put(MovePages(move))
+            first, at = at, at + len(move.destination_pages)
+            if move.source is Tier.PEER:
+                self.out.send(move.peer, FetchPages(move.owner, packed(fetch.names[:at]), first))
 
     def _patience_s(self, pages: int, now_s: float) -> float:
         computed = self.prices.seconds(COMPUTED, pages, now_s)
@@ -142,12 +139,26 @@ class Fetches:
         self._release(event)
         self._learn(event, now_s)
         fetch = self.under_way.get(move.owner)
-        if fetch is None:
+        if fetch is None or move.owner in fetch.arrived:
             self.late.pop(move.owner, None)
             self.out.put(DropPages(move))
             return []
         self.out.put(InsertPages(move, event.good) if any(event.good) else DropPages(move))
-        fetch.arrived[move.owner] = event.good
+        return self._ended(fetch, move, event.good)
+
+    def refused(self, message: NoPages, sender: WorkerId, now_s: float) -> list[Attempt]:
+        """Another worker lends nothing; returns who need not wait any longer."""
+        fetch = self.under_way.get(message.attempt)
+        move = None if fetch is None else next(each for each in fetch.moves if each.owner == message.attempt)
+        if fetch is None or move is None or move.peer != sender or move.owner in fetch.arrived:
+            return []
+        if message.failed:
+            self.prices.failed(sender, now_s)
+        self.out.put(DropPages(move))
+        return self._ended(fetch, move, (False,) * len(move.destination_pages))
+
+    def _ended(self, fetch: Fetch, move: PageMove, good: tuple[bool, ...]) -> list[Attempt]:
+        fetch.arrived[move.owner] = good
         return self._finish(fetch) if len(fetch.arrived) == len(fetch.moves) else []
 
     def _release(self, event: PagesMoved) -> None:
@@ -157,14 +168,21 @@ class Fetches:
                 pool.unlock(name, good=good or bool(event.failed), used=good)
 
     def _learn(self, event: PagesMoved, now_s: float) -> None:
-        tier, number = event.move.source, sum(event.good)
+        source, number = event.move.from_where, sum(event.good)
         if event.failed:
-            self.prices.failed(tier, now_s)
+            self.prices.failed(source, now_s)
             return
-        self.prices.answered(tier)
-        self.prices.learn(tier, max(1, number), event.seconds, now_s)
-        if tier is Tier.POOL:
+        self.prices.answered(source)
+        self.prices.learn(source, max(1, number + self._before(event.move)), event.seconds, now_s)
+        if source == Tier.POOL:
             self.prices.asked_pool(len(event.good), number)
+
+    def _before(self, move: PageMove) -> int:
+        """Pages that came of the same fetch from the same worker: all chunks were asked for at once."""
+        fetch = self.under_way.get(move.owner)
+        if fetch is None or move.source is not Tier.PEER:
+            return 0
+        return sum(sum(fetch.arrived.get(each.owner, ())) for each in fetch.moves if each.peer == move.peer)
 
     def expire(self, owner: Attempt, now_s: float) -> list[Attempt]:
         """A deadline is due; returns who need not wait any longer."""
@@ -176,7 +194,7 @@ class Fetches:
             return []
         for move in fetch.moves:
             if move.owner not in fetch.arrived and move.source not in self.tiers:
-                self.prices.failed(move.source, now_s)
+                self.prices.failed(move.from_where, now_s)
         return self._finish(fetch)
 
     def give_up_all(self) -> None:
@@ -195,7 +213,7 @@ class Fetches:
             self.shared.keep(names, path[: len(names)], move.destination_pages, move.owner)
             del self.under_way[move.owner]
             if move.owner not in fetch.arrived:
-                self.late[move.owner] = move
+                self._give_up(move)
         self.shared.release(fetch.held)
         for name in fetch.names:
             if self._coming.get(name) is fetch:
@@ -203,3 +221,10 @@ class Fetches:
         for waiter in fetch.waiters:
             del self._waiting[waiter]
         return fetch.waiters
+
+    def _give_up(self, move: PageMove) -> None:
+        """It is late. A store of this worker answers at some time; another worker may never."""
+        if move.source is Tier.PEER:
+            self.out.put(DropPages(move))
+        else:
+            self.late[move.owner] = move

@@ -55,6 +55,11 @@ class Leaving:
             out.abort(message.attempt, detail)
         return isinstance(message, Reserve | StartPrefill)
 
+    @property
+    def lends(self) -> bool:
+        """Whether its pages can be read now."""
+        return self.standing is not Standing.CHANGING
+
     def router_lost(self) -> None:
         """The next router asks again, if it wants anything. A change that is under way ends."""
         if self.standing is not Standing.CHANGING:

@@ -54,8 +54,8 @@ class Membership:
 
     def follow_cache(self, config: WorkerConfig) -> None:
         """Where it is asked what workers keep."""
-        if self.config.routing in (Routing.CACHE_AWARE, Routing.PREDICTED):
-            self.routes.directory.follow(config)
+        if self.config.routing in (Routing.CACHE_AWARE, Routing.PREDICTED) or config.peer_fetch:
+            self.routes.kept.follow(config)
 
     def leaving(self, worker: WorkerId) -> None:
         """Its process goes down: it ends what it has."""

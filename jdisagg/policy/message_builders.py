@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.core.messages import Reserve, Reserved, StartPrefill
+from jdisagg.core.messages import Holder, Reserve, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
@@ -18,6 +18,7 @@ def reserve_for(
     prefill_worker: WorkerId,
     lease_s: float,
     page_names: tuple[PageHash, ...] = (),
+    holders: tuple[Holder, ...] = (),
 ) -> Reserve:
     return Reserve(
         attempt=attempt,
@@ -30,17 +31,24 @@ def reserve_for(
         priority=request.priority,
         cache_salt=request.cache_salt,
         page_names=packed(page_names),
+        holders=holders,
     )
 
 
-def reserve(row: RequestState, decode: WorkerConfig, config: RouterConfig) -> Reserve:
+def reserve(row: RequestState, decode: WorkerConfig, config: RouterConfig, holders: tuple[Holder, ...] = ()) -> Reserve:
     """`decode` looks the prompt's beginning up by its own pages."""
     assert row.prefill is not None, "a reservation is for what some worker computes"
     names = row.page_names(decode.page_size) if decode.prefix_caching else ()
-    return reserve_for(row.attempt, row.to_prefill(), row.num_before, row.prefill, config.lease_s, names)
+    return reserve_for(row.attempt, row.to_prefill(), row.num_before, row.prefill, config.lease_s, names, holders)
 
 
-def start_prefill(row: RequestState, reservation: Reserved, decode: WorkerConfig, config: RouterConfig) -> StartPrefill:
+def start_prefill(
+    row: RequestState,
+    reservation: Reserved,
+    decode: WorkerConfig,
+    config: RouterConfig,
+    holders: tuple[Holder, ...] = (),
+) -> StartPrefill:
     assert row.prefill is not None and row.decode is not None, "a reserved row has its pair"
     request = row.to_prefill()
     return StartPrefill(
@@ -54,4 +62,5 @@ def start_prefill(row: RequestState, reservation: Reserved, decode: WorkerConfig
         cached_pages=reservation.cached_pages,
         decode_page_size=reservation.page_size,
         tail_tokens=tail_tokens(request, decode),
+        holders=holders,
     )

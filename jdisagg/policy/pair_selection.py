@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -12,8 +13,9 @@ from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair
 from jdisagg.policy.decisions import Decision, Verdict
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
 from jdisagg.policy.forecasts import Forecasts
+from jdisagg.policy.holdings import Holdings
 from jdisagg.policy.pace import Pace
-from jdisagg.policy.prefix_directory import PrefixDirectory
+from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
 from jdisagg.policy.worker_state import WorkerState
@@ -30,7 +32,8 @@ class PairSelection:
         self, config: RouterConfig, peers: Mapping[WorkerId, WorkerState], note: Callable[[Decision], None]
     ) -> None:
         self.config, self.peers, self.note = config, peers, note
-        self.directory, self.pace = PrefixDirectory(), Pace()
+        self.kept, self.pace = Holdings(), Pace()
+        self.directory = self.kept.hbm
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
         self._next_weighed = 0
@@ -95,6 +98,11 @@ class PairSelection:
             return 0
         return self.directory.cached_tokens(config, row.page_names(config.page_size))
 
+    def holders(self, config: WorkerConfig, row: RequestState) -> tuple[Holder, ...]:
+        """Who may lend this worker, which computes the row's prompt, some of it."""
+        names = row.page_names(config.page_size) if config.peer_fetch and config.prefix_caching else ()
+        return self.kept.holders(config, names[: readable_pages(row.to_prefill(), config)]) if names else ()
+
     def _decided(self, row: RequestState, choice: Choice, now_s: float) -> None:
         if choice.taken is None:
             if not row.wait_told:
@@ -118,7 +126,7 @@ class PairSelection:
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone."""
-        self.directory.forget(worker)
+        self.kept.forget(worker)
         self.pace.forget(worker)
         self.forecasts.forget(worker)
         self.joined()

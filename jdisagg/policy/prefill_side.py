@@ -64,7 +64,7 @@ class PrefillSide:
         if not here:
             prompt.names = self.shared.names(prompt.request)
             to_read = prompt.names[: readable_pages(prompt.request, self.config)]
-            self.tiers.fetch(owner, to_read, self.shared.available, now_s)
+            self.tiers.fetch(owner, to_read, self.shared.available, now_s, message.holders)
         self.sequences[owner] = prompt
         self.waiting.add(prompt)
         self.out.arm(handoff)

@@ -10,16 +10,18 @@ held it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from jdisagg.core.errors import SenselessWord
 from jdisagg.core.messages import CacheChanged, CacheHeld
 from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.cache_changes import check_of
 from jdisagg.policy.prefix_cache import PageHash, unpacked
 
+NO_NAMES: Set[PageHash] = frozenset()
 AGAIN = 16  # words that tell nothing, as the whole has not come, until it is asked for again
 
 
@@ -65,15 +67,16 @@ class KnownCache:
 
 
 class PrefixDirectory:
-    """What is known of the workers that are followed; of others, nothing."""
+    """What is known of one tier of the workers that are followed; of others, nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier = Tier.HBM) -> None:
+        self.tier = tier
         self._known: dict[WorkerId, KnownCache] = {}
         self._to_ask: list[WorkerId] = []
 
     def follow(self, config: WorkerConfig) -> None:
         """The worker has joined, and nothing is known of what it keeps."""
-        if config.prefix_caching:
+        if config.prefix_caching and config.pages_of(self.tier):
             self._known[config.worker] = KnownCache()
             self._lose(config.worker)
 
@@ -99,11 +102,16 @@ class PrefixDirectory:
         there = (at for at, name in enumerate(names) if name not in known.names and name not in known.expected)
         return next(there, len(names)) * config.page_size
 
+    def told(self, worker: WorkerId) -> Set[PageHash]:
+        """What the worker has said that it keeps."""
+        known = self._known.get(worker)
+        return NO_NAMES if known is None else known.names
+
     def sent(self, config: WorkerConfig, names: Sequence[PageHash]) -> None:
         """A prompt with these pages is computed there."""
         known = self._known.get(config.worker)
         if known is not None:
-            known.expect(names, config.num_pages)
+            known.expect(names, config.pages_of(self.tier))
 
     # ------------------------------------------------------------ what workers say
 
@@ -130,9 +138,10 @@ class PrefixDirectory:
             self._lose(config.worker)
 
     def _check_size(self, config: WorkerConfig, known: KnownCache) -> None:
-        if len(known.names) > config.num_pages:
+        most = config.pages_of(self.tier)
+        if len(known.names) > most:
             kept, self._known[config.worker] = len(known.names), KnownCache()
-            raise SenselessWord(f"{config.worker} keeps {kept} pages for their content, it has {config.num_pages}")
+            raise SenselessWord(f"{config.worker} keeps {kept} pages for their content, it has {most}")
 
     def found(self, config: WorkerConfig, names: Sequence[PageHash], cached_tokens: int) -> None:
         """The worker looked a prompt up, of which it could have read these pages, and found so many tokens."""

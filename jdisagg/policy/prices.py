@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jdisagg.core.messages import Priced
 from jdisagg.core.tiers import Tier
 
 DECAY = 0.9  # of what was known, with each measurement
@@ -70,10 +71,10 @@ class Trouble:
 
 @dataclass(slots=True)
 class Prices:
-    """Of one worker. Sizes are pages; a page of all sources holds as many tokens."""
+    """Of one worker. Sizes are pages; a page of all sources holds as many tokens. A source is a tier, or a worker."""
 
     lines: dict[str, Line] = field(default_factory=dict[str, Line])
-    troubles: dict[Tier, Trouble] = field(default_factory=dict[Tier, Trouble])
+    troubles: dict[str, Trouble] = field(default_factory=dict[str, Trouble])
     hit_share: float = 1.0  # of pages asked of the pool, how many it had of late
 
     def learn(self, source: str, pages: float, seconds: float, now_s: float) -> None:
@@ -82,17 +83,17 @@ class Prices:
     def forget(self, source: str) -> None:
         self.lines.pop(source, None)
 
-    def answered(self, tier: Tier) -> None:
-        self.troubles.pop(tier, None)
+    def answered(self, source: str) -> None:
+        self.troubles.pop(source, None)
 
-    def failed(self, tier: Tier, now_s: float) -> None:
-        before = self.troubles.get(tier)
+    def failed(self, source: str, now_s: float) -> None:
+        before = self.troubles.get(source)
         pause_s = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
-        self.troubles[tier] = Trouble(pause_s, now_s + pause_s)
+        self.troubles[source] = Trouble(pause_s, now_s + pause_s)
 
-    def usable(self, tier: Tier, now_s: float) -> bool:
+    def usable(self, source: str, now_s: float) -> bool:
         """Whether it may be asked: it does not fail, or has been left alone for long enough."""
-        trouble = self.troubles.get(tier)
+        trouble = self.troubles.get(source)
         return trouble is None or now_s >= trouble.until_s
 
     def asked_pool(self, asked: int, found: int) -> None:
@@ -103,11 +104,17 @@ class Prices:
         line = self.lines.get(source)
         return None if line is None else line.at(pages, now_s)
 
-    def pays(self, tier: Tier, pages: int, now_s: float) -> bool:
+    def pays(self, source: str, pages: int, now_s: float) -> bool:
         """Whether fetching so many pages is expected to be quicker than computing them."""
-        if not self.usable(tier, now_s):
+        if not self.usable(source, now_s):
             return False
-        fetched, computed = self.seconds(tier, pages, now_s), self.seconds(COMPUTED, pages, now_s)
+        fetched, computed = self.seconds(source, pages, now_s), self.seconds(COMPUTED, pages, now_s)
         if fetched is None or computed is None:
             return True
-        return fetched < computed * (self.hit_share if tier is Tier.POOL else 1.0)
+        return fetched < computed * (self.hit_share if source == Tier.POOL else 1.0)
+
+    def known(self, now_s: float) -> Priced:
+        """What is known of late, for somebody else to reckon with; a source that is left alone is not in it."""
+        lines = {source: line for source, line in self.lines.items() if self.usable(source, now_s)}
+        fits = {source: line.fit() for source, line in lines.items() if line.at(1, now_s) is not None}
+        return Priced(tuple((str(source), *fits[source]) for source in sorted(fits)))

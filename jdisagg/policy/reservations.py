@@ -47,7 +47,7 @@ class Reservations:
 
     def _fetch(self, message: Reserve, now_s: float) -> bool:
         names = self._readable(message)
-        return self.tiers.fetch(message.attempt, names, self.side.reservable_pages, now_s)
+        return self.tiers.fetch(message.attempt, names, self.side.reservable_pages, now_s, message.holders)
 
     def _readable(self, message: Reserve) -> tuple[PageHash, ...]:
         return self.shared.to_read(message, here=message.prefill_worker == self.config.worker)

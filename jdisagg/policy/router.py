@@ -110,7 +110,7 @@ class Router:
             case _:
                 raise AssertionError(f"no router takes {event!r}")
         self._dispatch(now_s)
-        for worker in self.routes.directory.to_ask():
+        for worker in self.routes.kept.to_ask():
             self.out.send(worker, CacheWanted())
         return self.out.drain()
 
@@ -180,7 +180,9 @@ class Router:
         self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
         self.peers[pair.decode].ask(row.attempt, request)
-        self.out.send(pair.decode, message_builders.reserve(row, self.peers[pair.decode].config, self.config))
+        decode = self.peers[pair.decode].config
+        holders = self.routes.holders(decode, row) if pair.prefill == pair.decode else ()
+        self.out.send(pair.decode, message_builders.reserve(row, decode, self.config, holders))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self.requests.wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 
@@ -196,7 +198,7 @@ class Router:
                     self.peers[sender].hear(message)
             case CacheHeld() | CacheChanged():
                 if sender in self.peers:
-                    self.routes.directory.hear(self.peers[sender].config, message)
+                    self.routes.kept.hear(self.peers[sender].config, message)
             case Reserved() | Refused():
                 self.progress.answered(sender, message, now_s)
             case Abort(attempt):

@@ -12,13 +12,13 @@ without those before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 
 from jdisagg.core.errors import IllegalTransition
-from jdisagg.policy.prefix_cache import PageHash
+from jdisagg.policy.prefix_cache import PageHash, unheard
 
 
 class Use(StrEnum):
@@ -64,10 +64,12 @@ class KeptPage:
 
 
 class TierPool:
-    """Pages 0 to `num_pages` - 1 by the names of their content: ids and counts, never bytes."""
+    """Pages 0 to `num_pages` - 1 by the names of their content: ids and counts, never bytes. `note` hears of each that
+    can be read (True), and of each that was given up."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.note: Callable[[PageHash, bool], None] = unheard
         self.kept: dict[PageHash, KeptPage] = {}
         self._free: list[int] = []
         self._first_new = 0  # it and those after it were never taken
@@ -93,7 +95,8 @@ class TierPool:
         return next((index for index, name in enumerate(names) if not self.readable(name)), len(names))
 
     def names(self) -> tuple[PageHash, ...]:
-        return tuple(self.kept)
+        """Of those that `note` has heard of, and that were not given up."""
+        return tuple(name for name, kept in self.kept.items() if kept.use is not Use.IN_FLIGHT)
 
     # ------------------------------------------------------------ turns
 
@@ -119,6 +122,7 @@ class TierPool:
         self._turn(kept, Turn.WRITTEN if good else Turn.LOST)
         if good:
             self._priced(kept)
+            self.note(name, True)
         else:
             self._forget(kept)
 
@@ -158,6 +162,7 @@ class TierPool:
         self._turn(kept, Turn.EVICT)
         self._worth = max(self._worth, kept.price)
         self._forget(kept)
+        self.note(name, False)
 
     def victims(self) -> Iterator[KeptPage]:
         """Cached pages, the least worth first; each is to be evicted or locked before the next is asked for."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdisagg.core.request import Attempt
+from jdisagg.core.messages import FetchPages, Holder, NoPages
+from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PagesFound, PagesMoved, Tier
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.cache_changes import CacheChanges
 from jdisagg.policy.demotions import Demotions
 from jdisagg.policy.fetches import Fetches
+from jdisagg.policy.lending import Lending
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.prefix_cache import PageHash, unpacked
 from jdisagg.policy.prices import COMPUTED, Prices
@@ -21,12 +24,14 @@ class Tiers:
     """Of one worker; without any (`config.has_tiers`) nothing here ever happens."""
 
     def __init__(self, config: WorkerConfig, shared: SharedPages, out: Outbox) -> None:
-        self.config, self.shared, self.prices = config, shared, Prices()
+        self.config, self.shared, self.out, self.prices = config, shared, out, Prices()
         sizes = {Tier.DRAM: config.dram_pages, Tier.DISK: config.disk_pages}
         self.pools = {tier: TierPool(size) for tier, size in sizes.items() if size and config.has_tiers}
         self.steps = StepTimes() if config.has_tiers else None
         self.fetches = Fetches(shared, self.pools, out, self.prices, shared_pool=config.shared_pool)
-        self.demotions = Demotions(shared, self.pools, out, self.prices.usable) if config.has_tiers else None
+        self.demotions = Demotions(shared, self.pools, out, self.prices.usable) if config.keeps_below else None
+        self.lending = Lending(shared, self.pools, out)
+        self.changes = tuple(CacheChanges(pool, tier) for tier, pool in self.pools.items())
 
     @property
     def busy(self) -> bool:
@@ -38,21 +43,39 @@ class Tiers:
         gets there; what was on its way up and is late goes nowhere."""
         assert _kind_of(config) == _kind_of(self.config), f"tiers of {self.config} cannot be those of {config}"
         assert not self.busy, "who waits for pages is not idle"
-        self.config, self.shared, self.fetches.shared = config, shared, shared
-        if self.demotions is not None:
+        self.config, self.shared, self.fetches.shared, self.lending.shared = config, shared, shared, shared
+        if config.has_tiers:
             self.steps = StepTimes()
             self.prices.forget(COMPUTED)
+        if self.demotions is not None:
             self.demotions.follow(shared)
         return self
 
-    def fetch(self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float) -> bool:
+    def fetch(
+        self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float, holders: Sequence[Holder] = ()
+    ) -> bool:
         """As `Fetches.begin`."""
-        return self.config.has_tiers and self.fetches.begin(waiter, names, room, now_s)
+        lenders = holders if self.config.peer_fetch else ()
+        return self.config.has_tiers and self.fetches.begin(waiter, names, room, now_s, lenders)
+
+    def hear(self, message: FetchPages | NoPages, sender: WorkerId, now_s: float, *, lends: bool) -> list[Attempt]:
+        """Another worker asks, or has nothing; returns who need not wait any longer. Where it `lends` nothing now, what
+        is asked for is not there."""
+        if isinstance(message, NoPages):
+            return self.fetches.refused(message, sender, now_s)
+        if lends:
+            self.lending.asked(message, sender)
+        else:
+            self.out.send(sender, NoPages(message.attempt))
+        return []
 
     def moved(self, event: PagesMoved, now_s: float) -> list[Attempt]:
         """A move ended; returns who need not wait any longer."""
         if event.move.destination is Tier.HBM:
             return self.fetches.moved(event, now_s)
+        if event.move.destination is Tier.PEER:
+            self.lending.moved(event)
+            return []
         assert self.demotions is not None, "only who has tiers moves pages"
         self.demotions.moved(event)
         if event.failed:
@@ -91,4 +114,4 @@ class Tiers:
 def _kind_of(config: WorkerConfig) -> object:
     """What pages below HBM depend on."""
     sizes = config.page_size, config.dram_pages, config.disk_pages
-    return config.has_tiers and (*sizes, config.shared_pool, config.tier_wire)
+    return config.has_tiers and (*sizes, config.shared_pool, config.peer_fetch, config.tier_wire)

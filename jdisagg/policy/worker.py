@@ -32,8 +32,10 @@ from jdisagg.core.messages import (
     Adopt,
     CacheWanted,
     Commit,
+    FetchPages,
     Leave,
     Message,
+    NoPages,
     Renew,
     Resend,
     Reserve,
@@ -43,6 +45,7 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import Attempt, FinishReason, Sampled, WorkerId
 from jdisagg.core.tiers import PagesFound, PagesMoved
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.cache_changes import CacheChanges
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.fast_forward import repeat, repeatable_steps
 from jdisagg.policy.handoff import Signal, Timer, owner_of_timer
@@ -96,8 +99,7 @@ class Worker:
             self.tiers.tend(now_s)
         self.leaving.look(self.out, idle=self.idle)
         self._tell_view(again=refused)
-        if (changed := self.shared.changes.since_told()) is not None:
-            self.out.tell_router(changed)
+        tell_changes(self)
         return self.keeping.noted(self.out.drain())
 
     def _take(self, event: Event, now_s: float) -> bool:
@@ -170,8 +172,10 @@ class Worker:
                 self._aborted(message, sender)
             case AbortAck():
                 return  # this end is gone already
+            case FetchPages() | NoPages():
+                self.reservations.all_fetched(self.tiers.hear(message, sender, now_s, lends=self.leaving.lends), now_s)
             case CacheWanted():
-                for part in self.shared.changes.all_of_it():
+                for part in [part for changes in changes_of(self) for part in changes.all_of_it()]:
                     self.out.tell_router(part)
             case _:
                 raise SenselessWord(f"{sender} says {type(message).__name__}, which is not for a worker")
@@ -261,9 +265,21 @@ class Worker:
         return not (busy or self.reservations.waiting or self.tiers.busy)
 
 
+def changes_of(worker: Worker) -> tuple[CacheChanges, ...]:
+    """Of all its tiers."""
+    return worker.shared.changes, *worker.tiers.changes
+
+
+def tell_changes(worker: Worker) -> None:
+    """To the router: of what is kept, as far as that follows it."""
+    for changed in filter(None, [changes.since_told() for changes in changes_of(worker)]):
+        worker.out.tell_router(changed)
+
+
 def give_up_but(worker: Worker, kept: set[Attempt]) -> None:
     """Ends other handoffs and sequences, so that pages come back; plans in flight find their sequences over."""
-    worker.shared.changes.stop()
+    for changes in changes_of(worker):
+        changes.stop()
     worker.tiers.fetches.give_up_all()
     sides = worker.prefill_side.sequences, worker.decode_side.sequences, worker.reservations.waiting
     for owner in [owner for side in sides for owner in side if owner not in kept]:

@@ -18,8 +18,12 @@ from jdisagg.core.messages import (
     CacheHeld,
     CacheWanted,
     Commit,
+    FetchPages,
+    Holder,
     Leave,
     Message,
+    NoPages,
+    Priced,
     Renew,
     Resend,
     Reserve,
@@ -29,6 +33,7 @@ from jdisagg.core.messages import (
 from jdisagg.core.protocol import FROM_FRONT, TO_ROUTER, check_transfer, check_word
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
+from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request, worker
 
@@ -63,6 +68,9 @@ RESERVE = Reserve(A1, 6, SamplingParams(), 0, P.worker, 1.0)
         (CacheWanted(), {(None, P), (None, D), (None, BOTH)}),
         (CacheHeld(0, b""), {(P, None), (D, None), (BOTH, None)}),
         (CacheChanged(1, 0), {(P, None), (D, None), (BOTH, None)}),
+        (Priced((("dram", 0.0, 0.1),)), {(P, None), (D, None), (BOTH, None)}),
+        (FetchPages(A1, b"", 0), {(a, b) for a in (P, D, BOTH) for b in (P, D, BOTH)}),
+        (NoPages(A1), {(a, b) for a in (P, D, BOTH) for b in (P, D, BOTH)}),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -83,7 +91,7 @@ def test_a_decode_worker_is_told_to_compute_only_where_it_has_programs_for_it():
 
 
 def test_every_message_is_for_somebody():
-    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave, Adopt}
+    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave, Adopt, FetchPages, NoPages}
     assert set(Message.__args__) == between | set(TO_ROUTER) | set(FROM_FRONT)
 
 
@@ -141,6 +149,13 @@ def test_kv_goes_from_who_prefills_to_who_decodes():
         (CacheHeld(1, b"", 1, 1), D, None, "part 1 of 1"),
         (CacheHeld(1, b"", 0, 2), D, None, "part 0 of 2"),
         (CacheHeld(-1, b""), D, None, "number is -1"),
+        (CacheHeld(1, bytes(16), tier=Tier.DRAM), D, None, "names are 16 bytes, of at most 0 pages"),
+        (Priced((("dram", 0.0, -0.1),)), D, None, "1 prices, of which the first are"),
+        (Priced((("dram", 0.0, math.nan),)), D, None, "1 prices, of which the first are"),
+        (FetchPages(A1, bytes(65 * 16), 0), P, D, "names are 1040 bytes, of at most 32 pages"),
+        (FetchPages(A1, b"", -1), P, D, "first is -1"),
+        (replace(START, holders=(Holder(D.worker, 2, 2),)), None, P, "1 holders, of which the first are"),
+        (replace(RESERVE, holders=(Holder(P.worker, 0, 1),) * 5), None, D, "5 holders, of which the first are"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_by_their_field(

@@ -41,7 +41,7 @@ from jdisagg.core.journal import Journal
 from jdisagg.core.request import Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
-from jdisagg.core.tiers import DropPages, InsertPages, MovePages
+from jdisagg.core.tiers import DropPages, InsertPages, MovePages, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.gates import HeldStep
@@ -163,15 +163,28 @@ class World:
         self._shipments.pop(effect.transfer, None)
 
     def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
-        answer = self.yard.begin(actor, self.machines[actor], effect.move)
-        if answer is not None:
-            self._at(self.now_s + answer[0], actor, answer[1])
+        move = effect.move
+        if move.source is Tier.PEER and move.asked is None:
+            self.yard.coming[actor, move.owner] = move
+            return
+        answer = self.yard.begin(actor, self.machines[actor], move)
+        if answer is None:
+            return
+        took_s, event = answer
+        self._at(self.now_s + took_s, actor, event)
+        if move.destination is Tier.PEER and any(event.good) and move.peer in self.workers:
+            if self.injector.occurs(self.injector.faults.lose_transfer):
+                return
+            arrived = self.yard.arrive(actor, self.machines[move.peer], move, took_s)
+            if arrived is not None:
+                self._at(self.now_s + took_s, move.peer, arrived)
 
     def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
         self.machines[actor].insert(self.yard.read.pop((actor, effect.move)))
 
     def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
         self.yard.read.pop((actor, effect.move), None)
+        self.yard.coming.pop((actor, effect.move.owner), None)
 
     def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         self._timers[actor, effect.key] = effect.at_s
