@@ -19,7 +19,7 @@ from jdisagg import banner, devices, interrupts
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.settings import Settings
-from jdisagg.serve.cluster.processes import WorkerProcess
+from jdisagg.serve.cluster.worker_process import WorkerProcess
 from jdisagg.serve.deployment import resolve_deployment
 from jdisagg.serve.group.assembly import GroupUnfilled
 from jdisagg.serve.group.build import LeaderStart, MemberStart

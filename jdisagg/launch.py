@@ -47,13 +47,12 @@ from jdisagg.serve.cluster.processes import (
     ALL_ROLES,
     FRONT_ROLE,
     ROUTER_ROLE,
-    WorkerProcess,
     build_router,
-    build_workers,
     num_devices,
     read_secret,
     roles_of,
 )
+from jdisagg.serve.cluster.worker_process import WorkerProcess, build_workers
 from jdisagg.serve.deployment import AUTO, mesh_of, resolve_deployment
 from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.dry_run import DryRun

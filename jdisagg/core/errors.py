@@ -22,6 +22,7 @@ JdisaggError
 │   ├── BadTicket            a ticket or message that is malformed or not signed by our secret
 │   ├── PeerMismatch         a peer of another secret, model, KV layout, dtype or version
 │   └── SenselessWord        a peer says what makes no sense here: its session ends, nobody else's
+│       └── LateWord         it did, before one of the two workers changed its role: nobody hears it
 ├── DecodeError              JSON that is no value of the declared types
 ├── JournalError             a record that cannot be read or replayed
 └── IllegalTransition        a phase or handoff event that the table does not have
@@ -118,6 +119,10 @@ class PeerMismatch(TransportError):
 
 class SenselessWord(TransportError):
     """A peer's message of the wrong kind, direction, type or range; the session with that peer ends by it."""
+
+
+class LateWord(SenselessWord):
+    """A word between two workers that made sense until one of them changed its role: it is dropped."""
 
 
 class DecodeError(JdisaggError):

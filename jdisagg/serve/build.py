@@ -73,7 +73,7 @@ def build(
     places, able = partial(places_of, machines), worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
     debug = DebugState(records, lambda: transfer_stats_of(workers), places, partial(holders_of, workers))
-    scaling = autoscaling_of(settings, deployment.workers, able, metrics)
+    scaling = autoscaling_of(settings, deployment.workers, lambda: able, metrics)
     asked = (*scaling_observers(scaling), *asked_observers(records, deployment, settings))
     service = LocalService(
         Router(config, deployment.workers, records.note),
@@ -109,13 +109,16 @@ def metrics_of(
 
 
 def autoscaling_of(
-    settings: Settings, workers: Sequence[WorkerConfig], able: Mapping[WorkerId, WorkerShapes], metrics: Metrics
+    settings: Settings,
+    workers: Sequence[WorkerConfig],
+    able: Callable[[], Mapping[WorkerId, WorkerShapes]],
+    metrics: Metrics,
 ) -> Autoscaling | None:
     """What --autoscale asks for, and its gauges; None where it is off."""
     if settings.autoscale == OFF:
         return None
-    shapes = able if settings.autoscale == FLIP else {}
-    scaling = Autoscaling(Scaling(), workers, lambda: shapes, settings.drain_s)
+    shapes = able if settings.autoscale == FLIP else dict
+    scaling = Autoscaling(Scaling(), workers, shapes, settings.drain_s)
     metrics.watch_scaling(scaling.scaler)
     return scaling
 
@@ -146,7 +149,13 @@ def worker_shapes(deployment: Deployment, settings: Settings) -> dict[WorkerId, 
 
 def shape_finder(able: Mapping[WorkerId, WorkerShapes]) -> Callable[[WorkerConfig], Shape]:
     """How a machine of one of these configs is cut."""
-    return lambda config: next(each for each in able[config.worker].able.values() if each.config == config)
+
+    def find(config: WorkerConfig) -> Shape:
+        found = next(each for each in able[config.worker].able.values() if each.config == config)
+        assert isinstance(found, Shape), f"{config.worker} is of another process"
+        return found
+
+    return find
 
 
 def watch_experts(metrics: Metrics, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]) -> None:

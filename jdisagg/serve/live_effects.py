@@ -60,7 +60,8 @@ class Reshaping:
     def begin(self, worker: WorkerId, config: WorkerConfig) -> None:
         if self._reshaper is None:
             machine = self._driver.executors.by_worker[worker]
-            self._driver.post(worker, Reshaped(machine.config, "machines cannot be made anew here"))
+            why = "" if config == machine.config else "machines cannot be made anew here"
+            self._driver.post(worker, Reshaped(machine.config, why))
             return
         args = (self._reshaper, worker, config)
         threading.Thread(target=self._run, args=args, name=f"reshape-{worker}", daemon=True).start()

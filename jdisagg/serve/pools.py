@@ -100,9 +100,7 @@ class Pools:
         self._check_there(worker)
         shapes = self.shapes().get(WorkerId(worker))
         if shapes is None:
-            raise RequestError(
-                f"{worker} is of a cluster of processes, or beside a ring: its role changes by starting it again"
-            )
+            raise RequestError(f"{worker} has not said what it can become: its role changes by starting it again")
         return shapes
 
     async def _ask(self, worker: WorkerId, config: WorkerConfig | None, drain_s: float) -> dict[str, Any]:

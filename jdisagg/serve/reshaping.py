@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.reshape import Shape, compile_cold, programs_with, read_anew, reshaped, shape_of
 
@@ -44,10 +45,16 @@ class ReshapeTimes:
 
 @dataclass
 class MeshReshaper:
-    """Of real machines, which the driver shares. `shape`: how a config's machine is cut."""
+    """Of real machines, which the driver shares. `shape`: how a config's machine is cut.
+
+    `remote_programs` are those it needs for workers of other processes; `became` is told of it on the driver's thread,
+    before its actor is.
+    """
 
     machines: MutableMapping[WorkerId, MeshExecutor]
     shape: Callable[[WorkerConfig], Shape]
+    remote_programs: Callable[[MeshExecutor], Sequence[DeclaredProgram]] = lambda machine: ()
+    became: Callable[[MeshExecutor], None] = lambda machine: None
     times: dict[WorkerId, ReshapeTimes] = field(default_factory=dict[WorkerId, ReshapeTimes])
 
     def reshape(self, worker: WorkerId, config: WorkerConfig, call: Call) -> tuple[WorkerConfig, str]:
@@ -77,7 +84,8 @@ class MeshReshaper:
     def _warm(self, machine: MeshExecutor, call: Call) -> tuple[float, int]:
         """Makes it ready and puts it in its place. When all was compiled, and how many programs were not warm."""
         others = [each for name, each in self.machines.items() if name != machine.config.worker]
-        cold = compile_cold(list(programs_with(machine, others)))
+        remote = [(machine, each) for each in self.remote_programs(machine)]
+        cold = compile_cold([*programs_with(machine, others), *remote])
         compiled_s = time.perf_counter()
         for owner, program in cold:
             call(lambda owner=owner, program=program: owner.warm_one(program))
@@ -86,3 +94,4 @@ class MeshReshaper:
 
     def _put(self, machine: MeshExecutor) -> None:
         self.machines[machine.config.worker] = machine
+        self.became(machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from jdisagg.core.errors import ConfigError, MeshError
 from jdisagg.core.kv_layout import KVLayout
@@ -11,28 +12,34 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, WorkerMesh
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.stages import split_layers
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.reshape import Shape
 from jdisagg.serve.deployment import Budget, Deployment, num_pages, own_layers, shipping_of, worker_config
 
-Shapes = Mapping[str, Shape]  # by the text of the mesh: "decode:pp2"
+
+class Sized(Protocol):
+    """What a worker can be: its sizes, and of a machine of this process how it is cut (`engine.reshape.Shape`)."""
+
+    @property
+    def config(self) -> WorkerConfig: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShapes:
-    """One worker's. `impossible`: why it can not be some of them, as little memory."""
+    """One worker's, by the text of its mesh, as "decode:pp2". `impossible`: why it can not be some of them."""
 
     num_devices: int
-    able: dict[str, Shape]
-    impossible: dict[str, str]
-    usual: dict[Role, str]  # of a role where nobody says more
+    able: Mapping[str, Sized]
+    impossible: Mapping[str, str]
+    usual: Mapping[Role, str]  # of a role where nobody says more
+    fixed: str = ""  # why it is nothing but what it is, where that is so
 
-    def find(self, role: str, mesh: str) -> Shape:
+    def find(self, role: str, mesh: str) -> Sized:
         """What it is to be: mesh as "pp2tp1", "" for the usual one. Raises ConfigError, MeshError."""
         if role not in list(Role):
             raise ConfigError(f"role is {role[:20]!r}, must be one of {', '.join(Role)}")
         if not mesh:
-            return self._named(self.usual[Role(role)])
+            return self._named(self.usual.get(Role(role), role))
         (pool, *others) = MeshSpec.pools_of(f"{role}:{mesh}")
         if others or pool.count != 1 or pool.first_device is not None:
             raise MeshError(f"mesh is {mesh[:40]!r}, must be one worker's, as pp2tp2, and stays on its devices")
@@ -42,10 +49,12 @@ class WorkerShapes:
             )
         return self._named(str(pool))
 
-    def _named(self, name: str) -> Shape:
+    def _named(self, name: str) -> Sized:
         if name in self.able:
             return self.able[name]
-        raise MeshError(self.impossible.get(name) or f"{name} is none of what it can be: {', '.join(self.able)}")
+        raise MeshError(
+            self.impossible.get(name) or self.fixed or f"{name} is none of what it can be: {', '.join(self.able)}"
+        )
 
 
 def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> WorkerShapes:

@@ -15,9 +15,11 @@ from jdisagg.core.codec import decode, shown
 from jdisagg.core.errors import DecodeError, SenselessWord
 from jdisagg.core.messages import Ended, Message, Progress
 from jdisagg.core.protocol import check_word
+from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.serve.cluster.remote_kv import read_notice
 from jdisagg.serve.remote_metrics import Samples, read_samples
+from jdisagg.serve.reshaping import ReshapeTimes
 from jdisagg.serve.transfer_stats import TransferStats, read_transfer_stats
 
 
@@ -54,10 +56,27 @@ def read_shift_s(record: Any) -> float:
     return shift_s
 
 
-def read_status(status: Any) -> tuple[float, int, Samples, TransferStats]:
-    """Its clock's shift, its recompiles, its samples, and its workers' transfer statistics."""
+def read_status(status: Any) -> tuple[float, int, Samples, TransferStats, dict[WorkerId, ReshapeTimes]]:
+    """Its clock's shift, its recompiles, its samples, and its workers' transfer statistics and changes of role."""
     shift_s = read_shift_s(status)
     recompiles, samples, transfer_stats = (status.get(name) for name in ("recompiles", "samples", "transfer_stats"))
     if type(recompiles) is not int or not 0 <= recompiles <= MOST:
         raise SenselessWord(f"a status of {shown(recompiles)} recompiles")
-    return shift_s, recompiles, read_samples(samples), read_transfer_stats(transfer_stats or {})
+    took = read_reshape_times(status.get("reshape_times") or {})
+    return shift_s, recompiles, read_samples(samples), read_transfer_stats(transfer_stats or {}), took
+
+
+def read_reshape_times(record: Any) -> dict[WorkerId, ReshapeTimes]:
+    """What the latest changes of a process's workers took. Raises SenselessWord."""
+    try:
+        return {WorkerId(str(worker)): _reshape_times(each) for worker, each in record.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SenselessWord(f"times of changes that cannot be read: {shown(record)}") from error
+
+
+def _reshape_times(record: Any) -> ReshapeTimes:
+    seconds = {name: float(record[name]) for name in ("reshard_s", "compile_s", "warm_s")}
+    counts = {name: int(record[name]) for name in ("moved_bytes", "num_programs")}
+    if not all(0 <= each < 1 << 62 for each in (*seconds.values(), *counts.values())):
+        raise ValueError(f"{seconds} and {counts}")
+    return ReshapeTimes(**seconds, **counts, read_again=tuple(str(each)[:200] for each in record["read_again"][:1000]))

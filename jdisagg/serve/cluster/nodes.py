@@ -11,24 +11,32 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from jdisagg.core.codec import encode, shown
-from jdisagg.core.errors import SenselessWord, TransferRefused
+from jdisagg.core.errors import LateWord, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER, Received, RouterFound, RouterLost, Send
-from jdisagg.core.messages import Abort, AbortAck, Adopt, Message
+from jdisagg.core.group_shards import of_one_process
+from jdisagg.core.messages import Abort, AbortAck, Adopt, Joined, Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.kv.shipping import shapes_of
+from jdisagg.kv.transport.choose import Capability
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.bodies import read_word, shifted
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
+from jdisagg.serve.cluster.role_options import options_json
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.executors import failure_of
 from jdisagg.serve.readers import Readers
 from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
+from jdisagg.serve.reshaping import ReshapeTimes
+from jdisagg.serve.shapes import WorkerShapes
 from jdisagg.serve.transfer_stats import transfer_stats_of
 
 log = logging.getLogger("jdisagg.cluster")
@@ -44,10 +52,17 @@ class Node:
     merged: MergedRegistry
 
     def __init__(
-        self, remote_kv: RemoteKV, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
+        self,
+        remote_kv: RemoteKV,
+        machines: Mapping[WorkerId, MeshExecutor],
+        own: Sequence[PeerRecord],
+        options: Mapping[WorkerId, WorkerShapes] | None = None,
     ) -> None:
+        """options: what workers of this process can become."""
         self.remote_kv, self.machines, self.own = remote_kv, machines, tuple(own)
+        self.options: dict[WorkerId, WorkerShapes] = dict(options or {})
         self.peers: dict[WorkerId, PeerRecord] = {}  # workers of other processes
+        self._former: dict[WorkerId, dict[Role, WorkerConfig]] = {}  # what workers were, here or elsewhere
         self._readers = Readers()
         self._lock = threading.RLock()
 
@@ -92,7 +107,10 @@ class Node:
             raise SenselessWord(f"there is no {shown(to)} here for {shown(sender)}")
         if not self.knows(sender):
             return  # it was dropped: its last messages are for nobody
-        message = self.checked(body, sender, to)
+        try:
+            message = self.checked(body, sender, to)
+        except LateWord:
+            return
         if message is None:
             self._readers.read(_lane(sender, to), lambda: self._fetch(sender, to, body["kv"]))
         else:
@@ -102,17 +120,41 @@ class Node:
         return name == ROUTER or name in self.machines or name in self.peers
 
     def checked(self, body: dict[str, Any], sender: WorkerId, to: WorkerId) -> Message | None:
-        """As `read_word`, by names. The router checks what it relays: who speaks is cut off, not who hears."""
+        """As `read_word`, by names. The router checks what it relays: who speaks is cut off, not who hears.
+
+        Raises LateWord where it made sense before one of the two changed its role.
+        """
+        now = self._config_of(sender), self._config_of(to)
         try:
-            return read_word(body, self._config_of(sender), self._config_of(to))
+            return read_word(body, *now)
         except SenselessWord as error:
-            raise SenselessWord(f"{sender} to {to}: {error}") from error
+            before = product(self._configs_of(sender), self._configs_of(to))
+            kind = LateWord if any(_makes_sense(body, *each) for each in before) else SenselessWord
+            raise kind(f"{sender} to {to}: {error}") from error
 
     def _config_of(self, name: WorkerId) -> WorkerConfig | None:
         """None for the router."""
         if name == ROUTER:
             return None
         return self.machines[name].config if name in self.machines else self.peers[name].config
+
+    def _configs_of(self, name: WorkerId) -> list[WorkerConfig | None]:
+        """What it is, and what it was."""
+        return [self._config_of(name), *self._former.get(name, {}).values()]
+
+    def became(self, machine: MeshExecutor) -> None:
+        """A worker of this process is another now. On the driver's thread, before its actor hears of it."""
+        record = record_of(machine, self.remote_kv.mine)
+        with self._lock:
+            for each in self.own:
+                if each.worker == record.worker:
+                    self._former.setdefault(each.worker, {})[each.config.role] = each.config
+            self.own = tuple(record if each.worker == record.worker else each for each in self.own)
+        self.tell_become(record)
+
+    def tell_become(self, record: PeerRecord) -> None:
+        """Other processes are to know."""
+        raise NotImplementedError
 
     def _fetch(self, sender: WorkerId, to: WorkerId, notice: dict[str, Any]) -> None:
         try:
@@ -122,14 +164,21 @@ class Node:
 
     def connect(self, described: Iterable[dict[str, Any]]) -> None:
         for record in described:
-            peer = read_peer(record)
-            self.peers[peer.worker] = peer
-            self.remote_kv.met(peer)
+            self.meet(read_peer(record))
+
+    def meet(self, peer: PeerRecord) -> None:
+        """It is there, or has become another."""
+        before = self.peers.get(peer.worker)
+        if before is not None:
+            self._former.setdefault(peer.worker, {})[before.config.role] = before.config
+        self.peers[peer.worker] = peer
+        self.remote_kv.met(peer)
 
     def disconnect(self, workers: Iterable[WorkerId]) -> None:
         """They are gone: nothing is kept for them, and what they offered will not be asked for again."""
         for worker in workers:
             self.peers.pop(worker, None)
+            self._former.pop(worker, None)
             self.remote_kv.withdraw_for(worker)
             for own in self.machines:
                 self._readers.end(_lane(worker, own))
@@ -137,6 +186,20 @@ class Node:
     def close(self) -> None:
         self._readers.stop()
         self.remote_kv.close()
+
+
+def _makes_sense(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> bool:
+    try:
+        read_word(body, sender, to)
+    except SenselessWord:
+        return False
+    return True
+
+
+def record_of(machine: MeshExecutor, mine: Capability) -> PeerRecord:
+    """Of a worker that is whole in this process."""
+    stages = shapes_of(machine.pages)
+    return PeerRecord(machine.config, stages, (mine,), of_one_process([stage.tp for stage in stages]))
 
 
 def _lane(source: WorkerId, destination: WorkerId) -> str:
@@ -153,9 +216,12 @@ class WorkerNode(Node):
         machines: Mapping[WorkerId, MeshExecutor],
         own: Sequence[PeerRecord],
         ended: Callable[[str], None],
+        options: Mapping[WorkerId, WorkerShapes] | None = None,
     ) -> None:
         """`ended` is called when no worker of this process is of use any more."""
-        super().__init__(remote_kv, machines, own)
+        super().__init__(remote_kv, machines, own, options)
+        self.reshape_times: Mapping[WorkerId, ReshapeTimes] = {}
+        self._told = self.own  # to the router, when this process joined
         self._ended = ended
         self._link: Link | None = None
         self._broken: set[WorkerId] = set()
@@ -178,10 +244,15 @@ class WorkerNode(Node):
         if link is not None:
             link.hang_up(f"{peer}: {why}")
 
+    def tell_become(self, record: PeerRecord) -> None:
+        self.post(ROUTER, {"from": record.worker, "became": record.to_json()})
+
     def report_status(self) -> None:
         """What this process counts and has learnt by now; nobody there, nothing sent."""
         counted = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.merged)}
-        self.post(ROUTER, {"status": counted | {"transfer_stats": transfer_stats_of(self.driver.actors)}})
+        took = {worker: asdict(each) for worker, each in self.reshape_times.items()}
+        learnt = {"transfer_stats": transfer_stats_of(self.driver.actors), "reshape_times": took}
+        self.post(ROUTER, {"status": counted | learnt})
 
     def leave(self) -> None:
         """From now on the router gives the workers nothing new; what they have they may end."""
@@ -197,14 +268,19 @@ class WorkerNode(Node):
     # ------------------------------------------------------------ `control_client.ClientCallbacks`
 
     def hello(self) -> dict[str, Any]:
-        able = [peer for peer in self.own if peer.worker not in self._broken]
-        return {"workers": records(able), "now_s": time.monotonic()}
+        self._told = self.own
+        able = [peer for peer in self._told if peer.worker not in self._broken]
+        can_be = {peer.worker: options_json(self.options[peer.worker]) for peer in able if peer.worker in self.options}
+        return {"workers": records(able), "can_be": can_be, "now_s": time.monotonic()}
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self._link = link
         for worker in self.machines:
             self.driver.post(worker, RouterFound())
         log.warning("joined the router as %s", ", ".join(self.machines))
+        for record in [each for each in self.own if each not in self._told]:  # since it said what it is
+            self.tell_become(record)
+            self.send(record.worker, ROUTER, Joined(0, record.config))
         if self._leaving:
             self.leave()
 

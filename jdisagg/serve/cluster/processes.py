@@ -1,4 +1,5 @@
-"""Builds what one process of a cluster runs: the router with its control server, or workers that join it.
+"""What every process of a cluster makes of its flags, and the router's process; the others are `worker_process.py`'s.
+
 
 Every process is started with the same --mesh, which says what prefill and decode workers look like, and plays the
 roles that --role names. A worker's name is the mesh's with a suffix drawn at its start, so that a process that comes
@@ -7,11 +8,9 @@ back is another worker to everybody, and late messages for its former self find 
 
 from __future__ import annotations
 
-import math
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import jax
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.group_shards import of_one_process
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Request, WorkerId
@@ -27,7 +25,6 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
 from jdisagg.model.checkpoint import read_defaults
@@ -41,22 +38,22 @@ from jdisagg.serve.build import (
     load_executors,
     router_config,
     scaling_observers,
+    shape_finder,
     warm,
     watch_experts,
 )
-from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
-from jdisagg.serve.cluster.control_client import ControlClient
+from jdisagg.serve.cluster.certificates import kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.fronts import RouterFronts
-from jdisagg.serve.cluster.leadership import KnownMembers, RouterPair, leadership_of, pair_of, pair_with
+from jdisagg.serve.cluster.leadership import RouterPair, leadership_of, pair_of, pair_with
 from jdisagg.serve.cluster.link import Heartbeat
-from jdisagg.serve.cluster.nodes import Node, WorkerNode
-from jdisagg.serve.cluster.profiles import RouterProfiles, WorkerProfiles
+from jdisagg.serve.cluster.nodes import Node, record_of
+from jdisagg.serve.cluster.profiles import RouterProfiles
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
+from jdisagg.serve.cluster.role_options import options_of
 from jdisagg.serve.cluster.router_node import RouterNode
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment, model_fingerprint
-from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.holders import holders_of
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
@@ -64,14 +61,13 @@ from jdisagg.serve.pools import Pools
 from jdisagg.serve.private_files import read_private
 from jdisagg.serve.record_file import open_journal
 from jdisagg.serve.records import DebugState, Records
-from jdisagg.serve.remote_metrics import PUSH_INTERVAL_S
+from jdisagg.serve.reshaping import MeshReshaper
 from jdisagg.serve.tier_moves import WorkerStores
 from jdisagg.serve.tier_stores import open_stores, post_found
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
 FRONT_ROLE = "front"  # serves clients by way of a router elsewhere, and is nothing besides
-SETTLED_S = 0.5  # with nothing left, before a process leaves
 ROLES = (ROUTER_ROLE, "prefill", "decode", "colocated")
 
 
@@ -161,110 +157,19 @@ def remote_kv_of(
 
 def peers_of(machines: Mapping[WorkerId, MeshExecutor], remote_kv: RemoteKV) -> list[PeerRecord]:
     """Of workers that are whole in this process."""
-    shapes = [(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
-    return [
-        PeerRecord(config, each, (remote_kv.mine,), of_one_process([stage.tp for stage in each]))
-        for config, each in shapes
-    ]
+    return [record_of(machine, remote_kv.mine) for machine in machines.values()]
 
 
-class WorkerProcess:
-    """Workers alone, and their link to the router."""
-
-    def __init__(self, node: WorkerNode, client: ControlClient) -> None:
-        self.node, self._client = node, client
-        self._stopped = threading.Event()
-        self._reporter = threading.Thread(target=self._report, name="status", daemon=True)
-
-    def start(self) -> None:
-        self.node.driver.start()
-        self._client.start()
-        self._reporter.start()
-
-    def _report(self) -> None:
-        while not self._stopped.wait(PUSH_INTERVAL_S):
-            self.node.report_status()
-
-    def leave(self, grace_s: float) -> bool:
-        """Takes no new work and ends what it has; False where some is left after `grace_s` seconds.
-
-        What comes within a moment was on its way when the router was told, or is the last message to it.
-        """
-        self.node.leave()
-        end_s = time.monotonic() + grace_s
-        idle_s = math.inf
-        while self.node.driver.alive and time.monotonic() < end_s:
-            idle_s = min(idle_s, time.monotonic()) if self.node.idle else math.inf
-            if time.monotonic() >= idle_s + SETTLED_S:
-                break
-            time.sleep(0.02)
-        return self.node.idle
-
-    def stop(self) -> None:
-        """Leaves the router first, so that it takes our sequences elsewhere at once."""
-        self._stopped.set()
-        self._client.stop()
-        self.node.driver.stop()
-        self.node.close()
+def reshaper_of(
+    deployment: Deployment, machines: MutableMapping[WorkerId, MeshExecutor], node: Node
+) -> MeshReshaper | None:
+    """Makes the machines of this process anew; None where one of them can be nothing but what it is."""
+    if any(each.fixed for each in node.options.values()):
+        return None
+    return MeshReshaper(machines, shape_finder(node.options), partial(remote_programs, deployment), node.became)
 
 
-def build_workers(
-    deployment: Deployment,
-    settings: Settings,
-    devices: Sequence[Any],
-    progress: Progress,
-    ended: Callable[[str], None],
-) -> WorkerProcess:
-    """`ended` is called with why this process can do no more: the router refuses it, or its driver died."""
-    own = own_workers(deployment, roles_of(settings))
-    channel_credentials(settings)  # a mistake costs no warm-up
-    remote_kv = remote_kv_of(deployment, settings)
-    machines = load_executors(deployment, settings, devices, own)
-    warm(machines, progress, partial(remote_programs, deployment))
-    return join_router(deployment, settings, machines, remote_kv, peers_of(machines, remote_kv), ended)
-
-
-def join_router(
-    deployment: Deployment,
-    settings: Settings,
-    machines: Mapping[WorkerId, MeshExecutor],
-    remote_kv: RemoteKV,
-    peers: Sequence[PeerRecord],
-    ended: Callable[[str], None],
-) -> WorkerProcess:
-    """Of warm machines; `peers` are what others are told of them."""
-    credentials = channel_credentials(settings)
-    node = WorkerNode(remote_kv, machines, peers, ended)
-    metrics = _metrics(deployment, settings, node)
-    workers = {name: Worker(machine.config) for name, machine in machines.items()}
-    metrics.watch_pools(workers)
-    stores = open_stores(deployment, settings, machines)
-    node.driver = LiveDriver(
-        None,
-        workers,
-        machines,
-        deliver=lambda outcomes: None,
-        died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
-        observers=(metrics.observe, node.observe),
-        remote=node,
-        stores=stores,
-    )
-    post_found(node.driver, stores)
-    post_compression_costs(node.driver, deployment, machines)
-    transport, heartbeat = remote_kv.config, heartbeat_of(settings)
-    client = ControlClient(
-        settings.router,
-        transport.secret,
-        transport.identity,
-        KnownMembers(WorkerProfiles(node), tuple(machines)),
-        heartbeat,
-        credentials,
-        refused=ended,
-    )
-    return WorkerProcess(node, client)
-
-
-def _metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
+def node_metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
     """Of this process; that of the router hears of the others' besides."""
     configs = tuple(machine.config for machine in node.machines.values())
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
@@ -314,7 +219,7 @@ def build_router(
     remote_kv = remote_kv_of(deployment, settings)
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines = load_executors(deployment, settings, devices, own)
-    node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv))
+    node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv), options_of(deployment, settings, own))
     address = f"{settings.host}:{settings.control_port}"
     transport = remote_kv.config
     profiles = RouterProfiles(node)
@@ -332,7 +237,8 @@ def build_router(
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
     able = (lambda: node.able) if leadership is None else (lambda: node.able and leadership.leads)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, able)
+    reshaper = reshaper_of(deployment, machines, node)
+    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, able, reshaper)
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = fronts.driver = service.driver
@@ -352,14 +258,16 @@ def _service(
     stores: Mapping[WorkerId, WorkerStores],
     fronts: RouterFronts,
     able: Callable[[], bool],
+    reshaper: MeshReshaper | None,
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
-    metrics = _metrics(deployment, settings, node)
+    metrics = node_metrics(deployment, settings, node)
     journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
     workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
     metrics.watch_pools(workers)
     debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, workers))
-    scaling = autoscaling_of(settings, configs, {}, metrics)
+    scaling = autoscaling_of(settings, configs, lambda: node.options, metrics)
+    times = {} if reshaper is None else reshaper.times
     return LocalService(
         router,
         workers,
@@ -380,7 +288,10 @@ def _service(
         recompiles=node.recompiles,
         remote=node,
         able=able,
-        pools=lambda driver: Pools(driver.post, node.places, dict, dict, scaling),
+        reshaper=reshaper,
+        pools=lambda driver: Pools(
+            driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling
+        ),
         stores=stores,
     )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
 from jdisagg.core.codec import shown
-from jdisagg.core.errors import BadTicket, SenselessWord
+from jdisagg.core.errors import BadTicket, LateWord, SenselessWord
 from jdisagg.core.events import ROUTER, WorkerJoined, WorkerLeaving, WorkerLost
+from jdisagg.core.messages import Joined, Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -19,7 +21,10 @@ from jdisagg.serve.cluster.bodies import read_shift_s, read_status
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.nodes import Node
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
+from jdisagg.serve.cluster.role_options import read_all_options
 from jdisagg.serve.places import Place, place_of
+from jdisagg.serve.reshaping import ReshapeTimes
+from jdisagg.serve.shapes import WorkerShapes
 from jdisagg.serve.transfer_stats import TransferStats, transfer_stats_of
 
 log = logging.getLogger("jdisagg.cluster")
@@ -31,9 +36,14 @@ class RouterNode(Node):
     """The process with the router, and perhaps workers of its own; a `control_server.ServerCallbacks`."""
 
     def __init__(
-        self, remote_kv: RemoteKV, machines: Mapping[WorkerId, MeshExecutor], own: Sequence[PeerRecord]
+        self,
+        remote_kv: RemoteKV,
+        machines: Mapping[WorkerId, MeshExecutor],
+        own: Sequence[PeerRecord],
+        options: Mapping[WorkerId, WorkerShapes] | None = None,
     ) -> None:
-        super().__init__(remote_kv, machines, own)
+        super().__init__(remote_kv, machines, own, options)
+        self.reshape_times: dict[WorkerId, ReshapeTimes] = {}  # of workers of other processes
         self._links: dict[WorkerId, Link] = {}
         self._shifts: dict[Link, deque[float]] = {}
         self._joining: dict[Link, list[PeerRecord]] = {}
@@ -80,10 +90,12 @@ class RouterNode(Node):
         if not isinstance(described, list):
             raise SenselessWord(f"a peer's workers are {shown(described)}")
         joining = [read_peer(record) for record in described]
+        options = read_all_options(hello.get("can_be", {}), joining)
         with self._lock:
             self._check_names(joining)
             self._check_ways(joining)
             self._joining[link] = joining
+            self.options |= options
             self._shifts[link] = deque([shift_s], SHIFTS)
         return {}
 
@@ -102,6 +114,8 @@ class RouterNode(Node):
         """Raises where KV would have no way between a joining worker and one of the other phase."""
         for one, other in product(joining, [*self.own, *self.peers.values()]):
             roles = one.config.role, other.config.role
+            if one.worker == other.worker:
+                continue  # what it was
             if Role.COLOCATED not in roles and roles[0] is not roles[1]:  # a colocated worker ships to nobody
                 for mine, theirs in product(one.capabilities, other.capabilities):
                     choose(mine, theirs, self.remote_kv.wanted)
@@ -126,6 +140,9 @@ class RouterNode(Node):
             return  # it was dropped: its last messages are for nobody
         if owner is not link:
             raise BadTicket(f"a process speaks for {speaker!r}, which is not its own")
+        if "became" in body:
+            self._become(link, speaker, read_peer(body["became"]))
+            return
         to = WorkerId(str(body.get("to")))
         if "lost" in body:
             self.give_up(speaker)
@@ -135,10 +152,32 @@ class RouterNode(Node):
         elif to in self.driver.actors:
             self.receive(body, self.shift_s(link))
         elif to in self.peers:
-            self.checked(body, speaker, to)
-            self.post(to, body)
+            with suppress(LateWord):
+                self.checked(body, speaker, to)
+                self.post(to, body)
         elif "message" not in body and "kv" not in body:
             raise SenselessWord(f"{shown(speaker)} says nothing that is known: {shown(body)}")
+
+    def checked(self, body: dict[str, Any], sender: WorkerId, to: WorkerId) -> Message | None:
+        """Who joins again is what its process has said that it became."""
+        message = super().checked(body, sender, to)
+        if isinstance(message, Joined) and sender in self.peers and message.config != self.peers[sender].config:
+            raise SenselessWord(f"{sender} joins as {message.config.role} and has not said that it became that")
+        return message
+
+    def _become(self, link: Link, worker: WorkerId, record: PeerRecord) -> None:
+        """A worker of another process is another now, one of those that it said it can be."""
+        before, options = self.peers[worker], self.options.get(worker)
+        can_be = [] if options is None else [each.config for each in options.able.values()]
+        if record.worker != worker or record.capabilities != before.capabilities or record.config not in can_be:
+            raise SenselessWord(f"{worker} became {record.worker[:80]!r}, {record.config.role}, which it cannot be")
+        with self._lock:
+            self._check_ways([record])
+            self.meet(record)
+            self._tell_all({"peers": records([record])}, besides=link)
+
+    def tell_become(self, record: PeerRecord) -> None:
+        self._tell_all({"peers": records([record])})
 
     def shift_s(self, link: Link) -> float:
         """Seconds to add to times of that process's clock to make them ours."""
@@ -149,11 +188,12 @@ class RouterNode(Node):
         with self._lock:
             if link not in self._shifts:
                 return  # on its way out
-            shift_s, recompiles, samples, transfer_stats = read_status(status)
+            shift_s, recompiles, samples, transfer_stats, took = read_status(status)
             self._shifts[link].append(shift_s)
             self._recompiles[link] = recompiles
             self.merged.update(link, samples)
             self._transfer_stats[link] = transfer_stats
+            self.reshape_times |= {name: each for name, each in took.items() if self._links.get(name) is link}
 
     def transfer_stats(self) -> TransferStats:
         """By the workers of all processes, those of others a second ago."""
@@ -177,7 +217,8 @@ class RouterNode(Node):
     def _drop(self, workers: Sequence[WorkerId], why: str) -> None:
         with self._lock:
             for worker in workers:
-                self._links.pop(worker, None)
+                for book in (self._links, self.options, self.reshape_times):
+                    book.pop(worker, None)
                 log.warning("%s is gone: %s", worker, "it left" if worker in self._leaving else why)
                 self._leaving.discard(worker)
                 self.driver.post(ROUTER, WorkerLost(worker))
@@ -185,8 +226,8 @@ class RouterNode(Node):
             if workers:
                 self._tell_all({"gone": list(workers)})
 
-    def _tell_all(self, body: dict[str, Any]) -> None:
-        for link in set(self._links.values()):
+    def _tell_all(self, body: dict[str, Any], besides: Link | None = None) -> None:
+        for link in {*self._links.values()} - {besides}:
             link.send(body)
 
 

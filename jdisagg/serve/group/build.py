@@ -21,14 +21,14 @@ from jdisagg.kv.transport.choose import read_capability
 from jdisagg.parallel.pace import LAUNCHES
 from jdisagg.serve.build import Progress, load_executors, warm
 from jdisagg.serve.cluster.processes import (
-    WorkerProcess,
-    join_router,
     own_workers,
     remote_kv_of,
     remote_programs,
     roles_of,
 )
 from jdisagg.serve.cluster.remote_kv import PeerRecord
+from jdisagg.serve.cluster.role_options import options_of
+from jdisagg.serve.cluster.worker_process import WorkerProcess, join_router
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.group.assembly import Assembly, GroupUnfilled, join_leader
 from jdisagg.serve.group.leader import GroupExecutor, GroupKV, awaited
@@ -82,7 +82,8 @@ class LeaderStart:
         machine.members = remote_kv.members = self.members
         peer = self._peer_record(machine, remote_kv.mine, built)
         self.members.expect_within(settings.stall_timeout_s)
-        return join_router(deployment, settings, {worker: machine}, remote_kv, [peer], ended)
+        options = options_of(deployment, settings, own, self.place.size)
+        return join_router(deployment, settings, {worker: machine}, remote_kv, [peer], ended, options)
 
     def _peer_record(self, machine: MeshExecutor, mine: Any, built: dict[int, Future[Reply]]) -> PeerRecord:
         capabilities = (mine, *[read_capability(reply["capability"]) for reply in awaited(built, WARM_S)])

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from jdisagg.core.authenticated_channel import AuthenticatedChannel
 from jdisagg.core.codec import encode
 from jdisagg.core.errors import BadTicket, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER
-from jdisagg.core.messages import Drawn, View
+from jdisagg.core.messages import Ack, Drawn, Joined, View
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.kv.transport.choose import capability
@@ -26,11 +26,14 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.serve.cluster.link import Heartbeat, Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
+from jdisagg.serve.cluster.role_options import Option, options_json
 from jdisagg.serve.cluster.router_node import RouterNode
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.reshaping import ReshapeTimes
 from jdisagg.serve.service import Draining, Update
+from jdisagg.serve.shapes import WorkerShapes
 from tests.serve.live_http import eventually
 from tests.serve.scripted import FIXTURE
 
@@ -66,9 +69,9 @@ class RouterFixture:
         )  # fmt: skip
         self.node.driver.start()
 
-    def join(self, *peers: PeerRecord) -> RecordingLink:
+    def join(self, *peers: PeerRecord, **more: Any) -> RecordingLink:
         link = RecordingLink()
-        self.node.admit(link, {"workers": records(peers), "now_s": time.monotonic()})
+        self.node.admit(link, {"workers": records(peers), "now_s": time.monotonic(), **more})
         self.node.on_joined(link)
         return link
 
@@ -236,3 +239,92 @@ def test_the_clock_of_a_process_is_read_from_its_quickest_word(fixture: RouterFi
         status = {"now_s": time.monotonic() - 1000.0 - late_s, "recompiles": 0, "samples": []}
         fixture.node.on_message(link, {"status": status})
     assert fixture.node.shift_s(link) == pytest.approx(1000.0, abs=0.2)
+
+
+# ------------------------------------------------------------ changes of role
+
+
+def options_of(peer: PeerRecord, *roles: Role) -> dict[str, Any]:
+    """What a process says that its worker can be."""
+    able = {f"{role}:tp1": Option(replace(peer.config, role=role)) for role in roles or Role}
+    usual = {each.config.role: name for name, each in able.items()}
+    return {peer.worker: options_json(WorkerShapes(1, able, {}, usual))}
+
+
+def became(peer: PeerRecord, role: Role) -> tuple[PeerRecord, dict[str, Any]]:
+    now = replace(peer, config=replace(peer.config, role=role))
+    return now, {"from": peer.worker, "became": now.to_json()}
+
+
+def test_a_worker_that_became_another_is_that_to_the_router_and_to_every_process(fixture: RouterFixture):
+    decode, prefill = worker("decode-0"), worker("prefill-0", Role.PREFILL, "two")
+    link, other = fixture.join(decode, can_be=options_of(decode)), fixture.join(prefill)
+    assert list(fixture.node.options[decode.worker].able) == ["prefill:tp1", "decode:tp1", "colocated:tp1"]
+    now, body = became(decode, Role.COLOCATED)
+    fixture.node.on_message(link, body)
+    fixture.node.on_message(link, said("decode-0", ROUTER, Joined(0, now.config)))
+    assert other.sent[-1] == {"peers": records([now])} and body not in link.sent
+    eventually(lambda: fixture.knows("decode-0", "prefill-0"))
+    eventually(lambda: fixture.router.peers[decode.worker].config.role is Role.COLOCATED)
+
+
+def test_a_worker_becomes_and_joins_as_nothing_that_it_did_not_say_it_can_be(fixture: RouterFixture):
+    decode = worker("decode-0")
+    link = fixture.join(decode, can_be=options_of(decode, Role.DECODE))
+    now, body = became(decode, Role.PREFILL)
+    for wrong in (body, {**body, "became": worker("decode-9").to_json()}, {**body, "became": {}}):
+        with pytest.raises(SenselessWord):
+            fixture.node.on_message(link, wrong)
+    with pytest.raises(SenselessWord, match="joins as prefill and has not said that it became that"):
+        fixture.node.on_message(link, said("decode-0", ROUTER, Joined(0, now.config)))
+
+
+def test_a_word_from_before_a_change_of_role_is_dropped_and_nonsense_still_ends_its_speaker(fixture: RouterFixture):
+    """A decode worker's Ack crosses with what its prefill worker says of having become a decode worker, too."""
+    prefill, decode = worker("prefill-0", Role.PREFILL, "two"), worker("decode-0")
+    link, other = fixture.join(prefill, can_be=options_of(prefill)), fixture.join(decode)
+    late = said("decode-0", "prefill-0", Ack(Attempt(RequestId("a"), 1)))
+    fixture.node.on_message(other, late)
+    assert link.sent[-1] == late
+    fixture.node.on_message(link, became(prefill, Role.DECODE)[1])
+    fixture.node.on_message(other, late)
+    assert link.sent.count(late) == 1
+    with pytest.raises(SenselessWord):
+        fixture.node.on_message(other, said("decode-0", "prefill-0", View(1, 1, 0, 0)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"devices": 0},
+        {"able": []},
+        {"able": {"decode:tp1": {"is": "Nothing"}}},
+        {"able": {"decode:tp1": encode(worker("decode-9").config)}},
+        {"usual": {"router": "decode:tp1"}},
+        {"usual": {"decode": "decode:tp9"}},
+        {"fixed": "x" * 2000},
+    ],
+)
+def test_what_a_peer_says_that_it_can_be_is_checked(fixture: RouterFixture, wrong: dict[str, Any]):
+    decode = worker("decode-0")
+    record = options_of(decode)
+    with pytest.raises(SenselessWord):
+        fixture.join(decode, can_be={decode.worker: record[decode.worker] | wrong})
+
+
+@pytest.mark.parametrize("took", [[], {"decode-0": {}}, {"decode-0": {"reshard_s": math.nan}}])
+def test_times_of_changes_that_make_no_sense_are_refused(fixture: RouterFixture, took: Any):
+    link = fixture.join(worker("decode-0"))
+    status = {"now_s": time.monotonic(), "recompiles": 0, "samples": [], "reshape_times": took or "some"}
+    with pytest.raises(SenselessWord):
+        fixture.node.on_message(link, {"status": status})
+
+
+def test_what_a_change_of_another_process_took_is_known_until_its_worker_is_gone(fixture: RouterFixture):
+    link, took = fixture.join(worker("decode-0")), ReshapeTimes(0.1, 2.0, 0.3, 0, 5)
+    told = {"decode-0": asdict(took), "decode-9": asdict(took)}
+    status = {"now_s": time.monotonic(), "recompiles": 0, "samples": [], "reshape_times": told}
+    fixture.node.on_message(link, {"status": status})
+    assert fixture.node.reshape_times == {"decode-0": took}
+    fixture.node.on_lost(link, "it left")
+    assert fixture.node.reshape_times == {}

@@ -1,0 +1,147 @@
+"""A process with workers alone, from a deployment to its link to the router."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.policy.worker import Worker
+from jdisagg.serve.build import (
+    Progress,
+    load_executors,
+    warm,
+)
+from jdisagg.serve.cluster.certificates import channel_credentials
+from jdisagg.serve.cluster.control_client import ControlClient
+from jdisagg.serve.cluster.leadership import KnownMembers
+from jdisagg.serve.cluster.nodes import WorkerNode
+from jdisagg.serve.cluster.processes import (
+    heartbeat_of,
+    node_metrics,
+    own_workers,
+    peers_of,
+    remote_kv_of,
+    remote_programs,
+    reshaper_of,
+    roles_of,
+)
+from jdisagg.serve.cluster.profiles import WorkerProfiles
+from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
+from jdisagg.serve.cluster.role_options import options_of
+from jdisagg.serve.compression_costs import post_compression_costs
+from jdisagg.serve.deployment import Deployment
+from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.remote_metrics import PUSH_INTERVAL_S
+from jdisagg.serve.shapes import WorkerShapes
+from jdisagg.serve.tier_stores import open_stores, post_found
+
+SETTLED_S = 0.5  # with nothing left, before a process leaves
+
+
+class WorkerProcess:
+    """Workers alone, and their link to the router."""
+
+    def __init__(self, node: WorkerNode, client: ControlClient) -> None:
+        self.node, self._client = node, client
+        self._stopped = threading.Event()
+        self._reporter = threading.Thread(target=self._report, name="status", daemon=True)
+
+    def start(self) -> None:
+        self.node.driver.start()
+        self._client.start()
+        self._reporter.start()
+
+    def _report(self) -> None:
+        while not self._stopped.wait(PUSH_INTERVAL_S):
+            self.node.report_status()
+
+    def leave(self, grace_s: float) -> bool:
+        """Takes no new work and ends what it has; False where some is left after `grace_s` seconds.
+
+        What comes within a moment was on its way when the router was told, or is the last message to it.
+        """
+        self.node.leave()
+        end_s = time.monotonic() + grace_s
+        idle_s = math.inf
+        while self.node.driver.alive and time.monotonic() < end_s:
+            idle_s = min(idle_s, time.monotonic()) if self.node.idle else math.inf
+            if time.monotonic() >= idle_s + SETTLED_S:
+                break
+            time.sleep(0.02)
+        return self.node.idle
+
+    def stop(self) -> None:
+        """Leaves the router first, so that it takes our sequences elsewhere at once."""
+        self._stopped.set()
+        self._client.stop()
+        self.node.driver.stop()
+        self.node.close()
+
+
+def build_workers(
+    deployment: Deployment,
+    settings: Settings,
+    devices: Sequence[Any],
+    progress: Progress,
+    ended: Callable[[str], None],
+) -> WorkerProcess:
+    """`ended` is called with why this process can do no more: the router refuses it, or its driver died."""
+    own = own_workers(deployment, roles_of(settings))
+    channel_credentials(settings)  # a mistake costs no warm-up
+    remote_kv = remote_kv_of(deployment, settings)
+    machines = load_executors(deployment, settings, devices, own)
+    warm(machines, progress, partial(remote_programs, deployment))
+    options, peers = options_of(deployment, settings, own), peers_of(machines, remote_kv)
+    return join_router(deployment, settings, machines, remote_kv, peers, ended, options)
+
+
+def join_router(
+    deployment: Deployment,
+    settings: Settings,
+    machines: MutableMapping[WorkerId, MeshExecutor],
+    remote_kv: RemoteKV,
+    peers: Sequence[PeerRecord],
+    ended: Callable[[str], None],
+    options: Mapping[WorkerId, WorkerShapes],
+) -> WorkerProcess:
+    """Of warm machines; `peers` and `options` are what others are told of them."""
+    credentials = channel_credentials(settings)
+    node = WorkerNode(remote_kv, machines, peers, ended, options)
+    reshaper = reshaper_of(deployment, machines, node)
+    if reshaper is not None:
+        node.reshape_times = reshaper.times
+    metrics = node_metrics(deployment, settings, node)
+    workers = {name: Worker(machine.config) for name, machine in machines.items()}
+    metrics.watch_pools(workers)
+    stores = open_stores(deployment, settings, machines)
+    node.driver = LiveDriver(
+        None,
+        workers,
+        machines,
+        deliver=lambda outcomes: None,
+        died=lambda error: ended(f"the driver stopped: {type(error).__name__}: {error}"),
+        observers=(metrics.observe, node.observe),
+        remote=node,
+        reshaper=reshaper,
+        stores=stores,
+    )
+    post_found(node.driver, stores)
+    post_compression_costs(node.driver, deployment, machines)
+    transport, heartbeat = remote_kv.config, heartbeat_of(settings)
+    client = ControlClient(
+        settings.router,
+        transport.secret,
+        transport.identity,
+        KnownMembers(WorkerProfiles(node), tuple(machines)),
+        heartbeat,
+        credentials,
+        refused=ended,
+    )
+    return WorkerProcess(node, client)
