@@ -9,6 +9,7 @@ from jdisagg.cluster.job import Job, Part, as_flags, shared_arguments
 from jdisagg.core.errors import ConfigError
 
 POOL_IMAGE, POOL_MEMORY = "valkey/valkey:8", "16gb"
+BUILD = {"context": "..", "dockerfile": "launch/Dockerfile"}
 SECRET = "/run/secrets/jdisagg"
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready', timeout=5)"  # an error status raises
 
@@ -19,7 +20,7 @@ def compose(job: Job) -> dict[str, Any]:
         raise ConfigError(f"--http_port={job.settings.http_port}: a container is asked for its health there")
     services = {"router": _router(job)}
     if job.settings.pool:
-        services |= _pool(job.settings.pool)
+        services |= _pool(job, job.settings.pool)
     first = 0
     for part in job.parts:
         for index in range(part.replicas):
@@ -34,14 +35,31 @@ def compose(job: Job) -> dict[str, Any]:
     }
 
 
-def _pool(url: str) -> dict[str, Any]:
-    """The server of a pool on this machine; another's, and an object store, are there already."""
+def _pool(job: Job, url: str) -> dict[str, Any]:
+    """The servers of a pool on this machine; another's, and an object store, are there already."""
     where = urlsplit(url)
-    if where.scheme != "redis" or where.hostname not in ("127.0.0.1", "localhost"):
+    if where.hostname not in ("127.0.0.1", "localhost"):
+        return {}
+    if where.scheme == "mooncake":
+        return _mooncake(job, where.port or 50051)
+    if where.scheme != "redis":
         return {}
     keeps = ("--save", "", "--maxmemory", POOL_MEMORY, "--maxmemory-policy", "allkeys-lru")
     command = ["valkey-server", "--bind", "127.0.0.1", "--port", str(where.port or 6379), *keeps]
     return {"pool": {"image": POOL_IMAGE, "command": command, "network_mode": "host", "restart": "on-failure"}}
+
+
+def _mooncake(job: Job, port: int) -> dict[str, Any]:
+    """A master, and a node that gives memory; both come with the package that the image has for its client."""
+    master = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1"]
+    found = f"--master_server_address=127.0.0.1:{port}"
+    memory = f"--global_segment_size={POOL_MEMORY.removesuffix('gb')} GB"
+    node = ["mooncake_client", "--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", found, memory]
+    return {"pool-master": _server(job, master), "pool-node": _server(job, node)}
+
+
+def _server(job: Job, command: list[str]) -> dict[str, Any]:
+    return {"image": job.image, "build": BUILD, "command": command, "network_mode": "host", "restart": "on-failure"}
 
 
 def _router(job: Job) -> dict[str, Any]:
@@ -79,7 +97,7 @@ def _service(job: Job, told: list[str]) -> dict[str, Any]:
         volumes.append({"type": "bind", "source": model, "target": model, "read_only": True})
     return {
         "image": job.image,
-        "build": {"context": "..", "dockerfile": "launch/Dockerfile"},
+        "build": BUILD,
         "command": ["python", "-m", "jdisagg.launch", *shared_arguments(job), *told],
         "network_mode": "host",
         "ipc": "host",
@@ -88,6 +106,14 @@ def _service(job: Job, told: list[str]) -> dict[str, Any]:
         "secrets": ["jdisagg"],
         "volumes": volumes,
     }
+
+
+def _installed(pool: str) -> str:
+    """The project, with what the pool's client needs."""
+    extra = "mooncake" if pool.startswith("mooncake:") else "pool" if pool else ""
+    verbs = "RUN apt-get update && apt-get install -y --no-install-recommends libibverbs1\n" * (extra == "mooncake")
+    project = f'".[{extra}]"' if extra else "."
+    return f'{verbs}RUN pip install --no-cache-dir {project} "$JAX"'
 
 
 def dockerfile(job: Job, note: str) -> str:
@@ -101,7 +127,7 @@ WORKDIR /app
 COPY pyproject.toml README.md LICENSE NOTICE MANIFEST.in ./
 COPY jdisagg jdisagg
 COPY pallas_kernels pallas_kernels
-RUN pip install --no-cache-dir . "$JAX"
+{_installed(job.settings.pool)}
 # The source tree comes first in the path, with the embedded model that a wheel does not have.
 ENV PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
 # Large host copies of KV are bound by page faults with glibc's defaults.

@@ -148,7 +148,9 @@ class Settings:
     disk_path: str = _setting("", "tiers", "folder of the disk's files, one a worker; they outlive a restart")
     tier_compress: str = _setting("none", "tiers", "what KV below the device is quantised to (as for transfers)",
                                   ("none", "int8", "fp8", "int4"))  # fmt: skip
-    pool: str = _setting("", "tiers", "KV that all workers share: redis://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER")
+    pool: str = _setting(
+        "", "tiers", "KV that all workers share: redis:// or mooncake://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER"
+    )
     # cluster
     role: str = _everyday(
         "all",

@@ -370,6 +370,18 @@ def test_a_pool_on_this_machine_gets_a_container_and_another_machines_does_not()
     here = services("redis://127.0.0.1:7000")["pool"]["command"]
     assert here[:5] == ["valkey-server", "--bind", "127.0.0.1", "--port", "7000"] and "allkeys-lru" in here
     assert "pool" not in services("redis://store.example:6379") and "pool" not in services("s3://bucket/kv")
+    assert "pool-master" not in services("mooncake://store.example:50051")
+
+
+def test_a_mooncake_store_on_this_machine_gets_a_master_and_a_node_and_the_image_what_their_client_needs():
+    files = made(replace(WIDE, pool="mooncake://127.0.0.1:7001"))
+    services = yaml.safe_load(files["compose.yaml"])["services"]
+    assert not by_schema(yaml.safe_load(files["compose.yaml"]), COMPOSE)
+    assert "--rpc_port=7001" in services["pool-master"]["command"]
+    assert "--master_server_address=127.0.0.1:7001" in services["pool-node"]["command"]
+    assert '".[mooncake]"' in files["Dockerfile"] and "libibverbs1" in files["Dockerfile"]
+    assert '".[pool]"' in made(replace(WIDE, pool="redis://127.0.0.1:7000"))["Dockerfile"]
+    assert "[" not in made()["Dockerfile"].split("RUN pip install")[1].split("\n")[0]
 
 
 NOT_THE_MANIFESTS = {  # variables of places: who sets them

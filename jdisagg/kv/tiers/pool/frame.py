@@ -24,6 +24,12 @@ def framed(key: str, record: np.ndarray) -> bytes:
     return b"".join((HEAD.pack(MAGIC, len(record), _digest(key, record)), record.data))
 
 
+def frame_into(key: str, record: np.ndarray, place: np.ndarray) -> None:
+    """Fills u8[HEAD.size + n], of u8[n]."""
+    HEAD.pack_into(place.data, 0, MAGIC, len(record), _digest(key, record))
+    place[HEAD.size :] = record
+
+
 def unframe(key: str, frame: bytes | memoryview, record: np.ndarray) -> bool:
     """Fills u8[n]; False where the frame is not that of this key's record, whole."""
     if len(frame) != HEAD.size + len(record):
