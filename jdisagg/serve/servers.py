@@ -68,7 +68,8 @@ def _bound(host: str, port: int, flag: str) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError as error:
-        raise ConfigError(f"--{flag}={port}: cannot bind {host}:{port} ({error.strerror or error})") from error
+        why = f"cannot bind {host}:{port} ({error.strerror or error})"
+        raise ConfigError(f"--{flag}={port}: {why}; give this process another --{flag}") from error
     return bound
 
 
@@ -78,7 +79,8 @@ def _listen(bound: socket.socket, settings: Settings) -> None:
         bound.listen(BACKLOG)
     except OSError as error:
         place = f"{settings.host}:{settings.http_port}"
-        raise ConfigError(f"--http_port={settings.http_port}: cannot listen on {place} ({error.strerror})") from error
+        why = f"cannot listen on {place} ({error.strerror}); give this process another --http_port"
+        raise ConfigError(f"--http_port={settings.http_port}: {why}") from error
 
 
 def max_connections(settings: Settings) -> int:

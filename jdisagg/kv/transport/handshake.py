@@ -39,7 +39,8 @@ def greet(connection: Connection, config: TransportConfig, deadline: Deadline) -
     """The destination's part. Raises PeerMismatch."""
     theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
     if theirs.get("jdisagg") != PROTOCOL:
-        raise PeerMismatch(f"{connection.peer} speaks protocol {theirs.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
+        said = f"{connection.peer} speaks protocol {theirs.get('jdisagg')!r:.40}"
+        raise PeerMismatch(f"{said}, we speak {PROTOCOL}: install the same jdisagg")
     nonce = secrets.token_hex(NONCE_BYTES)
     both = _nonce(theirs) + nonce
     connection.send_record({"nonce": nonce} | _proof("pulls", both, config), deadline)
@@ -59,7 +60,8 @@ def compare(ours: Identity, record: Any, peer: str) -> None:
     differing = [f"{name} {other[name]!r} there, {mine[name]!r} here" for name in mine if mine[name] != other[name]]
     if differing:
         prints = f"fingerprint {theirs.fingerprint} there, {ours.fingerprint} here"
-        raise PeerMismatch(f"{peer} is not of our kind ({prints}): {'; '.join(differing)}")
+        remedy = "start both with the same version, --model, --mesh and dtypes"
+        raise PeerMismatch(f"{peer} is not of our kind ({prints}): {'; '.join(differing)}; {remedy}")
 
 
 def _nonce(record: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from jdisagg.policy.lease import Witness
 from jdisagg.serve.cluster.control_server import OPTIONS
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
+    LAST,
     METHOD,
     PIECE_BYTES,
     PROTOCOL,
@@ -73,7 +75,9 @@ class Handshake:
             raise _reason(error) from error
         theirs, proof = nonce_of(reply), str(reply.get("mac")).encode(errors="replace")
         if not hmac.compare_digest(proof, mac_of(self.secret, "router", nonce, theirs).encode()):
-            raise PeerMismatch(f"the router at {self.address} does not share our secret")
+            raise PeerMismatch(
+                f"the router at {self.address} does not share our secret: give all the same --secret_file"
+            )
         session = nonce + theirs
         outgoing, incoming = (AuthenticatedChannel(self.secret, session, end) for end in ("worker", "router"))
         return Link(outgoing, incoming, self.heartbeat)
@@ -102,10 +106,18 @@ class Opening:
         self._known = threading.Event()
         self._link: Link | None = None
         self._call: Any = None
+        self._parting = b""
 
     def go_on(self, link: Link, call: Any) -> None:
         self._link, self._call = link, call
         self._known.set()
+
+    def disbelieve(self, call: Any) -> None:
+        """The router does not know our secret: what we send now proves none to it, and it tells of us where it runs."""
+        self._parting = LAST + b"{}"
+        self._known.set()
+        with suppress(grpc.RpcError, StopIteration):
+            next(call)
 
     def give_up(self) -> None:
         """There is nothing more to say, unless the link was given already."""
@@ -114,6 +126,8 @@ class Opening:
     def records(self, nonce: str) -> Iterator[bytes]:
         yield json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode()
         self._known.wait()
+        if self._parting:
+            yield self._parting
         if self._link is not None:
             yield from self._link.records()
             self._call.cancel()  # silent or hung up: whoever waits for the router's next message is to know
@@ -199,7 +213,7 @@ class ControlClient:
             deadlines = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
             deadlines.start()
             try:
-                link = self._handshake.open_link(call, nonce)
+                link = self._open(call, nonce, opening)
                 self._handshake.greet(link, self._callbacks.hello() | self._asking())
                 opening.go_on(link, call)
                 welcome = self._handshake.welcome(link, call)
@@ -208,6 +222,13 @@ class ControlClient:
                 deadlines.cancel()
                 opening.give_up()
             self._serve(link, welcome, call)
+
+    def _open(self, call: Any, nonce: str, opening: Opening) -> Link:
+        try:
+            return self._handshake.open_link(call, nonce)
+        except PeerMismatch:
+            opening.disbelieve(call)
+            raise
 
     def _asking(self) -> dict[str, Any]:
         """Whether a router may count upon us, should it not lead yet."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import grpc
 
 from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
+from jdisagg.core.codec import shown
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch
 from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.handshake import compare
@@ -162,7 +163,8 @@ class ControlServer:
     def _challenge(self, records: Iterator[bytes]) -> Any:
         first = read_opening(next(records, b""))
         if first.get("jdisagg") != PROTOCOL:
-            raise PeerMismatch(f"the peer speaks protocol {first.get('jdisagg')!r:.40}, we speak {PROTOCOL}")
+            theirs = f"the peer speaks protocol {first.get('jdisagg')!r:.40}"
+            raise PeerMismatch(f"{theirs}, we speak {PROTOCOL}: install the same jdisagg")
         ours, theirs = new_nonce(), nonce_of(first)
         yield json.dumps({"nonce": ours, "mac": mac_of(self._secret, "router", theirs, ours)}).encode()
         return theirs + ours
@@ -172,10 +174,10 @@ class ControlServer:
         try:
             hello = link.read(record)
         except BadTicket:
-            raise PeerMismatch("the peer does not share our secret") from None
+            raise PeerMismatch("the peer does not share our secret: give all the same --secret_file") from None
         if hello is None:
             raise BadTicket("the peer said nothing of itself")
-        compare(self._identity, hello.get("identity"), "the peer")
+        compare(self._identity, hello.get("identity"), _who(hello))
         return {"welcome": self._callbacks.admit(link, hello), "identity": asdict(self._identity)}
 
     def _listen(self, link: Link, records: Iterator[bytes]) -> None:
@@ -210,6 +212,12 @@ def _limits(handshake_s: float) -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", patience_ms),
         ("grpc.max_metadata_size", 8 << 10),
     ]
+
+
+def _who(hello: dict[str, Any]) -> str:
+    """A peer that has proved itself, as it calls itself."""
+    named = hello.get("named")
+    return f"the process of {shown(named)}" if named else "the other router" if "router" in hello else "the peer"
 
 
 def _host_of(peer: str) -> str:

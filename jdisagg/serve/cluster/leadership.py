@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from jdisagg.core.codec import shown
-from jdisagg.core.errors import ConfigError, SenselessWord
+from jdisagg.core.errors import ConfigError, PeerMismatch, SenselessWord
 from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.policy.lease import Contender, Lease, Rank
+from jdisagg.policy.roll_call import clock_off
 from jdisagg.serve.cluster.certificates import channel_credentials
 from jdisagg.serve.cluster.control_client import ClientCallbacks, ControlClient
 from jdisagg.serve.cluster.control_server import ServerCallbacks
@@ -68,6 +69,15 @@ def read_lease(record: Any) -> Lease:
     return Lease(read_term(said.get("term")), said.get("leading") is True, read_names(said.get("members")))
 
 
+def check_clock(theirs_s: Any, ours_s: float) -> None:
+    """A router numbers its attempts by its clock, above those of any before it. Raises PeerMismatch, SenselessWord."""
+    if type(theirs_s) is not float:
+        raise SenselessWord(f"a clock that says {shown(theirs_s)}")
+    why = clock_off("the other router", theirs_s, ours_s, "this one's")
+    if why is not None:
+        raise PeerMismatch(why)
+
+
 class Leadership:
     """A router's side: a `ServerCallbacks` around all others, who hear only of members while this router leads; and the
     `ClientCallbacks` of its link to the other router."""
@@ -118,6 +128,7 @@ class Leadership:
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             if "router" in hello:
+                check_clock(hello.get("clock_s", time.time()), time.time())
                 self._others.add(link)
                 return {"lease": self._lease()}
             before, names = self.contender.rank, self._asks(hello)
@@ -164,7 +175,7 @@ class OtherRouter:
         self._leadership = leadership
 
     def hello(self) -> dict[str, Any]:
-        return {"router": True, "now_s": time.monotonic()}
+        return {"router": True, "now_s": time.monotonic(), "clock_s": time.time()}
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         log.warning("the other router is there")

@@ -58,7 +58,8 @@ def session_of(opening: Any, ours: str, first: str) -> str:
     if not isinstance(opening, dict) or "nonce" not in opening:
         raise BadTicket(f"the first record is {str(opening)[:40]!r}, none of a group's")
     if opening.get("jdisagg_group") != PROTOCOL:
-        raise PeerMismatch(f"the peer speaks protocol {opening.get('jdisagg_group')!r:.40}, we speak {PROTOCOL}")
+        said = f"the peer speaks protocol {opening.get('jdisagg_group')!r:.40}"
+        raise PeerMismatch(f"{said}, we speak {PROTOCOL}: install the same jdisagg")
     nonce = opening["nonce"]
     if not isinstance(nonce, str) or not re.fullmatch(f"[0-9a-f]{{{2 * NONCE_BYTES}}}", nonce):
         raise BadTicket("the first record has no nonce")

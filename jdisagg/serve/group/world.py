@@ -60,7 +60,7 @@ def devices_each(settings: Settings, place: GroupPlace) -> int:
     if number % place.size:
         raise MeshError(
             f"the {number} devices of --mesh={settings.mesh} for --role={settings.role} do not split evenly over"
-            f" --group_size={place.size}"
+            f" --group_size={place.size}: change one of them"
         )
     return number // place.size
 
