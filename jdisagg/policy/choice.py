@@ -22,7 +22,8 @@ def total(parts: Parts) -> float:
 
 
 class WorkerSnapshot(NamedTuple):
-    """One live worker as the router sees it for one request. There are many: a tuple is made in a third of the time."""
+    """One live worker as the router sees it for one request. There are many of what a decision is made of: a tuple is
+    made in a third of the time."""
 
     worker: WorkerId
     role: Role
@@ -68,8 +69,7 @@ class RoutingRequest:
     forecast: Forecast = UNASKED
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One worker for one phase. Rank first, then cost, then requests served."""
 
     worker: WorkerId
@@ -91,8 +91,7 @@ class Candidate:
         return (self.rank, self.cost, self.served, self.worker)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     prefill: WorkerId
     decode: WorkerId
 

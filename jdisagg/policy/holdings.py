@@ -54,9 +54,15 @@ class Holdings:
         if asker.worker not in self._lenders:
             return ()
         held = run_of(names, 0, (self.hbm.told(asker.worker),))
-        found = [self._holder(each, names, held) for each in self._lenders.values() if _alike(each, asker)]
+        able = [self._lenders[each] for each in self._with(names[held : held + 1]) if each in self._lenders]
+        found = [self._holder(each, names, held) for each in able if _alike(each, asker)]
         found = [each for each in found if each.stop > held]
         return tuple(sorted(found, key=lambda each: (-each.stop, each.worker))[:MOST_HOLDERS])
+
+    def _with(self, names: Sequence[PageHash]) -> Iterable[WorkerId]:
+        """Who keeps one of these pages, or is expected to, in any tier; each once."""
+        kept = (directory.index.keepers(name) for name in names for directory in self.by_tier.values())
+        return dict.fromkeys(worker for workers in kept for worker in workers)
 
     def _holder(self, lender: WorkerConfig, names: Sequence[PageHash], first: int) -> Holder:
         """What it has around page `first`: what the asker is thought to have may be gone there."""

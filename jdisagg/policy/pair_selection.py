@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from jdisagg.core.messages import Holder
@@ -16,13 +16,11 @@ from jdisagg.policy.forecasts import Forecasts
 from jdisagg.policy.holdings import Holdings
 from jdisagg.policy.pace import Pace
 from jdisagg.policy.planning import readable_pages
+from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
+from jdisagg.policy.sample import Sample
 from jdisagg.policy.worker_state import WorkerState
-
-MANY = 64  # workers of one role from which on not all are weighed for each request
-WEIGHED = 4  # of those: the next in turn. The least loaded of a few is nearly the least loaded of all (Mitzenmacher)
-BLIND = (Routing.LEAST_LOADED, Routing.RANDOM)  # to what any one worker holds, so that a few stand for all
 
 
 class PairSelection:
@@ -36,31 +34,24 @@ class PairSelection:
         self.directory = self.kept.hbm
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
-        self._next_weighed = 0
         self._mixed = False
         self._objectives = False  # whether some request had any
         self.by_role: dict[Role, list[WorkerState]] = {}
+        self.sample = Sample(config.routing, peers, self.directory.index)
         self.joined()
 
     def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
         """The pair for the row's next attempt, None where none has room."""
-        few = self._few()
+        few = self.sample.of(row)
         choice = None if few is None else self._choice(few, row, now_s, ask_anyway)
         if choice is None or choice.taken is None:
             choice = self._choice(self.peers.values(), row, now_s, ask_anyway)
         self._decided(row, choice, now_s)
         return choice.taken
 
-    def _few(self) -> list[WorkerState] | None:
-        """Workers that are weighed in place of all, None where all are."""
-        if self.config.routing not in BLIND or max(map(len, self.by_role.values())) < MANY:
-            return None
-        self._next_weighed += WEIGHED
-        return [peer for some in self.by_role.values() for peer in _in_turn(some, self._next_weighed)]
-
     def _choice(self, peers: Iterable[WorkerState], row: RequestState, now_s: float, ask_anyway: bool) -> Choice:
         request = row.to_prefill()
-        snapshots = [self._snapshot(peer, request, row, ask_anyway) for peer in peers]
+        snapshots = self._snapshots(peers, request, row, ask_anyway)
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
         config = self.config
@@ -88,9 +79,19 @@ class PairSelection:
             tokens = len(row.request.prompt) + row.num_before - cached_tokens
             self.forecasts.shipped(row.prefill, row.decode, tokens, wire_s)
 
-    def _snapshot(self, peer: WorkerState, request: Request, row: RequestState, ask_anyway: bool) -> WorkerSnapshot:
-        avoided, cached_tokens = peer.config.worker in row.avoid, self.cached_tokens(peer.config, row)
-        return peer.snapshot(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens)
+    def _snapshots(
+        self, peers: Iterable[WorkerState], request: Request, row: RequestState, ask_anyway: bool
+    ) -> list[WorkerSnapshot]:
+        names, found = dict[int, tuple[PageHash, ...]](), list[WorkerSnapshot]()
+        for peer in peers:
+            config, cached_tokens = peer.config, 0
+            if self.directory.follows(config.worker):
+                if config.page_size not in names:
+                    names[config.page_size] = row.page_names(config.page_size)
+                cached_tokens = self.directory.cached_tokens(config, names[config.page_size])
+            avoided = config.worker in row.avoid
+            found.append(peer.snapshot(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens))
+        return found
 
     def cached_tokens(self, config: WorkerConfig, row: RequestState) -> int:
         """Leading tokens of the row's prompt whose KV the worker is thought to hold."""
@@ -123,6 +124,7 @@ class PairSelection:
         """The workers are others now."""
         self.by_role = {role: [peer for peer in self.peers.values() if peer.config.role is role] for role in Role}
         self._mixed = all(self.by_role.values())
+        self.sample.joined(self.by_role)
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone."""
@@ -183,11 +185,3 @@ class PairSelection:
     def refuse(self, request_id: RequestId, verdict: Verdict, detail: str, now_s: float) -> None:
         """Nobody was weighed: the house is full, or too small."""
         self.note(Decision(now_s, request_id, verdict, detail=detail))
-
-
-def _in_turn(some: Sequence[WorkerState], number: int) -> Sequence[WorkerState]:
-    """`WEIGHED` of them from the place of `number` on, round and round; all where there are few."""
-    if len(some) < MANY:
-        return some
-    first = number % len(some)
-    return [*some[first : first + WEIGHED], *some[: max(0, first + WEIGHED - len(some))]]

@@ -50,10 +50,10 @@ def page_hashes(
         chain = blake2b(salt.encode(), digest_size=PAGE_NAME_BYTES).digest()
     else:
         chain = continue_from.to_bytes(PAGE_NAME_BYTES, "little")
-    content = array("I", tokens)  # 4 bytes a token
+    content, page_bytes = array("I", tokens).tobytes(), 4 * page_size
     names = list[int]()
-    for start in range(0, len(tokens) - page_size + 1, page_size):
-        chain = blake2b(chain + content[start : start + page_size].tobytes(), digest_size=PAGE_NAME_BYTES).digest()
+    for start in range(0, len(content) - page_bytes + 1, page_bytes):
+        chain = blake2b(chain + content[start : start + page_bytes], digest_size=PAGE_NAME_BYTES).digest()
         names.append(int.from_bytes(chain, "little"))
     return tuple(names)
 

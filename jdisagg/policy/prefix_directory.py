@@ -20,6 +20,7 @@ from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.cache_changes import check_of
 from jdisagg.policy.prefix_cache import PageHash, unpacked
+from jdisagg.policy.prefix_index import PrefixIndex
 
 NO_NAMES: Set[PageHash] = frozenset()
 AGAIN = 16  # words that tell nothing, as the whole has not come, until it is asked for again
@@ -27,8 +28,10 @@ AGAIN = 16  # words that tell nothing, as the whole has not come, until it is as
 
 @dataclass(slots=True)
 class KnownCache:
-    """What one worker said that it keeps, and what it is expected to keep soon."""
+    """What one worker said that it keeps, and what it is expected to keep soon; all of it is in the index."""
 
+    worker: WorkerId
+    index: PrefixIndex
     names: set[PageHash] = field(default_factory=set[PageHash])
     number: int | None = None  # of the last change that was followed; None: the whole is asked for
     check: int = 0
@@ -42,8 +45,9 @@ class KnownCache:
             if name not in self.names:
                 self.expected[name] = None
                 self.expected.move_to_end(name)
+        self.index.add(self.worker, names)
         while len(self.expected) > most:
-            self.expected.popitem(last=False)
+            self.index.drop(self.worker, (self.expected.popitem(last=False)[0],))
 
     def change(self, message: CacheChanged) -> None:
         added, removed = unpacked(message.added), unpacked(message.removed)
@@ -51,6 +55,8 @@ class KnownCache:
         self.names.update(added)
         for name in (*added, *removed):
             self.expected.pop(name, None)
+        self.index.drop(self.worker, removed)
+        self.index.add(self.worker, added)
         self.number, self.check = message.number, check_of(removed, check_of(added, self.check))
 
     def replace(self, message: CacheHeld) -> bool:
@@ -60,7 +66,10 @@ class KnownCache:
         self.parts[message.part] = message
         if len(self.parts) < message.num_parts:
             return False
+        before = self.names
         self.names = {name for part in self.parts.values() for name in unpacked(part.names)}
+        self.index.drop(self.worker, (name for name in before if name not in self.names and name not in self.expected))
+        self.index.add(self.worker, self.names - before)
         self.number, self.check = message.number, check_of(self.names)
         self.parts.clear()
         return True
@@ -70,19 +79,26 @@ class PrefixDirectory:
     """What is known of one tier of the workers that are followed; of others, nothing."""
 
     def __init__(self, tier: Tier = Tier.HBM) -> None:
-        self.tier = tier
+        self.tier, self.index = tier, PrefixIndex()
         self._known: dict[WorkerId, KnownCache] = {}
         self._to_ask: list[WorkerId] = []
 
     def follow(self, config: WorkerConfig) -> None:
         """The worker has joined, and nothing is known of what it keeps."""
         if config.prefix_caching and config.pages_of(self.tier):
-            self._known[config.worker] = KnownCache()
+            self._begin(config.worker)
             self._lose(config.worker)
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone, and its pages with it."""
-        self._known.pop(worker, None)
+        known = self._known.pop(worker, None)
+        if known is not None:
+            self.index.drop(worker, (*known.names, *known.expected))
+
+    def _begin(self, worker: WorkerId) -> None:
+        """As if it kept nothing."""
+        self.forget(worker)
+        self._known[worker] = KnownCache(worker, self.index)
 
     def follows(self, worker: WorkerId) -> bool:
         return worker in self._known
@@ -99,8 +115,11 @@ class PrefixDirectory:
         known = self._known.get(config.worker)
         if known is None:
             return 0
-        there = (at for at, name in enumerate(names) if name not in known.names and name not in known.expected)
-        return next(there, len(names)) * config.page_size
+        kept, expected = known.names, known.expected
+        for at, name in enumerate(names):
+            if name not in kept and name not in expected:
+                return at * config.page_size
+        return len(names) * config.page_size
 
     def told(self, worker: WorkerId) -> Set[PageHash]:
         """What the worker has said that it keeps."""
@@ -140,8 +159,8 @@ class PrefixDirectory:
     def _check_size(self, config: WorkerConfig, known: KnownCache) -> None:
         most = config.pages_of(self.tier)
         if len(known.names) > most:
-            kept, self._known[config.worker] = len(known.names), KnownCache()
-            raise SenselessWord(f"{config.worker} keeps {kept} pages for their content, it has {most}")
+            self._begin(config.worker)
+            raise SenselessWord(f"{config.worker} keeps {len(known.names)} pages for their content, it has {most}")
 
     def found(self, config: WorkerConfig, names: Sequence[PageHash], cached_tokens: int) -> None:
         """The worker looked a prompt up, of which it could have read these pages, and found so many tokens."""

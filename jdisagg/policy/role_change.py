@@ -63,11 +63,12 @@ class RoleChange:
         self.standing = next_standing(self.standing, signal)
 
 
+PHASES = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",), Role.COLOCATED: ("prefill", "decode")}
+
+
 def phases_of(roles: Iterable[Role]) -> set[str]:
     """Those that workers of these roles serve."""
-    found = list(roles)
-    return {name for name, there in (("prefill", any(role.prefills for role in found)),
-                                     ("decode", any(role.decodes for role in found))) if there}  # fmt: skip
+    return {phase for role in roles for phase in PHASES[role]}
 
 
 def why_not(worker: WorkerId, standings: dict[WorkerId, tuple[Role, Standing]]) -> str:

@@ -129,6 +129,8 @@ def _ranked(
     snapshots: Sequence[WorkerSnapshot], cost: Cost, apart: Callable[[WorkerSnapshot], bool] | None = None
 ) -> tuple[Candidate, ...]:
     """Those with room that are to be shown, by `Candidate.score`; only they are made candidates."""
+    if not snapshots:
+        return ()
     able = list[tuple[int, float, int, WorkerId, Parts]]()
     for snapshot in snapshots:
         if snapshot.has_room:

@@ -64,9 +64,9 @@ class WorkerState:
 
     def has_reservation_room(self, request: Request) -> bool:
         """Whether a reservation is free, as far as is known."""
-        pages = self.view.free_pages - sum(self.unanswered.values())
-        slots = self.view.free_slots - len(self.unanswered)
-        return not self.full and slots >= 1 and pages >= predicted_pages(request, self.config)
+        if self.full or self.view.free_slots <= len(self.unanswered):
+            return False
+        return self.view.free_pages - sum(self.unanswered.values()) >= predicted_pages(request, self.config)
 
     # ------------------------------------------------------------ work
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+import random
+from dataclasses import replace
 
-from jdisagg.core.events import Reject, Send, Submit, WorkerJoined, WorkerLost
-from jdisagg.core.messages import Reserve, View
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.core.events import Received, Reject, Send, Submit, WorkerJoined, WorkerLost
+from jdisagg.core.ledger import Ledger
+from jdisagg.core.messages import CacheHeld, Reserve, View
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.pair_selection import MANY, WEIGHED
+from jdisagg.policy.decisions import Decision
+from jdisagg.policy.planning import order_of
+from jdisagg.policy.prefix_cache import packed, page_hashes
+from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.router import Router
+from jdisagg.policy.sample import KEEPERS, MANY, WEIGHED
 from tests.sim.cases import request, worker
 
 
@@ -67,19 +78,66 @@ def test_who_joins_and_who_is_lost_is_known_at_once():
     assert decodes_of(router, 3, first=20 * MANY) == [], "without a decode worker they wait"
 
 
-@pytest.mark.parametrize("routing", [Routing.CACHE_AWARE, Routing.PREDICTED, Routing.ROUND_ROBIN])
-def test_a_routing_that_asks_what_a_worker_holds_weighs_all(routing):
+@pytest.mark.parametrize("routing", [Routing.PREDICTED, Routing.ROUND_ROBIN])
+def test_a_routing_that_asks_for_the_link_or_the_turn_weighs_all(routing):
     router = Router(RouterConfig(queue_limit=1 << 20, routing=routing), crowd(MANY, MANY))
-    assert router.routes._few() is None
+    assert router.routes.sample.next_few() is None
     assert len(decodes_of(router, 5)) == 5
+
+
+def keeping(count: int) -> Router:
+    """A router that asks what its many workers keep."""
+    workers = [replace(each, prefix_caching=True) for each in crowd(count, count)]
+    return Router(RouterConfig(queue_limit=1 << 20, routing=Routing.CACHE_AWARE), workers)
+
+
+def told(router: Router, worker: str, prompt: tuple[int, ...]) -> None:
+    """The worker says that it keeps the full pages of this prompt, and nothing else."""
+    names = page_hashes(prompt, 4)
+    router.handle(Received(WorkerId(worker), CacheHeld(1, packed(names))), 0.0)
+
+
+def test_who_keeps_a_prompts_beginning_is_found_among_many():
+    router, long = keeping(2 * MANY), request("long", 40)
+    told(router, "prefill-77", long.prompt[:36])
+    told(router, "prefill-5", long.prompt[:8])
+    told(router, "decode-100", long.prompt[:36])
+    router.handle(Submit(long), 0.0)
+    row = router.rows[long.request_id]
+    assert row.prefill == "prefill-77"
+
+
+@given(st.integers(0, 2**32))
+def test_of_many_nobody_is_taken_who_costs_more_than_the_least_loaded_that_was_weighed_or_a_keeper(seed):
+    """And where weighing all takes a keeper, so does weighing a few."""
+    draw, decisions = random.Random(seed), list[Decision]()
+    workers = [replace(each, prefix_caching=True) for each in crowd(MANY, MANY)]
+    config = RouterConfig(queue_limit=1 << 20, routing=Routing.CACHE_AWARE)
+    router, asked = Router(config, workers, decisions.append), request("asked", 40)
+    for keeper in draw.sample(range(MANY), draw.randrange(KEEPERS)):
+        told(router, f"prefill-{keeper}", asked.prompt[: 4 * draw.randrange(11)])
+    for peer in router.peers.values():
+        peer.work_tokens = float(draw.randrange(30))
+    row = RequestState(asked, order_of(asked), Ledger(), math.inf)
+    full = router.routes._choice(router.peers.values(), row, 0.0, False)
+    sampled = router.routes.sample.next_few()
+    assert sampled is not None
+    router.routes.sample._next -= WEIGHED
+    router.handle(Submit(asked), 0.0)
+    taken, best = decisions[-1].choice, full.prefills[0]
+    assert taken is not None and taken.taken is not None
+    idle = min(peer.work_tokens for peer in sampled if peer.config.role is Role.PREFILL) + 40
+    assert taken.prefills[0].cost <= idle
+    if router.routes.directory.cached_tokens(router.peers[best.worker].config, row.page_names(4)):
+        assert taken.taken.prefill == best.worker
 
 
 def test_no_more_than_a_few_of_each_role_are_weighed():
     router = Router(RouterConfig(), crowd(2 * MANY, MANY))
     for _ in range(3 * MANY):
-        few = router.routes._few()
+        few = router.routes.sample.next_few()
         assert few is not None and len(few) == 2 * WEIGHED == len({each.config.worker for each in few})
 
 
 def test_a_small_house_is_weighed_as_ever():
-    assert Router(RouterConfig(), crowd(MANY - 1, MANY - 1)).routes._few() is None
+    assert Router(RouterConfig(), crowd(MANY - 1, MANY - 1)).routes.sample.next_few() is None
