@@ -28,6 +28,7 @@ class FrontSettings:
     max_stops: int = 64
     max_stop_chars: int = 256
     queue_timeout_s: float | None = None  # a request still queued then ends with HTTP 408
+    no_grammars: str = ""  # why answers are held to no form; empty where they may be
     tracing: bool = False  # requests are traced, in the trace of whoever asked
     version: str = field(default_factory=lambda: version("jdisagg"))
 

@@ -35,6 +35,11 @@ async def tokenizing(size: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_tokenizing, work)
 
 
+async def compiling(work: Callable[[], T]) -> T:
+    """As `tokenizing`, for what may take long however short it is."""
+    return await asyncio.get_running_loop().run_in_executor(_tokenizing, work)
+
+
 def dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 

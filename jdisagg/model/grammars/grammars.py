@@ -7,6 +7,7 @@ answer's tokens: a matcher is made of the two wherever one is needed, so that no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +20,13 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.model.tokenizer import Tokenizer
 
 BACKEND = "llguidance"
+
+
+@dataclass(frozen=True, slots=True)
+class Whitespace:
+    """Between the tokens of JSON: a space, or a new line and its indent, so that nobody goes on with them for ever."""
+
+    pattern: str = r"\x20|\r?\n[\x20\t]{0,40}"  # "": none
 
 
 class Matcher(Protocol):
@@ -36,12 +44,30 @@ class Grammars(Protocol):
 
     words: int  # u32 words of a mask
 
+    def start(self, grammar: str) -> Matcher:
+        """A matcher before the first token."""
+        ...
+
+
+class GrammarCompiler(Grammars, Protocol):
+    """What makes a grammar of what a client asks for. `of_...` raise ValueError for what is none at all."""
+
     def why_not(self, grammar: str) -> str:
         """Why no answer can be held to it, in one line; "" where one can. May take long."""
         ...
 
-    def start(self, grammar: str) -> Matcher:
-        """A matcher before the first token."""
+    def of_schema(self, schema: object, whitespace: Whitespace) -> str:
+        """JSON that the schema, an object or a text, takes."""
+        ...
+
+    def of_regex(self, regex: str) -> str: ...
+
+    def of_grammar(self, text: str) -> str:
+        """Of a context-free grammar, as Lark or GBNF (EBNF with `::=`) write them."""
+        ...
+
+    def of_choices(self, choices: Sequence[str]) -> str:
+        """One of these texts."""
         ...
 
 
@@ -54,7 +80,7 @@ def grammars_installed() -> bool:
 
 
 @cache
-def open_grammars(place: Path, vocab_size: int) -> Grammars:
+def open_grammars(place: Path, vocab_size: int) -> GrammarCompiler:
     """For the tokenizer at `place` and a model of that vocabulary; one for each process. Raises ConfigError."""
     try:
         module = import_module("jdisagg.model.grammars.guidance")

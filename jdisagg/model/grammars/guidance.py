@@ -7,13 +7,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.model.grammars.grammars import mask_words
+from jdisagg.model.grammars.grammars import Whitespace, mask_words
 from jdisagg.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class GuidanceMatcher:
 
 
 class Guidance:
-    """Implements `Grammars`."""
+    """Implements `GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Raises ConfigError where llguidance cannot take the tokenizer."""
@@ -62,38 +63,52 @@ class Guidance:
             ) from error
 
     def why_not(self, grammar: str) -> str:
-        matcher = self._fresh(grammar)
+        with self._lock:
+            if grammar in self._kept:
+                return ""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             GuidanceMatcher(matcher).fill(np.zeros(self.words, np.uint32))  # what only the first step finds out
-        return _line(matcher.get_error()) if matcher.is_error() else ""
+        if matcher.is_error():
+            return _line(matcher.get_error())
+        self._keep(grammar, matcher)
+        return ""
 
     def start(self, grammar: str) -> GuidanceMatcher:
-        return GuidanceMatcher(self._fresh(grammar))
-
-    def _fresh(self, grammar: str) -> LLMatcher:
-        """Its own copy of the grammar's compiled form; whoever asks for one that is not kept compiles it."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
                 self._kept.move_to_end(grammar)
-                return found.deep_copy()
+                return GuidanceMatcher(found.deep_copy())
         made = LLMatcher(self._tokenizer, grammar, log_level=0)
+        self._keep(grammar, made.deep_copy())
+        return GuidanceMatcher(made)
+
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
+        """Its compiled form, for whoever starts with it next."""
         with self._lock:
-            if not made.is_error():
-                self._kept[grammar] = made
+            self._kept[grammar] = matcher
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return made.deep_copy()
+
+    # ------------------------------------------------------------ what clients ask for
+
+    def of_schema(self, schema: object, whitespace: Whitespace) -> str:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        options: Any = (
+            {"whitespace_pattern": whitespace.pattern} if whitespace.pattern else {"whitespace_flexible": False}
+        )
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+
+    def of_regex(self, regex: str) -> str:
+        return LLMatcher.grammar_from_regex(regex)
+
+    def of_grammar(self, text: str) -> str:
+        return grammar_from("grammar", text)
+
+    def of_choices(self, choices: Sequence[str]) -> str:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
 
 
 def _line(text: str) -> str:
     return " ".join(text.split())[:400]
-
-
-def schema_grammar(schema: object, whitespace: dict[str, object]) -> str:
-    """An answer that the JSON schema takes; `whitespace` is llguidance's `whitespace_flexible` or `_pattern`.
-
-    Raises ValueError for what is no schema at all.
-    """
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return LLMatcher.grammar_from_json_schema(text, overrides=whitespace)  # pyright: ignore[reportArgumentType]

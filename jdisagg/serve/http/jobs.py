@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import ConfigError, RequestError
 from jdisagg.core.request import Request, RequestId, SamplingParams
+from jdisagg.model.grammars.grammars import open_grammars
 from jdisagg.serve import offload
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import check_work
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.errors import ModelNotFound
-from jdisagg.serve.http.schema import ChatBody, CompletionBody, GenerationFields
+from jdisagg.serve.http.schema import ChatBody, CompletionBody, FormFields, GenerationFields
 from jdisagg.serve.sampling import choice_seed, fold_seed, logit_bias_of, sampling_params, stop_strings
 from jdisagg.serve.service import Service
+from jdisagg.serve.structured.forms import Form, form_of, grammar_of
 from jdisagg.serve.text import TextOptions
 
 
@@ -91,6 +93,7 @@ async def completion_job(body: CompletionBody, service: Service, settings: Front
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     }
+    asked["grammar"] = await _grammar(form_of(_forms(body)), service, settings)
     return _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
 
 
@@ -109,7 +112,25 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "prompt_logprobs": body.prompt_logprobs,
     }
+    asked["grammar"] = await _grammar(form_of(_forms(body)), service, settings)
     return _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
+
+
+def _forms(body: GenerationFields) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in body.model_fields_set & FormFields.model_fields.keys()}
+
+
+async def _grammar(form: Form | None, service: Service, settings: FrontSettings) -> str | None:
+    """What the answer is held to; None where it is free. Raises RequestError."""
+    if form is None:
+        return None
+    if settings.no_grammars:
+        raise RequestError(f"{form.field} cannot be had: {settings.no_grammars}", param=form.field)
+    place, vocab_size = service.tokenizer.place, service.model_config.vocab_size
+    try:
+        return await offload.compiling(lambda: grammar_of(form, open_grammars(place, vocab_size)))
+    except ConfigError as error:
+        raise RequestError(f"{form.field} cannot be had: {error}", param=form.field) from error
 
 
 def traced(job: Job, traceparent: str) -> Job:
@@ -194,9 +215,10 @@ def _check_shape(body: GenerationFields, num_prompts: int, settings: FrontSettin
 def _sampling(
     body: GenerationFields, asked: Mapping[str, Any], eos_ids: Sequence[int], settings: FrontSettings
 ) -> SamplingParams:
-    ends = () if body.ignore_eos else tuple(eos_ids)
+    ends = () if body.ignore_eos and not asked["grammar"] else tuple(eos_ids)  # which is how a grammar ends
     said = {
         **asked,
+        "synchronous": True if asked["grammar"] else None,
         "min_tokens": body.min_tokens,
         "temperature": body.temperature,
         "top_k": body.top_k,

@@ -39,15 +39,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "documents": (),
-    "ebnf": (),
     "function_call": ("none",),
     "functions": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
-    "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": (),
@@ -55,13 +49,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "session_params": (),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": (),
     "tool_choice": ("none", "auto"),
     "tools": (),
@@ -79,7 +70,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationFields(BaseModel):
+class FormFields(BaseModel):
+    """What form an answer is to have, as OpenAI, vLLM and SGLang spell it; see `structured/forms.py`."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerationFields(FormFields):
     """What completions and chat share. Ranges of sampling numbers are those of `SamplingParams.check`."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())

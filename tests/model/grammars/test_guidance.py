@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jdisagg
-from jdisagg.model.grammars.grammars import open_grammars
-from jdisagg.model.grammars.guidance import schema_grammar
+from jdisagg.model.grammars.grammars import Whitespace, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
 
 EMBEDDED_MODEL = Path(jdisagg.__file__).parent / "embedded"
 VOCAB = 4096
-COMPACT: dict[str, object] = {"whitespace_flexible": False}
+COMPACT = Whitespace("")
 PERSON = {
     "type": "object",
     "properties": {
@@ -29,6 +28,7 @@ PERSON = {
 }
 GRAMMARS = open_grammars(EMBEDDED_MODEL, VOCAB)
 TOKENIZER = Tokenizer(EMBEDDED_MODEL)
+LIST = GRAMMARS.of_schema({"type": "array", "items": {"type": "null"}}, Whitespace())
 
 
 def mask_after(grammar: str, tokens: list[int]) -> np.ndarray:
@@ -54,26 +54,26 @@ def walk(grammar: str, seed: int, most: int = 400) -> list[int]:
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1 << 20))
 def test_whatever_is_drawn_under_the_mask_is_what_the_schema_takes(seed: int):
-    drawn = walk(schema_grammar(PERSON, COMPACT), seed)
+    drawn = walk(GRAMMARS.of_schema(PERSON, COMPACT), seed)
     jsonschema.validate(json.loads(TOKENIZER.decode(drawn)), PERSON)
 
 
 def test_a_matcher_made_of_the_tokens_so_far_is_where_one_that_took_them_one_by_one_is():
-    grammar = schema_grammar(PERSON, COMPACT)
+    grammar = GRAMMARS.of_schema(PERSON, COMPACT)
     drawn = walk(grammar, 7)
     for cut in range(len(drawn)):
         assert mask_after(grammar, drawn[:cut])[drawn[cut]]
 
 
 def test_an_answer_ends_where_its_grammar_does_and_nowhere_before():
-    grammar = schema_grammar(PERSON, COMPACT)
+    grammar = GRAMMARS.of_schema(PERSON, COMPACT)
     drawn = walk(grammar, 3)
     ends = [mask_after(grammar, drawn[:cut])[list(TOKENIZER.eos_ids)].any() for cut in range(len(drawn))]
     assert ends == [False] * (len(drawn) - 1) + [True]
 
 
 def test_after_a_token_that_is_not_allowed_nothing_is():
-    assert not mask_after(schema_grammar(PERSON, COMPACT), TOKENIZER.encode("[", False)).any()
+    assert not mask_after(GRAMMARS.of_schema(PERSON, COMPACT), TOKENIZER.encode("[", False)).any()
 
 
 def test_tokens_past_the_tokenizers_own_are_never_drawn():
@@ -94,16 +94,38 @@ BROKEN = [
 
 @pytest.mark.parametrize(("schema", "says"), BROKEN, ids=[says for _, says in BROKEN])
 def test_a_schema_that_cannot_be_compiled_is_named(schema: str, says: str):
-    found = GRAMMARS.why_not(schema_grammar(schema, COMPACT))
+    found = GRAMMARS.why_not(GRAMMARS.of_schema(schema, COMPACT))
     assert says in found and "\n" not in found
 
 
 def test_a_grammar_that_explodes_is_refused_and_takes_no_time():
     began = time.monotonic()
     parts = [[{"type": "object", "properties": {f"k{n}": {"const": m}}} for m in range(6)] for n in range(8)]
-    found = GRAMMARS.why_not(schema_grammar({"allOf": [{"anyOf": each} for each in parts]}, COMPACT))
+    found = GRAMMARS.why_not(GRAMMARS.of_schema({"allOf": [{"anyOf": each} for each in parts]}, COMPACT))
     assert "too large" in found and time.monotonic() - began < 20
 
 
 def test_a_grammar_that_goes_is_not_refused():
-    assert GRAMMARS.why_not(schema_grammar(PERSON, COMPACT)) == ""
+    assert GRAMMARS.why_not(GRAMMARS.of_schema(PERSON, COMPACT)) == ""
+
+
+@pytest.mark.parametrize("text", ['start: "x" ("," "x")*', 'root ::= "x" ("," "x")*'], ids=["lark", "gbnf"])
+def test_a_grammar_may_be_written_in_either_way(text: str):
+    answer = TOKENIZER.decode(walk(GRAMMARS.of_grammar(text), 5))
+    assert set(answer) <= set("x,") and answer.startswith("x") and ",," not in answer
+
+
+def test_a_choice_is_one_of_the_texts_whatever_they_hold():
+    texts = ['say "hi"', "a\\b\n", "ä/€"]
+    found = {TOKENIZER.decode(walk(GRAMMARS.of_choices(texts), seed)) for seed in range(12)}
+    assert found == set(texts)
+
+
+@pytest.mark.parametrize("text", ["[ null,\n\tnull ]", "[\n" + " " * 40 + "null\r\n]"])
+def test_json_may_be_written_over_several_lines(text: str):
+    assert mask_after(LIST, TOKENIZER.encode(text, False))[list(TOKENIZER.eos_ids)].any()
+
+
+@pytest.mark.parametrize("text", ["[  ", "[\n\n", "[\n" + " " * 41])
+def test_whitespace_between_the_parts_of_json_comes_to_an_end(text: str):
+    assert not mask_after(LIST, TOKENIZER.encode(text, False)).any()
