@@ -35,11 +35,12 @@ SCHEMAS: list[dict[str, Any]] = [
         "required": ["items"],
         "additionalProperties": False,
     },
+    {"type": "array", "items": {"type": "integer", "minimum": 10**8, "maximum": 10**9}, "minItems": 14, "maxItems": 16},
     {"type": "string", "format": "date"},
     {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": "^[a-f0-9]{4}$"}]},
 ]
 PROMPT = "def f(x):\n    return"
-FREE = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0.8, "seed": 11, "extra_body": {"ignore_eos": True}}
+FREE = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0.8, "seed": 11, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,13 @@ def held(schema: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def test_every_answer_is_what_its_schema_takes_and_those_beside_it_are_as_ever(llm: jdisagg.LLM, client: openai.OpenAI):
     alone = complete(client, FREE).text
-    asked = [held(SCHEMAS[n % len(SCHEMAS)], n // len(SCHEMAS)) for n in range(20)]
-    with ThreadPoolExecutor(28) as pool:
+    asked = [held(SCHEMAS[n % len(SCHEMAS)], n // len(SCHEMAS)) for n in range(24)]
+    with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(partial(complete, client), [*asked, *[FREE] * 8]))
-    for n, answer in enumerate(answers[:20]):
+    for n, answer in enumerate(answers[:24]):
         assert answer.finish_reason == "stop", answer
         jsonschema.validate(json.loads(answer.text), SCHEMAS[n % len(SCHEMAS)])
-    assert {answer.text for answer in answers[20:]} == {alone}
+    assert {answer.text for answer in answers[24:]} == {alone}
     assert llm.service.metrics is not None
     assert re.search(rb"jdisagg_preemptions_total\{.*\} [1-9]", llm.service.metrics.render())
 
