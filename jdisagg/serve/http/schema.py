@@ -85,7 +85,7 @@ class FormFields(BaseModel):
     ebnf: str | None = None
 
 
-class GenerationFields(FormFields):
+class GenerationFields(FormFields, BaseModel):
     """What completions and chat share. Ranges of sampling numbers are those of `SamplingParams.check`."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
