@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.ledger import Mark
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.router_config import Reserving
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -47,6 +48,7 @@ class Reserve:
     cache_salt: str = ""
     page_names: bytes = b""  # of the prompt's full pages of the decode worker's size, one behind the other; none: empty
     holders: tuple[Holder, ...] = ()  # where the prompt is computed here, as in StartPrefill
+    ahead: bool = False  # promise a place only: pages are taken when the source claims them
 
     @property
     def request_id(self) -> RequestId:
@@ -55,7 +57,10 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Decode worker to router: these pages are held. The KV of the first `cached_pages` is in them already."""
+    """Decode worker to router: these pages are held. The KV of the first `cached_pages` is in them already.
+
+    No pages: the place is promised, and the source is to claim them.
+    """
 
     attempt: Attempt
     pages: tuple[int, ...]
@@ -86,6 +91,24 @@ class StartPrefill:
     decode_page_size: int = 0  # tokens a decode page; 0: as this worker's
     tail_tokens: int = 0  # last tokens of the prompt that Commit is to bring
     holders: tuple[Holder, ...] = ()  # who may lend pages of this worker's size that it lacks
+    reserve: Reserving = Reserving.EARLY  # else there are no decode pages yet: claim them before anything is shipped
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Prefill to decode worker: this is about to be shipped, take the pages that were promised. It renews as Renew."""
+
+    attempt: Attempt
+    computed: bool = False  # nothing else is waited for: in time it is granted, or goes back to the line
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Decode to prefill worker: these pages are held now, of which the first `cached_pages` have their KV already."""
+
+    attempt: Attempt
+    pages: tuple[int, ...]
+    cached_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +219,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Decode worker to router: pages ran out, this sequence gave its own back; prefill it again with its output."""
+    """Decode worker to router: pages ran out, this sequence gave its own back, or never had any; prefill it again with
+    its output."""
 
     attempt: Attempt
     output: tuple[int, ...]  # every token drawn since the last StartPrefill, in order
@@ -331,6 +355,8 @@ Message = (
     | Reserved
     | Refused
     | StartPrefill
+    | Claim
+    | Granted
     | Commit
     | Ack
     | Resend

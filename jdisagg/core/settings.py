@@ -112,12 +112,12 @@ class Settings:
                                    " prompts that begin alike compute and ship their ends", ("on", "off"))  # fmt: skip
     mixed_steps: str = _setting("on", "scheduling", "on: a colocated worker runs chunks and decode rows as one step;"
                                 " off: in turns, so that sums are the same in any company", ("on", "off"))  # fmt: skip
-    short_prompt_tokens: int = _setting(
-        64, "scheduling", "end of a prompt that a decode worker computes itself where it holds the rest; 0: none"
-    )
-    reserve_tokens: int = _everyday(
-        512, "scheduling", "output tokens for which decode pages are reserved before prefill; more are granted later"
-    )
+    short_prompt_tokens: int = _setting(64, "scheduling", "end of a prompt that a decode worker computes itself where"
+                                        " it holds the rest; 0: none")  # fmt: skip
+    reserve_tokens: int = _everyday(512, "scheduling", "output tokens for which decode pages are reserved at first;"
+                                    " more are granted later")  # fmt: skip
+    reserve: str = _setting("early", "scheduling", "when decode pages are taken: before prefill starts; as it ends,"
+                            " where they are foreseen to be free; after it", ("early", "calendar", "late"))  # fmt: skip
     steps_in_flight: int = _setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
     decode_turns: int = _setting(8, "scheduling", "tokens of each row that one step of a ring draws at most; fewer"
                                  " where somebody waits or pages are short")  # fmt: skip
@@ -139,9 +139,8 @@ class Settings:
     transfer_error_bound: float = _setting(
         0.05, "transfer", "relative error of a layer's KV over which it travels uncompressed (int4 loses about 0.1)"
     )
-    lease_s: float = _setting(
-        15.0, "transfer", "how long a reservation is kept when nothing is heard of its prefill worker"
-    )
+    lease_s: float = _setting(15.0, "transfer", "how long a reservation is kept when nothing is heard of its prefill"
+                              " worker")  # fmt: skip
     # tiers
     dram_tokens: int = _setting(0, "tiers", "KV each worker keeps in host memory when it leaves the device's; 0: none")
     disk_tokens: int = _setting(0, "tiers", "so, on disk, of what was used twice; 0: none")

@@ -101,6 +101,7 @@ class WorkerConfig:
     digests: Digests = Digests.FULL
     compress: Compress = Compress.NONE
     error_bound: float = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
+    claim_timeout_s: float = 20.0  # that who has computed a prompt waits for pages, before it goes back to the line
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
     kv_token_bytes: int = 0  # of one token's KV, all layers; 0: not told
@@ -143,7 +144,7 @@ class WorkerConfig:
         self._check_ring()
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
             raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
-        for name in ("ack_timeout_s", "error_bound", "part_timeout_s", "router_grace_s"):
+        for name in ("ack_timeout_s", "claim_timeout_s", "error_bound", "part_timeout_s", "router_grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
         self.labels.check(self.worker)

@@ -35,14 +35,16 @@ class AttemptProgress:
     def answered(self, sender: WorkerId, message: Reserved | Refused, now_s: float) -> None:
         attempt, held = message.attempt, isinstance(message, Reserved)
         if sender in self.peers:
-            self.peers[sender].answered(attempt, held=held)
+            promised = isinstance(message, Reserved) and not message.pages
+            self.peers[sender].answered(attempt, held=held, ahead=promised)
         row = self._row_of(sender, attempt)
         if row is None and held:  # it was asked for late
             self.aborts.send(sender, attempt, "nobody waits for this reservation any more", now_s)
         if row is None or row.waiting is not Waiting.ANSWER or sender != row.decode:
             return
         if isinstance(message, Reserved):
-            self._found(row, sender, message.cached_pages)
+            if message.pages:
+                self._found(row, sender, message.cached_pages)
             self._start(row, message, now_s)
         else:
             self.requests.enqueue(row, now_s)
@@ -65,7 +67,7 @@ class AttemptProgress:
                 row.ended = message
                 self._end_if_complete(row, sender, now_s)
             case Preempted():
-                self.requests.enqueue(row, now_s)
+                self.requests.gave_back(row, message.detail, now_s)
 
     def _found_by_prefill(self, row: RequestState, sender: WorkerId, cached_tokens: int) -> None:
         """Where a prompt decodes, its beginning was looked up when it was reserved for."""

@@ -33,6 +33,7 @@ class WorkerSnapshot(NamedTuple):
     avoided: bool = False  # it failed this request before
     cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
     short_prompt_tokens: int = 0  # of a decode worker: the end of a prompt that it computes itself, at most
+    room_now: bool = True  # not only when KV will come: what it computes itself needs pages at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,11 @@ def admitted(sequence: DecodeSequence) -> bool:
     return sequence.handoff.state is State.ADMITTED
 
 
+def promised(sequence: DecodeSequence) -> bool:
+    """It has a place and no pages yet."""
+    return sequence.handoff.state is State.PROMISED
+
+
 def admission(slot: int, sequence: DecodeSequence) -> Admission:
     assert sequence.first is not None, "an admitted sequence has its first token"
     return Admission(

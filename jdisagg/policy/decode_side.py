@@ -13,7 +13,7 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Ack, Commit, Preempted
 from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
+from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, promised
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import Signal, State
 from jdisagg.policy.outbox import Outbox
@@ -40,7 +40,8 @@ class DecodeSide:
 
     @property
     def free_slots(self) -> int:
-        return self.config.num_slots + self.config.reservations_ahead - (len(self.sequences) - len(self._drained))
+        held = sum(not promised(sequence) for sequence in self.sequences.values()) - len(self._drained)
+        return self.config.num_slots + self.config.reservations_ahead - held
 
     @property
     def num_ready(self) -> int:
@@ -50,7 +51,7 @@ class DecodeSide:
     @property
     def expects(self) -> bool:
         """Whether a sequence is held for whose KV is still to come."""
-        return any(not admitted(sequence) for sequence in self.sequences.values())
+        return any(not (admitted(sequence) or promised(sequence)) for sequence in self.sequences.values())
 
     @property
     def reservable_pages(self) -> int:
@@ -59,7 +60,8 @@ class DecodeSide:
         return max(0, self.shared.available - growing)
 
     def _may_grow(self, sequence: DecodeSequence) -> bool:
-        return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.asked))
+        growing = not (sequence.drained or promised(sequence))
+        return growing and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.asked))
 
     # ------------------------------------------------------------ admission
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdisagg.core.messages import Holder, Reserve, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, WorkerId
-from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.router_config import Reserving, RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.planning import tail_tokens
 from jdisagg.policy.prefix_cache import PageHash, packed
@@ -19,6 +19,8 @@ def reserve_for(
     lease_s: float,
     page_names: tuple[PageHash, ...] = (),
     holders: tuple[Holder, ...] = (),
+    *,
+    ahead: bool = False,
 ) -> Reserve:
     return Reserve(
         attempt=attempt,
@@ -32,14 +34,23 @@ def reserve_for(
         cache_salt=request.cache_salt,
         page_names=packed(page_names),
         holders=holders,
+        ahead=ahead,
     )
 
 
-def reserve(row: RequestState, decode: WorkerConfig, config: RouterConfig, holders: tuple[Holder, ...] = ()) -> Reserve:
+def reserve(
+    row: RequestState,
+    decode: WorkerConfig,
+    config: RouterConfig,
+    holders: tuple[Holder, ...] = (),
+    *,
+    ahead: bool = False,
+) -> Reserve:
     """`decode` looks the prompt's beginning up by its own pages."""
     assert row.prefill is not None, "a reservation is for what some worker computes"
     names = row.page_names(decode.page_size) if decode.prefix_caching else ()
-    return reserve_for(row.attempt, row.to_prefill(), row.num_before, row.prefill, config.lease_s, names, holders)
+    request = row.to_prefill()
+    return reserve_for(row.attempt, request, row.num_before, row.prefill, config.lease_s, names, holders, ahead=ahead)
 
 
 def start_prefill(
@@ -63,4 +74,5 @@ def start_prefill(
         decode_page_size=reservation.page_size,
         tail_tokens=tail_tokens(request, decode),
         holders=holders,
+        reserve=Reserving.EARLY if reservation.pages else config.reserve,
     )

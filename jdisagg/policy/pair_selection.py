@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
-from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.router_config import Reserving, RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.decisions import Decision, Verdict
@@ -20,7 +21,9 @@ from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
 from jdisagg.policy.sample import Sample
-from jdisagg.policy.worker_state import WorkerState
+from jdisagg.policy.worker_state import MayPromise, WorkerState
+
+Room = tuple[bool, MayPromise | None]  # whether to ask where there may be none, and where a promise of it will do
 
 
 class PairSelection:
@@ -40,18 +43,20 @@ class PairSelection:
         self.sample = Sample(config.routing, peers, self.directory.index)
         self.joined()
 
-    def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
-        """The pair for the row's next attempt, None where none has room."""
-        few = self.sample.of(row)
-        choice = None if few is None else self._choice(few, row, now_s, ask_anyway)
+    def choose(
+        self, row: RequestState, now_s: float, *, ask_anyway: bool, promises: MayPromise | None = None
+    ) -> Pair | None:
+        """The pair for the row's next attempt, None where none has room. promises: where a promise of room will do."""
+        few, room = self.sample.of(row), (ask_anyway, promises)
+        choice = None if few is None else self._choice(few, row, now_s, room)
         if choice is None or choice.taken is None:
-            choice = self._choice(self.peers.values(), row, now_s, ask_anyway)
+            choice = self._choice(self.peers.values(), row, now_s, room)
         self._decided(row, choice, now_s)
         return choice.taken
 
-    def _choice(self, peers: Iterable[WorkerState], row: RequestState, now_s: float, ask_anyway: bool) -> Choice:
+    def _choice(self, peers: Iterable[WorkerState], row: RequestState, now_s: float, room: Room) -> Choice:
         request = row.to_prefill()
-        snapshots = self._snapshots(peers, request, row, ask_anyway)
+        snapshots = self._snapshots(peers, request, row, room)
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
         config = self.config
@@ -80,7 +85,7 @@ class PairSelection:
             self.forecasts.shipped(row.prefill, row.decode, tokens, wire_s)
 
     def _snapshots(
-        self, peers: Iterable[WorkerState], request: Request, row: RequestState, ask_anyway: bool
+        self, peers: Iterable[WorkerState], request: Request, row: RequestState, room: Room
     ) -> list[WorkerSnapshot]:
         names, found = dict[int, tuple[PageHash, ...]](), list[WorkerSnapshot]()
         for peer in peers:
@@ -89,8 +94,9 @@ class PairSelection:
                 if config.page_size not in names:
                     names[config.page_size] = row.page_names(config.page_size)
                 cached_tokens = self.directory.cached_tokens(config, names[config.page_size])
-            avoided = config.worker in row.avoid
-            found.append(peer.snapshot(request, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=cached_tokens))
+            avoided, (ask_anyway, promises) = config.worker in row.avoid, room
+            known = partial(peer.snapshot, avoided=avoided, cached_tokens=cached_tokens)
+            found.append(known(request, ask_anyway=ask_anyway, may_promise=promises))
         return found
 
     def cached_tokens(self, config: WorkerConfig, row: RequestState) -> int:
@@ -137,6 +143,7 @@ class PairSelection:
         """What its ledger tells is only asked for where there is a choice."""
         self._objectives |= row.request.has_objectives
         asked = self._mixed or self._objectives or self.config.routing is Routing.PREDICTED
+        asked = asked or self.config.reserve is Reserving.CALENDAR
         if asked and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
             prompt_tokens = len(row.request.prompt)
             tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)

@@ -130,8 +130,8 @@ def _shown(halves: Sequence[Half]) -> tuple[Candidate, ...]:
 
 def _or_alone(choice: Choice, cost: float, decodes: Sequence[WorkerSnapshot], routed: RoutingRequest) -> Choice:
     """The best decode worker that holds all but a short end of the prompt, where it costs less; in both cases why."""
-    able = [each for each in decodes if each.has_room and each.cached_tokens and not each.avoided]
-    able = [each for each in able if end_of(each, routed) <= each.short_prompt_tokens]
+    able = [each for each in decodes if each.has_room and each.room_now and each.cached_tokens]
+    able = [each for each in able if not each.avoided and end_of(each, routed) <= each.short_prompt_tokens]
     halves = sorted(_half(each, by_one(each, routed, end_of(each, routed))) for each in able)
     if not halves:
         return choice

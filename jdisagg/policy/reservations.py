@@ -1,4 +1,5 @@
-"""Reservations of a worker's decode side: who gets pages and a place in line, at once or when a fetch has ended."""
+"""Reservations of a worker's decode side: who gets pages and a place in line, at once or when a fetch has ended,
+or pages later (`claims.py`)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 
 from jdisagg.core.messages import Refused, Reserve, Reserved
 from jdisagg.core.request import Attempt
+from jdisagg.policy.claims import Claims
 from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, State
@@ -22,13 +24,16 @@ class Reservations:
         self.side, self.tiers = side, tiers
         self.config, self.shared, self.out = side.config, side.shared, side.out
         self.waiting: dict[Attempt, Reserve] = {}  # for pages of lower tiers
+        self.claims = Claims(side, self._take)
 
     def reserve(self, message: Reserve, now_s: float) -> None:
         """Answers at once, or when what lower tiers hold of the prompt has come."""
         owner = message.attempt
         if owner in self.waiting:
             return  # said twice
-        if owner not in self.side.sequences and self._has_room(message) and self._fetch(message, now_s):
+        if message.ahead:
+            self.claims.promise(message, now_s)
+        elif owner not in self.side.sequences and self._has_room(message) and self._fetch(message, now_s):
             self.waiting[owner] = message
         else:
             self._answer(message, now_s)
@@ -43,6 +48,7 @@ class Reservations:
     def forget(self, owner: Attempt) -> None:
         """It is over before it began."""
         self.waiting.pop(owner, None)
+        self.claims.forget(owner)
         self.tiers.fetches.forget(owner)
 
     def _fetch(self, message: Reserve, now_s: float) -> bool:
@@ -52,9 +58,18 @@ class Reservations:
     def _readable(self, message: Reserve) -> tuple[PageHash, ...]:
         return self.shared.to_read(message, here=message.prefill_worker == self.config.worker)
 
+    @property
+    def free_slots(self) -> int:
+        """For who asks now: none, where somebody who was promised one waits for it."""
+        return 0 if self.claims.waiting else max(0, self.side.free_slots)
+
+    @property
+    def free_pages(self) -> int:
+        return 0 if self.claims.waiting else self.side.reservable_pages
+
     def _has_room(self, message: Reserve) -> bool:
         _, cost = self.shared.room_for(self._readable(message), predicted_pages(message, self.config))
-        return self.side.free_slots >= 1 and cost <= self.side.reservable_pages
+        return self.free_slots >= 1 and cost <= self.free_pages
 
     def _answer(self, message: Reserve, now_s: float) -> None:
         owner = message.attempt
@@ -62,27 +77,33 @@ class Reservations:
         if sequence is None and self._has_room(message):
             sequence = self._make_sequence(owner, message, now_s)
         if sequence is None:
-            detail = f"{self.side.free_slots} slots and {self.side.reservable_pages} pages are free"
+            detail = f"{self.free_slots} slots and {self.free_pages} pages are free"
             self.out.tell_router(Refused(owner, detail))
         elif sequence.handoff.state is State.RESERVED:
             self.out.tell_router(Reserved(owner, tuple(sequence.pages), sequence.cached_pages, self.config.page_size))
 
     def _make_sequence(self, owner: Attempt, message: Reserve, now_s: float) -> DecodeSequence:
-        names, total = self._readable(message), predicted_pages(message, self.config)
-        held = self.shared.lock(names)
-        found = len(held.pages)
-        pages = self.shared.take(total - found, owner, PageState.IN_FLIGHT)
-        assert pages is not None, "reservable pages are there to be taken"
         handoff = Handoff(owner, End.DESTINATION, now_s + message.lease_s)
-        handoff.take(Signal.RESERVE)
         self.out.arm(handoff)
-        sequence = DecodeSequence(
-            handoff=handoff,
-            asked=message,
-            order=order_of(message),
-            pages=[*held.pages, *pages],
-            cached_pages=found,
-            held=held,
-        )
-        self.side.sequences[owner] = sequence
+        sequence = self.side.sequences[owner] = DecodeSequence(handoff, message, order_of(message), [])
+        self._fill(sequence)
         return sequence
+
+    def _take(self, sequence: DecodeSequence) -> bool:
+        """Pages for a place that was promised."""
+        names = self._readable(sequence.asked)
+        _, cost = self.shared.room_for(names, predicted_pages(sequence.asked, self.config))
+        if self.side.free_slots < 1 or cost > self.side.reservable_pages:
+            return False
+        self._fill(sequence)
+        return True
+
+    def _fill(self, sequence: DecodeSequence) -> None:
+        """What is kept of its prompt is locked, and the rest of its pages are taken."""
+        held = self.shared.lock(self._readable(sequence.asked))
+        found = len(held.pages)
+        total = predicted_pages(sequence.asked, self.config)
+        pages = self.shared.take(total - found, sequence.owner, PageState.IN_FLIGHT)
+        assert pages is not None, "reservable pages are there to be taken"
+        sequence.handoff.take(Signal.RESERVE)
+        sequence.pages, sequence.cached_pages, sequence.held = [*held.pages, *pages], found, held

@@ -162,7 +162,8 @@ class Router:
         """Asks for reservations in order; where the first in line finds none, nobody overtakes it."""
         while self.queue:
             row = self.queue[0]
-            pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway)
+            promises = self.requests.promises.of(row, now_s)
+            pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway, promises=promises)
             if pair is None:
                 break
             del self.queue[0]
@@ -177,12 +178,15 @@ class Router:
         row.epoch, row.num_before = next(self._epochs), len(row.output)
         row.prefill, row.decode = pair.prefill, pair.decode
         decode_tokens = request.sampling.max_tokens * self.config.decode_token_weight
+        ahead = pair.prefill != pair.decode and self.requests.promises.ahead(row)
+        if ahead:
+            self.requests.promises.promised(row, self.peers[pair.prefill], now_s)
         self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
-        self.peers[pair.decode].ask(row.attempt, request)
-        decode = self.peers[pair.decode].config
-        holders = self.routes.holders(decode, row) if pair.prefill == pair.decode else ()
-        self.out.send(pair.decode, message_builders.reserve(row, decode, self.config, holders))
+        decode = self.peers[pair.decode]
+        decode.ask(row.attempt, request, ahead=ahead)
+        holders = self.routes.holders(decode.config, row) if pair.prefill == pair.decode else ()
+        self.out.send(pair.decode, message_builders.reserve(row, decode.config, self.config, holders, ahead=ahead))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self.requests.wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 

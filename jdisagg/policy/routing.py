@@ -156,7 +156,8 @@ def _joined(
 
 def _with_alone(choice: Choice, decodes: Sequence[WorkerSnapshot], routed: RoutingRequest) -> Choice:
     """The best decode worker that could do it all, where it costs less than what is taken so far; in both cases why."""
-    able = [each for each in decodes if each.cached_tokens and end_of(each, routed) <= each.short_prompt_tokens]
+    able = [each for each in decodes if each.room_now and each.cached_tokens]
+    able = [each for each in able if end_of(each, routed) <= each.short_prompt_tokens]
     alone = _ranked(able, end_there(routed)) if able else ()
     if not alone or math.isinf(alone[0].cost):
         return choice

@@ -31,8 +31,10 @@ from jdisagg.core.messages import (
     Ack,
     Adopt,
     CacheWanted,
+    Claim,
     Commit,
     FetchPages,
+    Granted,
     Leave,
     Message,
     NoPages,
@@ -95,6 +97,7 @@ class Worker:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
         refused = self._take(event, now_s)
         self.scheduler.dispatch_all(now_s)
+        self.reservations.claims.grant()
         if self.leaving.standing is Standing.SERVING:
             self.tiers.tend(now_s)
         self.leaving.look(self.out, idle=self.idle)
@@ -158,6 +161,10 @@ class Worker:
                 self.reservations.reserve(message, now_s)
             case StartPrefill():
                 self.prefill_side.start(message, now_s)
+            case Claim():
+                self.reservations.claims.claim(message, sender, now_s)
+            case Granted():
+                self.prefill_side.granted(message, sender, now_s)
             case Commit():
                 self.arrivals.commit(message, sender, now_s)
             case Ack():
@@ -200,19 +207,12 @@ class Worker:
                 self.prefill_side.beat(owner, now_s)
             case Timer.FETCH:
                 self.reservations.all_fetched(self.tiers.fetches.expire(owner, now_s), now_s)
+            case Timer.CLAIM:
+                self.reservations.claims.late(owner, now_s)
             case Timer.PARTS:
                 self.arrivals.parts_late(owner, now_s)
             case _:
-                self._expire(owner, now_s)
-
-    def _expire(self, owner: Attempt, now_s: float) -> None:
-        gone = self.prefill_side.expire(owner, now_s)
-        if owner in self.prefill_side.sequences:
-            self.decode_side.keep(owner, now_s)  # a colocated sequence, whose prompt still waits or runs here
-        if self.decode_side.expire(owner, now_s) or gone:
-            self.end(owner, Signal.ABORT)
-            detail = f"a deadline of the handoff ran out on {self.config.worker}"
-            self.out.abort(owner, detail, FinishReason.TIMEOUT)
+                expire(self, owner, now_s)
 
     def _engine_failed(self, event: EngineFailed, now_s: float) -> None:
         step, reason = event.step_id, f"{self.config.worker} failed: {event.reason}"
@@ -246,7 +246,7 @@ class Worker:
     # ------------------------------------------------------------ what the router sees
 
     def _tell_view(self, *, again: bool) -> None:
-        view = view_of(self.prefill_side, self.decode_side)
+        view = view_of(self.prefill_side, self.reservations)
         if again or view != self._told_view:
             self._told_view = view
             self.out.tell_router(view)
@@ -274,6 +274,17 @@ def tell_changes(worker: Worker) -> None:
     """To the router: of what is kept, as far as that follows it."""
     for changed in filter(None, [changes.since_told() for changes in changes_of(worker)]):
         worker.out.tell_router(changed)
+
+
+def expire(worker: Worker, owner: Attempt, now_s: float) -> None:
+    """A deadline of a handoff is due."""
+    gone = worker.prefill_side.expire(owner, now_s)
+    if owner in worker.prefill_side.sequences:
+        worker.decode_side.keep(owner, now_s)  # a colocated sequence, whose prompt still waits or runs here
+    if worker.decode_side.expire(owner, now_s) or gone:
+        worker.end(owner, Signal.ABORT)
+        detail = f"a deadline of the handoff ran out on {worker.config.worker}"
+        worker.out.abort(owner, detail, FinishReason.TIMEOUT)
 
 
 def give_up_but(worker: Worker, kept: set[Attempt]) -> None:
@@ -306,13 +317,12 @@ def check_owners(pool: PagePool, decode_side: DecodeSide, prefill_side: PrefillS
     assert owned == listed, f"the pool says {owned}, the sequences say {listed}"
 
 
-def view_of(prefill: PrefillSide, decode: DecodeSide) -> View:
+def view_of(prefill: PrefillSide, reservations: Reservations) -> View:
     """What the router is told of a worker's two sides."""
-    free_pages = decode.reservable_pages if decode.config.role.decodes else decode.shared.available
-    streaming = prefill.shipping.streaming
+    decode, streaming = reservations.side, prefill.shipping.streaming
     return View(
-        free_pages=free_pages,
-        free_slots=max(0, decode.free_slots),
+        free_pages=reservations.free_pages if decode.config.role.decodes else decode.shared.available,
+        free_slots=reservations.free_slots,
         waiting_tokens=prefill.waiting.tokens,
         running=decode.slots.num_taken,
         stream_tokens=0 if streaming is None else streaming.stream_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jdisagg.core.messages import View
@@ -9,6 +10,8 @@ from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.choice import WorkerSnapshot
 from jdisagg.policy.planning import predicted_pages
+
+MayPromise = Callable[["WorkerState"], bool]
 
 
 def empty_view(config: WorkerConfig) -> View:
@@ -39,11 +42,14 @@ class WorkerState:
 
     # ------------------------------------------------------------ reservations
 
-    def ask(self, attempt: Attempt, request: Request) -> None:
-        self.unanswered[attempt] = predicted_pages(request, self.config)
+    def ask(self, attempt: Attempt, request: Request, *, ahead: bool = False) -> None:
+        self.unanswered[attempt] = 0 if ahead else predicted_pages(request, self.config)
 
-    def answered(self, attempt: Attempt, *, held: bool) -> None:
+    def answered(self, attempt: Attempt, *, held: bool, ahead: bool = False) -> None:
+        """It is held, or promised (`ahead`), or not."""
         pages = self.unanswered.pop(attempt, 0)
+        if ahead:
+            return
         if held:
             free_slots, free_pages = self.view.free_slots - 1, self.view.free_pages - pages
             self.view = replace(self.view, free_pages=free_pages, free_slots=free_slots)
@@ -89,13 +95,24 @@ class WorkerState:
         self.prefilled(request_id)
         self.work_tokens -= self.decode_work.pop(request_id, 0.0)
 
-    def snapshot(self, request: Request, *, avoided: bool, ask_anyway: bool, cached_tokens: int = 0) -> WorkerSnapshot:
-        room = self.could_hold(request) and not self.leaving
+    def snapshot(
+        self,
+        request: Request,
+        *,
+        avoided: bool,
+        ask_anyway: bool,
+        cached_tokens: int = 0,
+        may_promise: MayPromise | None = None,
+    ) -> WorkerSnapshot:
+        """may_promise: whether a place will do, where the request takes its pages later."""
+        room = now = self.could_hold(request) and not self.leaving
         role = self.config.role
         if room and role is not Role.PREFILL:
-            room = self.has_reservation_room(request) or (ask_anyway and not self.unanswered)
+            room = now = self.has_reservation_room(request) or (ask_anyway and not self.unanswered)
+            if may_promise is not None and role is Role.DECODE:
+                room = may_promise(self)
         scored = request.sampling.prompt_logprobs is not None  # then all of it is computed, where there is room for it
         short = 0 if scored else self.config.short_prompt_tokens
         return WorkerSnapshot(
-            self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short
+            self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short, now
         )

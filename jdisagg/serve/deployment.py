@@ -238,6 +238,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         mixed_steps=mixed,
         short_prompt_tokens=short,
         ack_timeout_s=settings.handoff_timeout_s,
+        claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits for that long, and is to hear of it
         labels=Labels.parse(settings.labels),
         router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
     )

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.router_config import Reserving
 from jdisagg.core.worker_config import TransferMode
-from tests.explore.scenes import Scene, colocated, disaggregated, request
+from tests.explore.scenes import Scene, colocated, disaggregated, promised, request
 from tests.explore.search import Found, explore
 from tests.explore.story import tell
 from tests.explore.world import World
@@ -126,3 +127,24 @@ def test_turns_of_a_ring_go_through_a_fault(fault, also):
     prefill, decode = scene.workers
     found = whole(replace(scene, workers=(prefill, replace(decode, decode_turns=2))).but(**{fault: 1}))
     assert endings(found) == {"length"} | also
+
+
+PROMISED = promised(ONE_WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("fault", "also"),
+    [("loss", set()), ("cancel", {"abort"}), pytest.param("dup", set(), marks=pytest.mark.slow), ("restart", set())],
+)
+def test_pages_that_are_taken_when_they_are_claimed_go_through_a_fault(fault, also):
+    assert endings(whole(PROMISED.but(**{fault: 1}))) == {"length"} | also
+
+
+def test_a_promise_by_the_calendar_is_kept_and_its_parts_leave_while_the_rest_is_computed():
+    assert endings(whole(promised(ONE, Reserving.CALENDAR))) == {"length"}
+
+
+def test_a_claim_that_finds_no_room_waits_and_needs_no_deadline():
+    """Two of two pages fit no third: the second waits with its prompt computed, until the first has ended."""
+    found = whole(promised(disaggregated(2, transfer=TransferMode.WHOLE)))
+    assert found.states > 20_000 and endings(found) == {"length"}

@@ -125,7 +125,8 @@ class Bench(Unheeded):
     def start(self, request: Request, *, decode: WorkerId = OTHER, **fields: Any) -> list[Effect]:
         epoch = self.epochs.setdefault(request.request_id, len(self.epochs) + 1)
         self.requests[request.request_id] = request
-        pages = tuple(range(1, 1 + self.worker.config.pages_for(len(request.prompt))))
+        all_pages = tuple(range(1, 1 + self.worker.config.pages_for(len(request.prompt))))
+        pages = fields.pop("decode_pages", all_pages)
         tail = tail_tokens(request, self.worker.config)
         given = {"timeout_s": 100.0, "lease_s": 100.0, "tail_tokens": tail, **fields}
         return self.says(StartPrefill(Attempt(request.request_id, epoch), request, 0, decode, pages, **given))
