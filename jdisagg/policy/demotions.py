@@ -81,7 +81,7 @@ class Demotions:
         if not cache.evictable_pages or max(map(self._pages_to, Tier)) >= AHEAD_PAGES:
             return
         oldest = cache.oldest(LOOKED_AT)
-        dirty = [node for node in oldest if not self._below(node)]
+        dirty = self._dirty(oldest)
         share = (pool.free_pages + len(oldest) - len(dirty)) / pool.num_pages
         self._going_down = share < (HIGH if self._going_down else LOW)
         if self._going_down and dirty:
@@ -91,14 +91,21 @@ class Demotions:
         """That are under way there."""
         return sum(len(unpacked(move.names)) for move in self.under_way.values() if move.destination is tier)
 
-    def _below(self, node: Node) -> bool:
-        """Whether nothing is left to be done for it."""
-        name, uses = node.name, self._uses(node)
-        if name in self._refused:
-            return True
-        upper = [*self.tiers.items()][:1]
-        kept = all(name in pool.kept or not (self._takes(tier) and self._admits(tier, uses)) for tier, pool in upper)
-        return kept and (name in self._pooled or not self._takes(Tier.POOL))
+    def _dirty(self, nodes: Sequence[Node]) -> list[Node]:
+        """Those for which something is left to be done. Asked with every event: what holds for all is asked once."""
+        tier, upper = next(iter(self.tiers.items()), (Tier.POOL, None))
+        kept = upper.kept if upper is not None and self._takes(tier) else None
+        pooled = self._pooled if self._takes(Tier.POOL) else None
+        refused, any_use = self._refused, tier is not Tier.DISK
+        return [
+            node
+            for node in nodes
+            if node.name not in refused
+            and (
+                (kept is not None and node.name not in kept and (any_use or self._admits(tier, self._uses(node))))
+                or (pooled is not None and node.name not in pooled)
+            )
+        ]
 
     def _uses(self, node: Node) -> int:
         return node.uses + (node.name in self._seen)

@@ -193,8 +193,12 @@ class TierPool:
         del self.kept[kept.name]
         self._free.append(kept.page)
 
+    def price_of(self, kept: KeptPage) -> float:
+        """What it is worth from now on."""
+        return self._worth + kept.uses
+
     def _priced(self, kept: KeptPage) -> None:
-        kept.price = self._worth + kept.uses
+        kept.price = self.price_of(kept)
         self._pushed += 1
         heappush(self._order, (kept.price, -kept.depth, self._pushed, kept.name))
         if len(self._order) > 2 * len(self.kept) + SLACK:

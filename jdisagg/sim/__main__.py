@@ -119,8 +119,9 @@ def _define_cluster(values: flags.FlagValues) -> None:
         0,
         flag_values=values,
     )
+    absl_flags.DEFINE_bool("peer_fetch", False, "workers fetch from each other what they hold", flag_values=values)
     absl_flags.DEFINE_list(
-        "tier_gb_per_s", [], "of a worker, each way, as dram:25,disk:3,pool:12; else --hardware's", flag_values=values
+        "tier_gb_per_s", [], "of a worker, each way, as dram:25,pool:12,peer:12; else --hardware's", flag_values=values
     )
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
     absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
@@ -185,16 +186,17 @@ def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
     """The cluster, and what lies below its workers' HBM. Raises ConfigError."""
     given, said = _in_hbm(values, trace), rates_said(values.tier_gb_per_s)
     tokens = {"dram_tokens": values.dram_tokens, "disk_tokens": values.disk_tokens, "pool_tokens": values.pool_tokens}
-    if not any(tokens.values()):
+    if not any(tokens.values()) and not values.peer_fetch:
         return given
     if not any(each.prefix_caching for each in given.workers):
-        what = ", ".join(f"--{name}={size}" for name, size in tokens.items() if size)
+        what = ", ".join(f"--{name}={size}" for name, size in tokens.items() if size) or "--peer_fetch"
         raise ConfigError(
             f"{what}: nothing is kept of --trace={values.trace} with --prefix_caching={values.prefix_caching}:"
             " take a trace that names its blocks (mooncake), and on"
         )
     speeds = tier_speeds(MeshSpec.parse(values.mesh), devices_of(values.hardware), said)
-    return with_tiers(given, TierSpec(speeds, values.pool_tokens), values.dram_tokens, values.disk_tokens)
+    spec = TierSpec(speeds, values.pool_tokens)
+    return with_tiers(given, spec, values.dram_tokens, values.disk_tokens, peer_fetch=values.peer_fetch)
 
 
 def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:

@@ -20,7 +20,7 @@ from jdisagg.core.events import (
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
-from jdisagg.core.tiers import MovePages
+from jdisagg.core.tiers import DropPages, MovePages, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span, done
@@ -199,9 +199,19 @@ class Cluster(Simulation):
 
     def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
         assert self.tiers is not None, f"{actor} moves pages, and nothing says how long that takes"
+        if effect.move.source is Tier.PEER:
+            self.tiers.expect(actor, effect.move)
+            return
         ready_s = max(self.now_s, self.devices[actor].free_s)
         done_s, moved = self.tiers.begin(actor, effect.move, self.now_s, ready_s)
         self._at(done_s, actor, moved)
+        lent = self.tiers.lent(actor, moved) if effect.move.destination is Tier.PEER else None
+        if lent is not None:
+            self._at(done_s, effect.move.peer, lent)
+
+    def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
+        assert self.tiers is not None, f"{actor} drops pages, and has no tiers"
+        self.tiers.forget(actor, effect.move)
 
     def _network(self, event: PartPacked | FlowDone) -> None:
         if isinstance(event, PartPacked):

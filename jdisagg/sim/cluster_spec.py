@@ -151,8 +151,13 @@ def cluster_spec(
     return ClusterSpec(tuple(workers), costs, links)
 
 
-def with_tiers(given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0) -> ClusterSpec:
-    """The same cluster, whose workers keep so many tokens each below HBM. Raises ConfigError for a ring."""
+def with_tiers(
+    given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0, *, peer_fetch: bool = False
+) -> ClusterSpec:
+    """The same cluster, whose workers keep so many tokens each below HBM, and may fetch from each other.
+
+    Raises ConfigError for a ring.
+    """
     for each in given.workers:
         if each.ring_stages > 1:
             raise ConfigError(f"{each.worker} is a ring of {each.ring_stages}, which keeps no KV below HBM")
@@ -162,6 +167,7 @@ def with_tiers(given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_t
             dram_pages=-(-dram_tokens // each.page_size),
             disk_pages=-(-disk_tokens // each.page_size),
             shared_pool=tiers.pool_tokens > 0,
+            peer_fetch=peer_fetch,
         )
         for each in given.workers
     ]

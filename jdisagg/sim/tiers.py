@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.prefix_cache import PageHash, unpacked
 from jdisagg.sim.hardware import Hardware
 
-BELOW = (Tier.DRAM, Tier.DISK, Tier.POOL)
-LATENCY_S = {Tier.DRAM: 30e-6, Tier.DISK: 200e-6, Tier.POOL: 1e-3}
+BELOW = (Tier.DRAM, Tier.DISK, Tier.POOL, Tier.PEER)  # the last is another worker, over the network
+LATENCY_S = {Tier.DRAM: 30e-6, Tier.DISK: 200e-6, Tier.POOL: 1e-3, Tier.PEER: 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class SimulatedTiers:
         self.page_bytes = {worker: self.page_size * each for worker, each in token_bytes.items()}
         self.pool = SharedPool(spec.pool_tokens // self.page_size)
         self.moved: dict[tuple[Tier, Tier], Moved] = {}
+        self._coming: dict[tuple[WorkerId, Attempt], PageMove] = {}  # from peers, not sent yet
         self._free_s: dict[tuple[WorkerId, Tier, bool], float] = {}  # of each way: worker, tier, whether it is down
 
     def begin(self, worker: WorkerId, move: PageMove, now_s: float, ready_s: float) -> tuple[float, PagesMoved]:
@@ -91,13 +92,35 @@ class SimulatedTiers:
         names, down = unpacked(move.names), move.destination is not Tier.HBM
         lane = worker, (move.destination if down else move.source), down
         good = tuple(self.pool.get(name, now_s) for name in names) if move.source is Tier.POOL else (True,) * len(names)
-        num_bytes, speed = sum(good) * self.page_bytes[worker], self.spec.speeds[worker][lane[1]]
+        num_bytes, speed = sum(good) * self.page_bytes[worker], self._speed(worker, move, lane[1])
         begins_s = max(self._free_s.get(lane, 0.0), ready_s if move.source is Tier.HBM else now_s)
         done_s = self._free_s[lane] = begins_s + speed.latency_s + num_bytes / speed.bytes_per_s
         if move.destination is Tier.POOL:
             self.pool.put(names, done_s)
         self._count(move, good, num_bytes, done_s - now_s)
         return done_s, PagesMoved(move, good, done_s - now_s, round(num_bytes))
+
+    def _speed(self, worker: WorkerId, move: PageMove, tier: Tier) -> TierSpeed:
+        """What is lent out of a tier below HBM is no quicker than that."""
+        speeds = self.spec.speeds[worker]
+        return min((speeds[each] for each in (tier, move.source) if each in speeds), key=lambda each: each.bytes_per_s)
+
+    def expect(self, worker: WorkerId, move: PageMove) -> None:
+        """Pages of a peer, who was asked for them."""
+        self._coming[worker, move.owner] = move
+
+    def forget(self, worker: WorkerId, move: PageMove) -> None:
+        self._coming.pop((worker, move.owner), None)
+
+    def lent(self, lender: WorkerId, event: PagesMoved) -> PagesMoved | None:
+        """What who asked hears when these pages are there; None where nobody waits for them."""
+        move = event.move
+        wanted = None if move.asked is None else self._coming.pop((move.peer, move.asked), None)
+        if wanted is None or wanted.peer != lender:
+            return None
+        good = tuple(at < sum(event.good) for at in range(len(wanted.destination_pages)))
+        self._count(wanted, good, event.num_bytes, event.seconds)
+        return PagesMoved(wanted, good, event.seconds, event.num_bytes)
 
     def _count(self, move: PageMove, good: tuple[bool, ...], num_bytes: float, took_s: float) -> None:
         moved = self.moved.setdefault((move.source, move.destination), Moved())
@@ -115,8 +138,8 @@ def tier_speeds(
     """Of each worker: its devices' shares of their host, together. given: bytes a second of a worker that are said."""
 
     def rate(chip: Hardware, count: int, tier: Tier) -> float:
-        of_one = {Tier.DRAM: chip.host_bytes_per_s, Tier.DISK: chip.disk_bytes_per_s, Tier.POOL: chip.nic_bytes_per_s}
-        return given.get(tier, count * of_one[tier])
+        of_one = {Tier.DRAM: chip.host_bytes_per_s, Tier.DISK: chip.disk_bytes_per_s}
+        return given.get(tier, count * of_one.get(tier, chip.nic_bytes_per_s))
 
     return {
         place.worker: {

@@ -33,7 +33,7 @@ from tests.sim.test_prefix_caching import EXCERPT, hit_rate, signature
 
 PAIR, PAGE = "prefill:tp8,decode:tp8", 512
 HBM_TOKENS = 60_000  # three prompts of the longest
-QUICK: dict[Tier, float] = {Tier.DRAM: 50e9, Tier.DISK: 50e9, Tier.POOL: 50e9}
+QUICK: dict[Tier, float] = {Tier.DRAM: 50e9, Tier.DISK: 50e9, Tier.POOL: 50e9, Tier.PEER: 50e9}
 
 
 @cache
@@ -52,7 +52,7 @@ def run(
     pool_tokens: int = 0,
     routing: Routing = Routing.LEAST_LOADED,
     fast_forward: bool = True,
-    **below: int,
+    **below: Any,
 ) -> Outcome:
     work = talks() if work is None else work
     shape, chip, spec = Model(model_of("llama3-70b")), hardware("a800"), MeshSpec.parse(mesh)
@@ -116,6 +116,16 @@ def test_what_one_worker_computed_another_reads_from_the_pool():
     assert hit_rate(shared) > hit_rate(apart)
 
 
+def test_what_one_worker_computed_another_borrows_without_a_pool():
+    mesh, work = "prefill:2xtp8,decode:tp8", talks(7)
+    apart, lending = (
+        run(mesh, work, routing=Routing.ROUND_ROBIN, dram_tokens=5_000_000, peer_fetch=each) for each in (False, True)
+    )
+    moved = lending.moved[Tier.PEER, Tier.HBM]
+    assert moved.pages > 0 and moved.seconds > 0
+    assert hit_rate(lending) > hit_rate(apart)
+
+
 def test_disk_holds_what_dram_has_no_room_for():
     outcome = run(dram_tokens=80_000, disk_tokens=5_000_000)
     assert outcome.moved[Tier.DRAM, Tier.DISK].pages and outcome.moved[Tier.DISK, Tier.HBM].pages
@@ -161,7 +171,7 @@ def test_rates_that_are_said_stand_for_the_data_sheets():
 
 @pytest.mark.parametrize("words", ["dram", "hbm:3", "dram:0", "tape:1", "dram:x"])
 def test_a_rate_that_is_none_is_refused_with_what_there_is(words):
-    with pytest.raises(ConfigError, match=f"'{words}' is no TIER:RATE of dram, disk, pool"):
+    with pytest.raises(ConfigError, match=f"'{words}' is no TIER:RATE of dram, disk, pool, peer"):
         rates_said([words])
 
 
