@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jdisagg import config, flags
-from jdisagg.cluster import compose, gke_tpu, kubernetes, slurm
-from jdisagg.cluster.job import Job, job_of
+from jdisagg.cluster import compose, gke_tpu, kubernetes, scalers, slurm
+from jdisagg.cluster.job import Job, job_of, with_fronts
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 
@@ -28,6 +28,8 @@ class JobValues:
     devices_per_host: int
     tpu: str
     note: str
+    routers: int = 1
+    fronts: int = 0
 
     @property
     def platform(self) -> str:
@@ -35,7 +37,20 @@ class JobValues:
 
     def job(self) -> Job:
         """Raises ConfigError for what cannot be placed."""
-        return job_of(self.settings, self.name, self.image, self.platform, self.devices_per_host)
+        return self._fronted(job_of(self.settings, self.name, self.image, self.platform, self.devices_per_host))
+
+    def whole(self, platform: str) -> Job:
+        """The job where every worker is one process, until somebody cuts it. Raises ConfigError."""
+        return self._fronted(job_of(self.settings, self.name, self.image, platform, gke_tpu.WHOLE))
+
+    def _fronted(self, job: Job) -> Job:
+        return with_fronts(job, self.routers, self.fronts)
+
+    def check_one_server(self, kind: str) -> None:
+        """Raises ConfigError where more than a router is asked for."""
+        if (self.routers, self.fronts) != (1, 0):
+            asked = f"--routers={self.routers} and --fronts={self.fronts}"
+            raise ConfigError(f"{asked}: --emit={kind} starts one router and no fronts; k8s and gke_tpu have them")
 
 
 def settings_of_file(path: str) -> Settings:
@@ -71,6 +86,7 @@ def write(folder: str, texts: Mapping[str, str]) -> list[Path]:
 def _slurm(values: JobValues) -> dict[str, str]:
     if values.platform == "tpu":
         raise ConfigError("--emit=slurm is for GPUs and CPUs: of TPUs gke_tpu has slices")
+    values.check_one_server("slurm")
     return {"slurm.sbatch": slurm.script(values.job(), values.note)}
 
 
@@ -84,19 +100,21 @@ def _kubernetes(values: JobValues) -> dict[str, str]:
         "disaggregatedset": kubernetes.disaggregated_set(job),
         "jobset": kubernetes.job_sets(job),
     }
+    if scalers.scaled(job):
+        kinds |= {"hpa": scalers.pod_autoscalers(job), "keda": scalers.scaled_objects(job)}
     return {f"k8s/{name}.yaml": _yaml(documents, values.note) for name, documents in kinds.items()}
 
 
 def _gke_tpu(values: JobValues) -> dict[str, str]:
     if values.tpu not in gke_tpu.SLICES:
         raise FlagError(f"--tpu is {values.tpu!r}, must be one of {', '.join(gke_tpu.SLICES)}")
-    whole = job_of(values.settings, values.name, values.image, "tpu", gke_tpu.WHOLE)
-    made = gke_tpu.manifests(whole, values.tpu)
+    made = gke_tpu.manifests(values.whole("tpu"), values.tpu)
     return {f"gke_tpu/{name}": _yaml(documents, values.note) for name, documents in made.items()}
 
 
 def _compose(values: JobValues) -> dict[str, str]:
-    job = job_of(values.settings, values.name, values.image, values.platform, gke_tpu.WHOLE)
+    values.check_one_server("compose")
+    job = values.whole(values.platform)
     return {
         "compose.yaml": _yaml([compose.compose(job)], values.note),
         "Dockerfile": compose.dockerfile(job, values.note),

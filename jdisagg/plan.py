@@ -68,6 +68,12 @@ def declare() -> flags.FlagValues:
 def _define_job(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_list("emit", [], f"jobs to write: {', '.join(job_files.KINDS)}", flag_values=values)
     absl_flags.DEFINE_string("job_folder", "launch", "--emit: where they are written", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "routers", 1, "--emit: 2 for one that takes over when the first is lost", flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "fronts", 0, "--emit: processes that serve clients; 0: the router does", flag_values=values
+    )
     flags.define(values, job_name="jdisagg", image="jdisagg:latest", devices_per_host=8, tpu="v5p", platform="auto")
 
 
@@ -299,7 +305,8 @@ def emit(values: flags.FlagValues, settings: Settings, source: str) -> None:
     settings = replace(settings, platform=values.platform)
     note = f"Made from {source} by `python -m jdisagg.plan --emit`: change what it is made of, not this file."
     of_job = values.job_name, values.image, values.devices_per_host, values.tpu
-    found = job_files.files(job_files.JobValues(settings, *of_job, note), values.emit)
+    job = job_files.JobValues(settings, *of_job, note, values.routers, values.fronts)
+    found = job_files.files(job, values.emit)
     for path in job_files.write(values.job_folder, found):
         print(f"wrote {path}")
 

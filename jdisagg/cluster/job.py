@@ -15,7 +15,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role
 
 AUTO = "auto"
-KV_PORT = 8101  # where a pod's KV is pulled
+KV_PORT, HEALTH_PORT = 8101, 8102  # of a worker's pod: where its KV is pulled, and where it is asked for its health
 PLATFORMS = ("cpu", "gpu", "tpu")
 PLACED = {  # what each kind of job says itself, or what is of no use to one
     *(
@@ -27,6 +27,7 @@ PLACED = {  # what each kind of job says itself, or what is of no use to one
         "kv_listen",
         "kv_advertise",
         "secret_file",
+        "health_port",
         "platform",
         "dtype",
     ),
@@ -58,6 +59,35 @@ class Job:
     platform: str
     settings: Settings  # of every process; its mesh has one worker a pool
     parts: tuple[Part, ...]
+    routers: int = 1  # two: one leads, the other takes over
+    fronts: int = 0  # processes that serve clients by way of the router; 0: the router does
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        """Where each is found."""
+        if self.routers == 1:
+            return (f"{self.name}-router",)
+        return tuple(f"{self.name}-router-{index}" for index in range(self.routers))
+
+    @property
+    def control_ports(self) -> tuple[int, ...]:
+        """Of each router: two tell themselves apart by them."""
+        return tuple(self.settings.control_port + index for index in range(self.routers))
+
+    @property
+    def router(self) -> str:
+        """What all others are told as --router, and two routers as well."""
+        places = zip(self.router_names, self.control_ports, strict=True)
+        return ",".join(f"{name}:{port}" for name, port in places)
+
+
+def with_fronts(job: Job, routers: int, fronts: int) -> Job:
+    """Raises ConfigError where clients would have nobody."""
+    if routers not in (1, 2) or fronts < 0:
+        raise ConfigError(f"--routers is {routers} and --fronts {fronts}, must be 1 or 2, and 0 or more")
+    if routers == 2 and not fronts:
+        raise ConfigError("--routers=2 needs --fronts=1 or more: only a front's streams go on when a router is lost")
+    return replace(job, routers=routers, fronts=fronts)
 
 
 def job_of(settings: Settings, name: str, image: str, platform: str, devices_per_host: int) -> Job:

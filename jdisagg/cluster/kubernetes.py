@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdisagg.cluster.job import Job, Part
-from jdisagg.cluster.pods import Document, labels, router_pod, told_by, worker_pod
+from jdisagg.cluster.pods import Document, front_pod, labels, router_pod, told_by, worker_pod
+from jdisagg.cluster.scalers import DISAGGREGATED_SCALER, pod_autoscalers, scaled
 
 EXCLUSIVE = "leaderworkerset.sigs.k8s.io/exclusive-topology"
 JOBSET_NAMES = {  # what `jdisagg.cluster.membership` reads -> JobSet's annotation of a pod
@@ -28,21 +29,36 @@ def anywhere(part: Part) -> Mapping[str, str]:
 
 
 def router(job: Job) -> list[Document]:
-    """Its Deployment, the Service of clients, that of workers, and what must not be evicted."""
-    selector = labels(job, "router")
+    """A Deployment of each, the Service of clients, those of workers, and what must not be evicted; fronts, if any."""
     ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port}
-    deployment = _kind("apps/v1", "Deployment", f"{job.name}-router", selector) | {
-        "spec": {
-            "replicas": 1,
-            "strategy": {"type": "Recreate"},  # two at once would each take the other's workers
-            "selector": {"matchLabels": selector},
-            "template": router_pod(job),
-        }
-    }
-    front = _service(job.name, selector, {name: port for name, port in ports.items() if port > 0})
-    control = _service(f"{job.name}-router", selector, {"control": job.settings.control_port})
+    served = "front" if job.fronts else "router"
+    clients = _service(job.name, labels(job, served), {name: port for name, port in ports.items() if port > 0})
+    found = [each for index in range(job.routers) for each in _router(job, index)]
+    return [found[0], clients, *found[1:], *(_fronts(job) if job.fronts else [])]
+
+
+def _router(job: Job, index: int) -> list[Document]:
+    name = job.router_names[index]
+    component = name.removeprefix(f"{job.name}-")
+    selector = labels(job, component)
+    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job, index))  # two would be rivals
+    control = _service(name, selector, {"control": job.control_ports[index]})
     control["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}  # ready once workers have come
-    return [deployment, front, control, _budget(job, "router", {"minAvailable": 1})]
+    return [deployment, control, _budget(job, component, {"minAvailable": 1})]
+
+
+def _fronts(job: Job) -> list[Document]:
+    """They hold no state: one more may stand beside those that are replaced."""
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+    deployment = _deployment(f"{job.name}-front", labels(job, "front"), job.fronts, rolling, front_pod(job))
+    return [deployment, _budget(job, "front", {"maxUnavailable": 1})]
+
+
+def _deployment(
+    name: str, selector: Mapping[str, str], replicas: int, strategy: Mapping[str, Any], pod: Document
+) -> Document:
+    spec = {"replicas": replicas, "strategy": strategy, "selector": {"matchLabels": dict(selector)}, "template": pod}
+    return _kind("apps/v1", "Deployment", name, selector) | {"spec": spec}
 
 
 def leader_worker_sets(job: Job, selectors: Selectors = anywhere, exclusive: str = "") -> list[Document]:
@@ -62,11 +78,15 @@ def leader_worker_sets(job: Job, selectors: Selectors = anywhere, exclusive: str
 
 
 def disaggregated_set(job: Job) -> list[Document]:
-    """Prefill and decode as one, rolled out together."""
-    roles = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
+    """Prefill and decode as one, rolled out together; with --autoscale, how many of each is its own scalers' affair."""
+    roles: list[Document] = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
+    for role in roles if scaled(job) else []:
+        del role["spec"]["replicas"]
+        role["scaling"] = {"mode": "External"}
     document = _kind("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", job.name, labels(job, "workers"))
     budgets = [_budget(job, part.role, {"maxUnavailable": part.size}) for part in job.parts]
-    return [document | {"spec": {"roles": roles}}, *budgets]
+    followed = pod_autoscalers(job, DISAGGREGATED_SCALER) if scaled(job) else []
+    return [document | {"spec": {"roles": roles}}, *budgets, *followed]
 
 
 def job_sets(job: Job) -> list[Document]:

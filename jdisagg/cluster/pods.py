@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from jdisagg.cluster.job import KV_PORT, Job, Part, as_flags, shared_arguments
+from jdisagg.cluster.job import HEALTH_PORT, KV_PORT, Job, Part, as_flags, shared_arguments
 
 Document = dict[str, Any]
 SECRET_FOLDER, CACHE_FOLDER, SHARED_MEMORY = "/etc/jdisagg", "/cache", "/dev/shm"
@@ -32,18 +32,38 @@ def labels(job: Job, component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/component": component}
 
 
-def router_pod(job: Job) -> Document:
-    """The pod template of the router: its probes ask the routes that people ask."""
+def router_pod(job: Job, index: int = 0) -> Document:
+    """The pod template of a router: its probes ask the routes that people ask."""
+    control_port = job.control_ports[index]
     told = as_flags(
         role="router",
         host="0.0.0.0",
-        control_port=job.settings.control_port,
+        control_port=control_port,
+        **({"router": job.router} if job.routers > 1 else {}),
         secret_file=f"{SECRET_FOLDER}/secret",
         compile_cache_dir=CACHE_FOLDER,
     )
-    ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port, "control": job.settings.control_port}
+    component = job.router_names[index].removeprefix(f"{job.name}-")
+    return _server_pod(job, component, told, {"control": control_port})
+
+
+def front_pod(job: Job) -> Document:
+    """The pod template of a front: whoever leads, its clients' streams go on."""
+    told = as_flags(
+        role="front",
+        host="0.0.0.0",
+        router=job.router,
+        secret_file=f"{SECRET_FOLDER}/secret",
+        compile_cache_dir=CACHE_FOLDER,
+    )
+    return _server_pod(job, "front", told, {})
+
+
+def _server_pod(job: Job, component: str, told: list[str], more: Mapping[str, int]) -> Document:
+    """What answers clients, or could; more: ports beside theirs."""
+    ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port, **more}
     named = [{"name": name, "containerPort": port} for name, port in ports.items() if port > 0]
-    container = _container(job, "router", told) | {
+    container = _container(job, component, told) | {
         "ports": named,
         "startupProbe": _asks("/live", 5, START_S // 5),
         "livenessProbe": _asks("/live", 10, 3),
@@ -53,15 +73,18 @@ def router_pod(job: Job) -> Document:
     }
     scraped = {"scrape": "true", "port": str(job.settings.http_port), "path": "/metrics"}
     annotations = {f"prometheus.io/{name}": value for name, value in scraped.items()}
-    metadata = {"labels": labels(job, "router"), "annotations": annotations}
+    metadata = {"labels": labels(job, component), "annotations": annotations}
     return {"metadata": metadata, "spec": _pod(job, container)}
 
 
 def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] | None = None) -> Document:
-    """The pod template of one process of a worker; `probed`: it is asked at the port where its KV is pulled."""
+    """The pod template of one process of a worker; `probed`: it is asked for its health."""
+    health = {"health_port": HEALTH_PORT} if probed else {}
     told = as_flags(
         role=part.role,
-        router=f"{job.name}-router:{job.settings.control_port}",
+        host="0.0.0.0",
+        router=job.router,
+        **health,
         kv_listen=f"0.0.0.0:{KV_PORT}",
         kv_advertise="$(POD_IP)",
         secret_file=f"{SECRET_FOLDER}/secret",
@@ -70,14 +93,17 @@ def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] |
     )
     container = _container(job, part.role, told) | {
         "env": [told_by(name, path) for name, path in POD_NAMES.items()],
-        "ports": [{"name": "kv", "containerPort": KV_PORT}],
+        "ports": [
+            {"name": "kv", "containerPort": KV_PORT},
+            *({"name": "health", "containerPort": port} for port in health.values()),
+        ],
         "resources": _resources(job, part),
     }
     if probed:
         container |= {
-            "startupProbe": _connects(5, START_S // 5),
-            "livenessProbe": _connects(10, 6),
-            "readinessProbe": _connects(5, 2),
+            "startupProbe": _asks("/live", 5, START_S // 5, "health"),
+            "livenessProbe": _asks("/live", 10, 6, "health"),
+            "readinessProbe": _asks("/ready", 5, 2, "health"),
         }
     placed = {"nodeSelector": dict(selector)} if selector else {}
     return {"metadata": {"labels": labels(job, part.role)}, "spec": {**placed, **_pod(job, container)}}
@@ -134,9 +160,5 @@ def _resources(job: Job, part: Part) -> Document:
     return {"requests": count, "limits": dict(count)}
 
 
-def _asks(path: str, every_s: int, failures: int) -> Document:
-    return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": every_s, "failureThreshold": failures}
-
-
-def _connects(every_s: int, failures: int) -> Document:
-    return {"tcpSocket": {"port": "kv"}, "periodSeconds": every_s, "failureThreshold": failures}
+def _asks(path: str, every_s: int, failures: int, port: str = "http") -> Document:
+    return {"httpGet": {"path": path, "port": port}, "periodSeconds": every_s, "failureThreshold": failures}

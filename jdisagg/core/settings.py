@@ -187,6 +187,7 @@ class Settings:
     host: str = _everyday("127.0.0.1", "server", "address the servers bind")
     http_port: int = _everyday(8000, "server", "HTTP port; 0: any free one, -1: no HTTP")
     grpc_port: int = _everyday(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
+    health_port: int = _setting(-1, "server", "HTTP port of a worker's process, /live and /ready; 0: any, -1: none")
     api_key: str = _everyday("", "server", "key that clients must send; empty: none")
     api_keys_file: str = _everyday(
         "", "server", "file of more keys: a name and a key a line; the one named admin is for /admin"
@@ -247,7 +248,7 @@ class Settings:
             raise ConfigError(f"--client_timeout_s is {self.client_timeout_s}, must be at least {MIN_CLIENT_TIMEOUT_S}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
-        for name in ("http_port", "grpc_port", "control_port"):
+        for name in ("http_port", "grpc_port", "control_port", "health_port"):
             if not -1 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must lie in [-1, 65535]")
         if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key == self.api_key.strip()):

@@ -60,6 +60,8 @@ def check_cluster_ports(settings: Settings, has_router: bool, has_workers: bool)
         _bound(settings.host, settings.control_port, "control_port").close()
     if has_workers:
         _bound(*split_address(settings.kv_listen), "kv_listen").close()
+        if settings.health_port >= 0:
+            _bound(settings.host, settings.health_port, "health_port").close()
 
 
 def _bound(host: str, port: int, flag: str) -> socket.socket:

@@ -46,9 +46,43 @@ LEADER_WORKER_SPEC = _object(
         subGroupPolicy=ANY,
     ),
 )
-ROLE = _object("name spec", name=NAME, metadata=ANY, spec=LEADER_WORKER_SPEC)
+ROLE = _object(
+    "name spec",
+    name=NAME,
+    metadata=ANY,
+    spec=LEADER_WORKER_SPEC,
+    scaling=_object("mode", mode={"enum": ["Static", "External"]}),
+)
+TARGET = _object("name", name=NAME, apiVersion=TEXT, kind=TEXT)
+SCALED_OBJECT_SPEC = _object(  # by KEDA's api/keda/v1alpha1
+    "scaleTargetRef triggers",
+    scaleTargetRef=TARGET,
+    pollingInterval=NUMBER,
+    cooldownPeriod=NUMBER,
+    idleReplicaCount=NUMBER,
+    minReplicaCount=NUMBER,
+    maxReplicaCount=NUMBER,
+    fallback=_object("failureThreshold replicas", failureThreshold=NUMBER, replicas=NUMBER),
+    advanced=ANY,
+    triggers={
+        "type": "array",
+        "minItems": 1,
+        "items": _object(
+            "type metadata",
+            type={"const": "prometheus"},
+            metricType={"enum": ["AverageValue", "Value"]},
+            metadata=_object(
+                "serverAddress query threshold",
+                serverAddress=TEXT,
+                query=TEXT,
+                threshold={"type": "string", "pattern": "^[0-9]+$"},
+            ),
+        ),
+    },
+)
 CUSTOM = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): LEADER_WORKER_SPEC,
+    ("keda.sh/v1alpha1", "ScaledObject"): SCALED_OBJECT_SPEC,
     ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"): _object(
         "roles", roles={"type": "array", "items": ROLE, "minItems": 2, "maxItems": 10}
     ),

@@ -19,9 +19,11 @@ from jdisagg import config, flags, job_files, launch, plan
 from jdisagg.cluster.gke_tpu import SLICES, slice_of
 from jdisagg.cluster.job import PLACED, Part, job_of
 from jdisagg.cluster.membership import GroupPlace, resolve
+from jdisagg.cluster.scalers import METRIC
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.labels import JOBS, VARIABLES, here
+from jdisagg.serve.cluster.leadership import pair_of
 from jdisagg.serve.cluster.processes import roles_of
 from jdisagg.serve.group.world import devices_each
 from jdisagg.serve.http.app import create_app
@@ -54,12 +56,17 @@ def settings_of(words: list[str]) -> Settings:
     return settings
 
 
-def containers(files: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """(where, command line) of every container."""
+def containers_of(files: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """As `containers`, of manifests alone."""
     for name, document in documents(files):
         for pod in pods(document):
             for each in pod["spec"]["containers"]:
                 yield f"{name} {document['kind']} {each['name']}", [*each["command"], *each["args"]]
+
+
+def containers(files: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """(where, command line) of every container."""
+    yield from containers_of(files)
     for name, service in yaml.safe_load(files["compose.yaml"])["services"].items():
         yield f"compose.yaml {name}", service["command"]
 
@@ -69,7 +76,7 @@ def test_the_committed_files_are_what_the_plan_makes(tmp_path, monkeypatch):
     kinds = ",".join(job_files.KINDS)
     assert plan.main(["plan", f"--emit={kinds}", "--config=configs/pod_70b.toml", f"--job_folder={tmp_path}"]) == 0
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert len(names) == 9
+    assert len(names) == 11
     stale = [name for name in names if (tmp_path / name).read_text() != (ROOT / "launch" / name).read_text()]
     assert not stale, "python -m jdisagg.plan --emit=slurm,k8s,gke_tpu,compose --config=configs/pod_70b.toml"
     kept = {
@@ -155,6 +162,84 @@ def test_services_point_at_ports_and_labels_that_the_router_has():
         assert all(named[port["targetPort"]] == port["port"] for port in spec["ports"])
     asked = {settings_of(words).router for where, words in containers(made()) if "LeaderWorkerSet" in where}
     assert asked == {f"big-router:{named['control']}"} and "big-router" in services
+
+
+FRONTED = job_files.JobValues(WIDE, "big", "big:1", 8, "v5p", "Made by a test", routers=2, fronts=3)
+
+
+@pytest.mark.parametrize("kind", ["k8s", "gke_tpu"])
+def test_two_routers_and_their_fronts_find_each_other_and_clients_find_the_fronts(kind: str):
+    files = job_files.files(FRONTED, (kind,))
+    assert not [fault for _, each in documents(files) for fault in faults(each)]
+    found = [each for name, each in documents(files) if name == f"{kind}/router.yaml"]
+    deployments = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Deployment"}
+    services = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Service"}
+    assert {name: spec["replicas"] for name, spec in deployments.items()} == {
+        "big-router-0": 1, "big-router-1": 1, "big-front": 3,
+    }  # fmt: skip
+    assert services["big"]["selector"] == deployments["big-front"]["selector"]["matchLabels"]
+    both = ["big-router-0:8100", "big-router-1:8101"]
+    for name, spec in deployments.items():
+        (container,) = spec["template"]["spec"]["containers"]
+        settings = settings_of([*container["command"], *container["args"]])
+        assert settings.router == ",".join(both), name
+        if settings.role == "router":
+            index = int(name[-1])
+            assert pair_of(settings) == (index == 0, both[1 - index])
+            (port,) = services[name]["ports"]
+            named = {each["name"]: each["containerPort"] for each in container["ports"]}
+            assert port["port"] == named["control"] == settings.control_port
+    asked = {settings_of(words).router for where, words in containers_of(files) if "LeaderWorkerSet" in where}
+    assert asked == {",".join(both)}
+
+
+@pytest.mark.parametrize(
+    ("routers", "fronts", "kind", "says"),
+    [
+        (3, 1, "k8s", "--routers is 3 and --fronts 1, must be 1 or 2, and 0 or more"),
+        (2, 0, "k8s", "--routers=2 needs --fronts=1 or more"),
+        (1, 2, "slurm", "--routers=1 and --fronts=2: --emit=slurm starts one router and no fronts"),
+        (2, 1, "compose", "--routers=2 and --fronts=1: --emit=compose starts one router and no fronts"),
+    ],
+)
+def test_routers_and_fronts_that_cannot_be_are_refused_in_one_line(routers: int, fronts: int, kind: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        job_files.files(replace(FRONTED, routers=routers, fronts=fronts), (kind,))
+
+
+def test_a_worker_is_asked_for_its_health_at_the_port_where_it_answers():
+    for _, document in documents(made()):
+        for pod in pods(document):
+            (container,) = pod["spec"]["containers"]
+            settings = settings_of([*container["command"], *container["args"]])
+            if settings.role == "router":
+                continue
+            named = {each["name"]: each["containerPort"] for each in container["ports"]}
+            assert named.get("health", -1) == settings.health_port
+            probes = [container[name]["httpGet"] for name in container if name.endswith("Probe")]
+            assert {each["port"] for each in probes} == ({"health"} if settings.health_port > 0 else set())
+            assert {each["path"] for each in probes} <= {"/live", "/ready"}
+
+
+def test_scalers_follow_what_the_autoscaler_tells_and_stand_for_what_there_is():
+    watched = replace(WIDE, autoscale="watch")
+    assert not [name for name in made() if "hpa" in name or "keda" in name]
+    files = made(watched, ("k8s",))
+    found = {name: list(yaml.safe_load_all(text)) for name, text in files.items()}
+    assert not [fault for each in found.values() for document in each for fault in faults(document)]
+    sets = {each["metadata"]["name"] for each in found["k8s/lws.yaml"] if each["kind"] == "LeaderWorkerSet"}
+    for name in ("k8s/hpa.yaml", "k8s/keda.yaml"):
+        assert {each["spec"]["scaleTargetRef"]["name"] for each in found[name]} == sets, name
+        assert all("jdisagg_desired_replicas" in str(each["spec"]) for each in found[name])
+    whole, *others = found["k8s/disaggregatedset.yaml"]
+    assert all(role["scaling"] == {"mode": "External"} for role in whole["spec"]["roles"])
+    assert not any("replicas" in role["spec"] for role in whole["spec"]["roles"])
+    targets = {each["spec"]["scaleTargetRef"]["name"] for each in others if each["kind"] == "HorizontalPodAutoscaler"}
+    assert targets == {f"big-{role['name']}" for role in whole["spec"]["roles"]}
+
+
+def test_the_metric_that_scalers_follow_is_one_that_is_told():
+    assert f"`{METRIC}`" in (ROOT / "docs" / "metrics.md").read_text()
 
 
 def test_every_replica_of_every_role_is_there_and_none_is_evicted_beside_another():

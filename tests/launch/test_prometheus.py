@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import dashboard
 from docs.generate.alerts_table import RULES, rules
+from jdisagg.policy.autoscaler import Scaling
+from jdisagg.policy.role_scaler import RoleScaler
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from tests.ports import free_port
@@ -39,6 +41,7 @@ def drawn_queries() -> list[str]:
 def exported() -> set[str]:
     """Every name that a query may use."""
     with toy_stack() as stack:
+        stack.metrics.watch_scaling(RoleScaler(Scaling(), [each.config for each in stack.workers.values()]))
         families = text_string_to_metric_families(stack.metrics.render().decode())
         found: set[str] = set()
         for family in families:

@@ -261,6 +261,11 @@ class WorkerNode(Node):
             self.post(ROUTER, {"leaving": worker})
 
     @property
+    def serves(self) -> bool:
+        """Whether a router has its workers and may give them work."""
+        return self._link is not None and not self._leaving
+
+    @property
     def idle(self) -> bool:
         """Whether nothing of any request is left here."""
         return all(actor.idle for actor in self.driver.actors.values() if isinstance(actor, Worker))

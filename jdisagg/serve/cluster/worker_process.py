@@ -20,6 +20,7 @@ from jdisagg.serve.build import (
 )
 from jdisagg.serve.cluster.certificates import channel_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
+from jdisagg.serve.cluster.health import HealthServer
 from jdisagg.serve.cluster.leadership import KnownMembers
 from jdisagg.serve.cluster.nodes import WorkerNode
 from jdisagg.serve.cluster.processes import (
@@ -48,8 +49,9 @@ SETTLED_S = 0.5  # with nothing left, before a process leaves
 class WorkerProcess:
     """Workers alone, and their link to the router."""
 
-    def __init__(self, node: WorkerNode, client: ControlClient) -> None:
-        self.node, self._client = node, client
+    def __init__(self, node: WorkerNode, client: ControlClient, health: HealthServer | None = None) -> None:
+        """health: answers probes from `start` to `stop`."""
+        self.node, self._client, self._health = node, client, health
         self._stopped = threading.Event()
         self._reporter = threading.Thread(target=self._report, name="status", daemon=True)
 
@@ -57,6 +59,8 @@ class WorkerProcess:
         self.node.driver.start()
         self._client.start()
         self._reporter.start()
+        if self._health is not None:
+            self._health.start()
 
     def _report(self) -> None:
         while not self._stopped.wait(PUSH_INTERVAL_S):
@@ -80,6 +84,8 @@ class WorkerProcess:
     def stop(self) -> None:
         """Leaves the router first, so that it takes our sequences elsewhere at once."""
         self._stopped.set()
+        if self._health is not None:
+            self._health.stop()
         self._client.stop()
         self.node.driver.stop()
         self.node.close()
@@ -144,4 +150,12 @@ def join_router(
         credentials,
         refused=ended,
     )
-    return WorkerProcess(node, client)
+    return WorkerProcess(node, client, health_of(settings, node))
+
+
+def health_of(settings: Settings, node: WorkerNode) -> HealthServer | None:
+    """Alive as long as its driver is; ready while a router has it and it is not on its way out."""
+    if settings.health_port < 0:
+        return None
+    answers = {"/live": lambda: node.driver.alive, "/ready": lambda: node.driver.alive and node.serves}
+    return HealthServer(settings.host, settings.health_port, answers)
