@@ -55,7 +55,7 @@ def resolve(settings: Settings, environ: Environ) -> GroupPlace | None:
         return None
     place = _place(heard)
     if settings.tiers:
-        raise ConfigError(f"{settings.tiers}: a worker of {place.size} processes (--group_size) keeps no KV below HBM")
+        raise ConfigError(f"{settings.tiers}: a worker of {place.size} processes (--group_size) keeps KV in HBM alone")
     return place
 
 

@@ -147,6 +147,8 @@ class Settings:
     disk_path: str = _setting("", "tiers", "folder of the disk's files, one a worker; they outlive a restart")
     tier_compress: str = _setting("none", "tiers", "what KV below the device is quantised to (as for transfers)",
                                   ("none", "int8", "fp8", "int4"))  # fmt: skip
+    peer_fetch: bool = _setting(False, "tiers", "workers lend each other KV: what a prompt lacks is read from whoever"
+                                " holds it, where that beats computing it")  # fmt: skip
     pool: str = _setting(
         "", "tiers", "KV that all workers share: redis:// or mooncake://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER"
     )
@@ -224,8 +226,8 @@ class Settings:
 
     @property
     def tiers(self) -> str:
-        """What keeps KV below HBM, as it was asked for; "" where nothing does."""
-        names = "dram_tokens", "disk_tokens", "pool"
+        """What brings KV to HBM, and may keep it below, as it was asked for; "" where nothing does."""
+        names = "dram_tokens", "disk_tokens", "pool", "peer_fetch"
         return " ".join(f"--{name}={getattr(self, name)}" for name in names if getattr(self, name))
 
     def check(self) -> None:
@@ -280,7 +282,7 @@ def _check_tiers(settings: Settings) -> None:
     if not settings.tiers:
         return
     if settings.group:
-        raise ConfigError(f"{settings.tiers} and --group={settings.group}: one worker's processes keep no KV below HBM")
+        raise ConfigError(f"{settings.tiers} and --group={settings.group}: one worker's processes keep KV in HBM alone")
     if settings.prefix_caching != "on":
         raise ConfigError(f"{settings.tiers} and --prefix_caching={settings.prefix_caching}: tiers keep prefixes")
 

@@ -173,7 +173,7 @@ def mesh_of(settings: Settings) -> MeshSpec:
     if settings.mesh != AUTO:
         mesh = MeshSpec.parse(settings.mesh)
         if mesh.is_ring and settings.tiers:
-            raise ConfigError(f"{settings.tiers} and --mesh={settings.mesh}: a ring keeps no KV below HBM")
+            raise ConfigError(f"{settings.tiers} and --mesh={settings.mesh}: a ring keeps KV in HBM alone")
         return mesh
     model = read_model(place_of(settings))
     return MeshSpec.parse(f"prefill:tp2,decode:pp{min(2, model.num_layers)}")
@@ -234,6 +234,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         dram_pages=-(-settings.dram_tokens // page_size),
         disk_pages=-(-settings.disk_tokens // page_size),
         shared_pool=bool(settings.pool),
+        peer_fetch=settings.peer_fetch,
         tier_wire=RAW if settings.tier_compress == "none" else settings.tier_compress,
         mixed_steps=mixed,
         short_prompt_tokens=short,

@@ -20,7 +20,7 @@ from jdisagg.core.steps import KVTransfer, last_layer
 from jdisagg.core.tiers import PageMove
 from jdisagg.engine.executor import Executor, PendingStep, Shipment
 from jdisagg.serve.readers import Readers
-from jdisagg.serve.tier_moves import NO_STORES, PagesRead, TierMoves, WorkerStores
+from jdisagg.serve.tier_moves import NO_STORES, Lent, PagesRead, TierMoves, WorkerStores
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -44,6 +44,10 @@ class RemoteWorkers(Protocol):
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
         """Packs, and offers what was packed; the other process calls `land`. Raises where there is no way there."""
+        ...
+
+    def lend(self, lent: Lent) -> None:
+        """As `tier_moves.Lender`; from any thread."""
         ...
 
     def give_up(self, worker: WorkerId) -> None:
@@ -88,7 +92,7 @@ class Executors:
         self._landed: dict[KVTransfer, Shipment] = {}  # the worker decides in this very round
         self._unheard: dict[WorkerId, set[int]] = {}  # steps that failed at once, of which their actor has not heard
         self._readers = Readers()
-        self.tiers = TierMoves(stores, executors, self._readers, inbox, clock)
+        self.tiers = TierMoves(stores, executors, self._readers, inbox, clock, remote)
 
     def stop(self) -> None:
         self._readers.stop()

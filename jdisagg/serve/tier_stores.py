@@ -41,7 +41,7 @@ def _stores(settings: Settings, machine: MeshExecutor, model: str) -> WorkerStor
         stores[Tier.DISK] = _disk(settings, config, form, form.fingerprint(model))
     if config.shared_pool:
         stores[Tier.POOL] = open_pool(settings.pool, form.fingerprint(model))
-    return WorkerStores(form.record_bytes, stores)
+    return WorkerStores(form.record_bytes, stores, form.fingerprint(model))
 
 
 def _disk(settings: Settings, config: WorkerConfig, form: RecordLayout, fingerprint: str) -> DiskStore:

@@ -148,3 +148,29 @@ def test_a_role_whose_pages_would_be_others_is_refused_to_a_worker_with_tiers():
     place = deployment.mesh.workers()[0]
     with pytest.raises(ConfigError, match="--dram_tokens=64"):
         shapes_of(deployment, settings, place, place.worker).find("decode", "")
+
+
+@pytest.mark.parametrize("wire", ["none", pytest.param("int8", marks=pytest.mark.slow)])
+def test_workers_of_any_mesh_lend_each_other_what_they_hold_and_the_tokens_are_the_same(plain, wire):
+    """Two workers in turn: each prompt is asked for twice, first of the one, then of the other."""
+    sizes = {"kv_tokens": 1024, "routing": "round_robin", "tier_compress": wire, "transfer_error_bound": 0.2}
+    with started("colocated:2xtp1", peer_fetch=True, **sizes) as llm:
+        one = prompts()[0]
+        assert list(llm.generate(one, GREEDY).token_ids) == plain[0]
+        again = llm.generate(one, GREEDY)
+        assert again.cached_tokens == 32 and (wire != "none" or list(again.token_ids) == plain[0])
+        assert not llm.service.recompiles()
+        checked_at_rest(llm)
+
+
+@pytest.mark.slow
+def test_a_prefill_worker_reads_what_the_decode_worker_wrote():
+    """The next turn of a conversation: its last answer was decoded, on another mesh."""
+    with started(PAIR, peer_fetch=True, kv_tokens=1024) as llm, started(COLOCATED, kv_tokens=1024) as other:
+        one, params = prompts()[0][:16], jdisagg.SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        answer = list(llm.generate(one, params).token_ids)
+        following = [*one, *answer, *prompts()[1][:8]]
+        there = llm.generate(following, GREEDY)
+        assert there.cached_tokens == 32, "16 of the prompt, and 16 of the answer"
+        assert list(there.token_ids) == list(other.generate(following, GREEDY).token_ids)
+        checked_at_rest(llm)

@@ -18,17 +18,22 @@ from jdisagg.core.protocol import check_word
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.serve.cluster.remote_kv import read_notice
+from jdisagg.serve.cluster.remote_pages import read_lent
 from jdisagg.serve.remote_metrics import Samples, read_samples
 from jdisagg.serve.reshaping import ReshapeTimes
 from jdisagg.serve.transfer_stats import TransferStats, read_transfer_stats
 
 
 def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> Message | None:
-    """The message of a body, None where it is a notice of KV. Either end is None where it is the router."""
-    if "kv" in body:
+    """The message of a body, None where it is a notice of KV or of pages that are lent. Either end is None where it is
+    the router."""
+    if "kv" in body or "lent" in body:
         if sender is None or to is None:
             raise SenselessWord("KV goes from worker to worker, and the router is none")
-        read_notice(body["kv"], sender, to)
+        if "kv" in body:
+            read_notice(body["kv"], sender, to)
+        else:
+            read_lent(body["lent"])
         return None
     try:
         message = decode(body.get("message"))

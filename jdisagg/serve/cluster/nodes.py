@@ -31,12 +31,14 @@ from jdisagg.serve.cluster.bodies import read_word, shifted
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
 from jdisagg.serve.cluster.role_options import options_json
+from jdisagg.serve.cluster.remote_pages import offer_records, pull_records, read_lent
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.executors import failure_of
 from jdisagg.serve.readers import Readers
 from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
 from jdisagg.serve.reshaping import ReshapeTimes
 from jdisagg.serve.shapes import WorkerShapes
+from jdisagg.serve.tier_moves import Lent
 from jdisagg.serve.transfer_stats import transfer_stats_of
 
 log = logging.getLogger("jdisagg.cluster")
@@ -94,6 +96,13 @@ class Node:
         failed = lambda error: self.driver.post(source, failure_of(source, error, transfer=transfer))  # noqa: E731
         self.remote_kv.ship(machine, transfer, peer, tell, failed)
 
+    def lend(self, lent: Lent) -> None:
+        peer = self.peers.get(lent.asker)
+        if peer is None:
+            raise TransferRefused(f"{lent.asker} has gone, with the pages that were for it")
+        notice = offer_records(self.remote_kv, lent, peer)
+        self.post(lent.asker, {"from": lent.lender, "to": lent.asker, "lent": notice})
+
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
         """Sends a body on its way to the process of `to`; nobody there, nothing sent."""
         raise NotImplementedError
@@ -112,7 +121,8 @@ class Node:
         except LateWord:
             return
         if message is None:
-            self._readers.read(_lane(sender, to), lambda: self._fetch(sender, to, body["kv"]))
+            take, notice = (self._fetch, body["kv"]) if "kv" in body else (self._borrow, body["lent"])
+            self._readers.read(_lane(sender, to), lambda: take(sender, to, notice))
         else:
             self.driver.post(to, Received(sender, shifted(message, shift_s)))
 
@@ -161,6 +171,16 @@ class Node:
             self.driver.land(*self.remote_kv.fetch(self.machines[to], notice, self.peers[sender]))
         except Exception:  # the part counts as never sent, and is asked for again
             log.exception("a part for %s was lost", to)
+
+    def _borrow(self, sender: WorkerId, to: WorkerId, record: dict[str, Any]) -> None:
+        """Pulls what was lent, where it is waited for still."""
+        tiers, notice = self.driver.executors.tiers, read_lent(record)
+        if not tiers.awaits(to, notice.asked):
+            return
+        try:
+            tiers.arrive(pull_records(self.remote_kv, notice, sender, to))
+        except Exception as error:
+            tiers.lost(to, notice.asked, error)
 
     def connect(self, described: Iterable[dict[str, Any]]) -> None:
         for record in described:

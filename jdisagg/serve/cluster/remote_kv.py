@@ -204,17 +204,22 @@ class RemoteKV:
         The notice's moves, and its pieces of this process. Raises TransportError.
         """
         packed = machine.pack(transfer, peer.stages)
-        until_s = time.monotonic() + self.timeout_s
         pieces = list[Any]()
-        for rank, theirs in enumerate(peer.capabilities):
+        for rank in range(len(peer.capabilities)):
             held = [(each, shard) for each in packed for shard in shards_held(peer.holders[each.stage], rank)]
             arrays = [array for each, shard in held for array in each.arrays_for(shard) if array is not None]
             if arrays:
-                transport = self._open(choose(self.mine, theirs, self.wanted))
-                ticket = transport.offer(id_of(transfer), arrays, until_s)
-                self._tickets.add(ticket, peer.worker, until_s)
+                ticket = self.offer(id_of(transfer), arrays, peer, rank)
                 pieces.append([self.rank, rank, ticket.to_json()])
         return [_move_json(each) for each in packed], pieces
+
+    def offer(self, transfer: TransferId, arrays: Sequence[Array], peer: PeerRecord, rank: int = 0) -> Ticket:
+        """To this process of the peer, until it has them or time is up. Raises TransportError."""
+        until_s = time.monotonic() + self.timeout_s
+        transport = self._open(choose(self.mine, peer.capabilities[rank], self.wanted))
+        ticket = transport.offer(transfer, arrays, until_s)
+        self._tickets.add(ticket, peer.worker, until_s)
+        return ticket
 
     def withdraw(self, attempt: Attempt) -> None:
         """It was given up: what is still offered for it is let go."""
@@ -276,10 +281,15 @@ class RemoteKV:
     def _pull_piece(self, ticket: Ticket, devices: Sequence[Device], deadline_s: float) -> Iterator[Array]:
         if len(devices) != len(ticket.arrays):
             raise BadTicket(f"{len(ticket.arrays)} arrays are offered, the notice's moves take {len(devices)}")
+        return iter(self.pull_offer(ticket, devices, deadline_s))
+
+    def pull_offer(self, ticket: Ticket, devices: Sequence[Device], deadline_s: float | None = None) -> list[Array]:
+        """Its arrays, each on its device; blocks. Raises TransportError."""
         transport = self._open(ticket.transport)
-        arrays = transport.pull(ticket, devices, deadline_s)
+        until_s = time.monotonic() + self.timeout_s if deadline_s is None else deadline_s
+        arrays = transport.pull(ticket, devices, until_s)
         transport.ack(ticket)
-        return iter(arrays)
+        return arrays
 
     # ------------------------------------------------------------ both
 

@@ -155,7 +155,7 @@ class RouterNode(Node):
             with suppress(LateWord):
                 self.checked(body, speaker, to)
                 self.post(to, body)
-        elif "message" not in body and "kv" not in body:
+        elif not {"message", "kv", "lent"} & body.keys():
             raise SenselessWord(f"{shown(speaker)} says nothing that is known: {shown(body)}")
 
     def checked(self, body: dict[str, Any], sender: WorkerId, to: WorkerId) -> Message | None:
