@@ -26,7 +26,12 @@ def _described(worker: Worker, tokens: Sequence[int], salt: str, now_s: float) -
     names = page_hashes(tokens, config.page_size, salt) if config.prefix_caching else ()
     held = {Tier.HBM.value: worker.shared.cache.match(names)}
     held |= {tier.value: sum(map(pool.readable, names)) for tier, pool in tiers.pools.items()}
-    sources = [*tiers.pools, *([Tier.POOL] if config.shared_pool else []), *([COMPUTED] if config.has_tiers else [])]
+    sources = [
+        *map(str, tiers.pools),
+        *([Tier.POOL.value] if config.shared_pool else []),
+        *([COMPUTED] if config.has_tiers else []),
+    ]
+    sources += [source for source in [*tiers.prices.lines] if source not in sources]  # other workers
     seconds = {str(source): tiers.prices.seconds(source, len(names), now_s) for source in sources}
     return {
         "worker": config.worker,
@@ -34,5 +39,5 @@ def _described(worker: Worker, tokens: Sequence[int], salt: str, now_s: float) -
         "page_size": config.page_size,
         "held_tokens": {tier: pages * config.page_size for tier, pages in held.items()},
         "seconds": seconds,
-        "left_alone": [tier.value for tier in tiers.prices.troubles if not tiers.prices.usable(tier, now_s)],
+        "left_alone": [str(source) for source in [*tiers.prices.troubles] if not tiers.prices.usable(source, now_s)],
     }

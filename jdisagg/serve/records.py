@@ -39,11 +39,14 @@ from jdisagg.core.messages import (
     CacheHeld,
     CacheWanted,
     Drawn,
+    FetchPages,
     Joined,
     Leave,
     Left,
     Message,
+    NoPages,
     Preempted,
+    Priced,
     Progress,
     Renew,
     Reserve,
@@ -68,7 +71,7 @@ MAX_CHANGES = 32
 MAX_ROWS = 200  # of one request, chunks and parts counted apart
 NOT_KEPT = (  # too many, and they explain nothing; or of no request
     *(Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged),
-    *(Leave, Left, Joined, Ask, Withdraw),
+    *(Leave, Left, Joined, Ask, Withdraw, Priced, FetchPages, NoPages),
 )
 SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
 

@@ -38,6 +38,7 @@ from jdisagg.serve.cluster.bodies import read_shift_s
 from jdisagg.serve.cluster.control_server import ServerCallbacks
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.tier_moves import Lent
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -64,6 +65,9 @@ class FrontNode:
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
         raise TransferRefused(f"a front holds no KV, and {transfer.attempt.request_id!r} would ship some")
+
+    def lend(self, lent: Lent) -> None:
+        raise TransferRefused(f"a front holds no KV, and {lent.asker} would get some")
 
     def give_up(self, worker: WorkerId) -> None:
         raise AssertionError(f"a front has no workers, and {worker} would be lost")
