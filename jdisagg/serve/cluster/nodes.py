@@ -30,8 +30,8 @@ from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.bodies import read_word, shifted
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
-from jdisagg.serve.cluster.role_options import options_json
 from jdisagg.serve.cluster.remote_pages import offer_records, pull_records, read_lent
+from jdisagg.serve.cluster.role_options import options_json
 from jdisagg.serve.driver import LiveDriver
 from jdisagg.serve.executors import failure_of
 from jdisagg.serve.readers import Readers
