@@ -147,11 +147,9 @@ class Settings:
     disk_path: str = _setting("", "tiers", "folder of the disk's files, one a worker; they outlive a restart")
     tier_compress: str = _setting("none", "tiers", "what KV below the device is quantised to (as for transfers)",
                                   ("none", "int8", "fp8", "int4"))  # fmt: skip
-    peer_fetch: bool = _setting(False, "tiers", "workers lend each other KV: what a prompt lacks is read from whoever"
-                                " holds it, where that beats computing it")  # fmt: skip
-    pool: str = _setting(
-        "", "tiers", "KV that all workers share: redis:// or mooncake://HOST:PORT, s3://BUCKET/PATH, file:///FOLDER"
-    )
+    peer_fetch: bool = _setting(False, "tiers", "workers lend each other KV, where that beats computing it again")
+    pool: str = _setting("", "tiers", "KV that all workers share: redis:// or mooncake://HOST:PORT, s3://BUCKET/PATH,"
+                         " file:///FOLDER")  # fmt: skip
     # cluster
     role: str = _everyday(
         "all",
