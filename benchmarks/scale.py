@@ -30,7 +30,17 @@ from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg.core.events import Event, Finish, Received, Send, Submit
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Drawn, Ended, Message, Progress, Reserve, Reserved, StartPrefill, TokenDelta
+from jdisagg.core.messages import (
+    CacheWanted,
+    Drawn,
+    Ended,
+    Message,
+    Progress,
+    Reserve,
+    Reserved,
+    StartPrefill,
+    TokenDelta,
+)
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -44,10 +54,10 @@ flags.DEFINE_integer(
 flags.DEFINE_integer("tokens_a_word", 8, "that a worker tells of a stream at once", 1, flag_values=FLAGS)
 flags.DEFINE_integer("output_tokens", 64, "of a stream that is followed to its end", 1, flag_values=FLAGS)
 flags.DEFINE_integer("followed", 2000, "streams followed to their ends", 1, flag_values=FLAGS)
-flags.DEFINE_string("routing", "least_loaded", "as --routing of launch", flag_values=FLAGS)
+flags.DEFINE_list("routings", ["least_loaded", "cache_aware"], "of --routing of launch", flag_values=FLAGS)
 flags.DEFINE_integer("days", 365, "over which failures are drawn", 1, flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
-PROMPT = tuple(range(512))
+PROMPTS = [(first, *range(1, 512)) for first in range(1000)]
 DEVICE_FAILURES_PER_HOUR = 419 / (54 * 24 * 16_384)
 
 
@@ -55,6 +65,7 @@ DEVICE_FAILURES_PER_HOUR = 419 / (54 * 24 * 16_384)
 class Row:
     """One size of cluster; one core."""
 
+    routing: str
     workers: int
     streams: int
     decisions_per_s: float
@@ -63,27 +74,30 @@ class Row:
     messages_per_token: float
 
 
-def workers_of(count: int) -> list[WorkerConfig]:
+def workers_of(count: int, *, keep: bool) -> list[WorkerConfig]:
+    """keep: pages, which the router then follows."""
     roles = [Role.PREFILL] * (count // 2) + [Role.DECODE] * (count - count // 2)
     return [
-        WorkerConfig(WorkerId(f"{role}-{number}"), role, 1 << 20, 32, 8192, num_slots=1024)
+        WorkerConfig(WorkerId(f"{role}-{number}"), role, 1 << 20, 32, 8192, num_slots=1024, prefix_caching=keep)
         for number, role in enumerate(roles)
     ]
 
 
-def request(number: int) -> Request:
-    return Request(RequestId(f"r{number:07d}"), PROMPT, SamplingParams(max_tokens=FLAGS.output_tokens))
+def request(number: int, conversation: int = 0) -> Request:
+    """Of a conversation that begins like a thousandth of all others."""
+    prompt = PROMPTS[conversation % len(PROMPTS)]
+    return Request(RequestId(f"r{number:07d}"), prompt, SamplingParams(max_tokens=FLAGS.output_tokens))
 
 
 class Driven:
     """A router, and workers that answer at once. `messages` counts both ways."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, routing: Routing) -> None:
         config = RouterConfig(
             queue_limit=1 << 30, prefill_timeout_s=1e9, stall_timeout_s=1e9, handoff_timeout_s=1e9,
-            routing=Routing(FLAGS.routing),
+            routing=routing,
         )  # fmt: skip
-        self.router = Router(config, workers_of(workers))
+        self.router = Router(config, workers_of(workers, keep=routing is Routing.CACHE_AWARE))
         self.messages, self.events, self.ended, self.now_s = 0, 0, 0, 0.0
 
     def take(self, event: Event) -> list[tuple[WorkerId, Message]]:
@@ -92,12 +106,13 @@ class Driven:
         self.now_s += 1e-6
         effects = self.router.handle(event, self.now_s)
         self.ended += sum(isinstance(each, Finish) for each in effects)
-        said = [(each.to, each.message) for each in effects if isinstance(each, Send)]
+        sent = [(each.to, each.message) for each in effects if isinstance(each, Send)]
+        said = [each for each in sent if not isinstance(each[1], CacheWanted)]  # asked once of each
         self.messages += len(said) + isinstance(event, Received)
         return said
 
     def admit(self, number: int) -> list[tuple[WorkerId, Message]]:
-        return self.take(Submit(request(number)))
+        return self.take(Submit(request(number, number)))
 
     def begin(self, said: list[tuple[WorkerId, Message]]) -> tuple[Attempt, WorkerId]:
         """From the reservation to the first step of decode."""
@@ -126,8 +141,9 @@ def words(attempt: Attempt, decode: WorkerId, now_s: float) -> Iterator[Received
     yield Received(decode, Ended(attempt, FinishReason.LENGTH, now_s, last))
 
 
-def measure(workers: int, streams: int) -> Row:
-    driven = Driven(workers)
+def measure(workers: int, streams: int, routing: Routing) -> Row:
+    """Those that are followed begin as others did, which some workers have computed."""
+    driven = Driven(workers, routing)
     gc.collect()
     tracemalloc.start()
     begun = [driven.begin(driven.admit(number)) for number in range(streams // 10)]
@@ -138,7 +154,7 @@ def measure(workers: int, streams: int) -> Row:
     driven.messages = driven.events = 0
     began_s = time.process_time()
     for number in range(streams, streams + followed):
-        submitted = Submit(request(number))
+        submitted = Submit(request(number, number - streams))
         before_s = time.process_time()
         said = driven.take(submitted)
         decided_s += time.process_time() - before_s
@@ -147,7 +163,8 @@ def measure(workers: int, streams: int) -> Row:
     assert driven.ended == followed, f"{driven.ended} of {followed} ended"
     tokens = followed * FLAGS.output_tokens
     return Row(
-        workers, streams, followed / decided_s, driven.events / whole_s, state_bytes, driven.messages / tokens
+        routing.value, workers, streams, followed / decided_s, driven.events / whole_s, state_bytes,
+        driven.messages / tokens,
     )  # fmt: skip
 
 
@@ -206,11 +223,13 @@ def _loss(fleet: Fleet, times_s: np.ndarray, decodes: np.ndarray, hours: float, 
 
 def table(rows: list[Row]) -> Table:
     shown = Table(title="one router, one core")
+    shown.add_column("routing")
     for name in ("workers", "streams", "decisions/s", "events/s", "bytes a stream", "messages a token"):
         shown.add_column(name, justify="right")
     for each in rows:
         rates = f"{each.decisions_per_s:,.0f}", f"{each.events_per_s:,.0f}"
         shown.add_row(
+            each.routing,
             f"{each.workers:,}",
             f"{each.streams:,}",
             *rates,
@@ -222,13 +241,14 @@ def table(rows: list[Row]) -> Table:
 
 def main() -> int:
     sizes = [int(each) for each in FLAGS.workers]
-    rows = [measure(each, max(20, FLAGS.streams * each // max(sizes))) for each in sizes]
+    streams = {each: max(20, FLAGS.streams * each // max(sizes)) for each in sizes}
+    rows = [measure(each, streams[each], Routing(routing)) for routing in FLAGS.routings for each in sizes]
     Console().print(table(rows))
     found = losses(Fleet(), FLAGS.days)
     for each in found:
         Console().print(each)
     if FLAGS.output:
-        about = {name: FLAGS[name].value for name in ("routing", "tokens_a_word", "output_tokens", "days")}
+        about = {name: FLAGS[name].value for name in ("tokens_a_word", "output_tokens", "days")}
         report = {**described(), **about, "rows": [asdict(each) for each in rows], "fleet": asdict(Fleet())}
         report |= {"failures": [asdict(each) for each in found]}
         Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -63,8 +63,9 @@ def autoscale() -> str:
 
 def scale() -> str:
     report, keys = result("scale"), ("workers", "streams", "decisions_per_s", "events_per_s", "state_bytes")
-    rows = [[*(f"{each[key]:,.0f}" for key in keys), f"{each['messages_per_token']:.2f}"] for each in report["rows"]]
-    head = ["workers", "streams", "decisions/s", "events/s", "bytes a stream", "messages a token"]
+    numbers = [[*(f"{each[key]:,.0f}" for key in keys), f"{each['messages_per_token']:.2f}"] for each in report["rows"]]
+    rows = [[f"`{each['routing']}`", *row] for each, row in zip(report["rows"], numbers, strict=True)]
+    head = ["routing", "workers", "streams", "decisions/s", "events/s", "bytes a stream", "messages a token"]
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 

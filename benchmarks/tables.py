@@ -267,6 +267,18 @@ def ring() -> str:
     return f"{origin(report)}\n\n{rows_of(['streams', *kinds], rows)}"
 
 
+def prefill_stages() -> str:
+    """The first token's time, and the stages' share of it in pairs."""
+    report, rows = result("prefill_stages"), []
+    for shape in dict.fromkeys((each["prompt_tokens"], each["batch"]) for each in report["rows"]):
+        found = [each for each in report["rows"] if (each["prompt_tokens"], each["batch"]) == shape]
+        shares = ["", *(f" ({each['ratio']:.2f})" for each in found[1:])]
+        times = (f"{1e3 * each['ttft_s']:,.0f}{share}" for each, share in zip(found, shares, strict=True))
+        rows.append([f"{shape[0]:,}", shape[1], *times])
+    meshes = dict.fromkeys(f"`prefill:{each['mesh']}`" for each in report["rows"])
+    return f"{origin(report)}\n\n{rows_of(['prompt tokens', 'at once', *meshes], rows)}"
+
+
 def role_flip() -> str:
     report, rates = result("role_flip_cpu"), ("before_tokens_per_s", "meanwhile_tokens_per_s", "failed")
     keys = ("drained_s", "reshard_s", "compile_s", "warm_s", "whole_s")
@@ -304,6 +316,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.simulator,
         simulated_tables.topology,
         ring,
+        prefill_stages,
         simulated_tables.early_rejection,
         simulated_tables.autoscale,
         role_flip,

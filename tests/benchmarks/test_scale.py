@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import autoscale, scale
+from jdisagg.core.router_config import Routing
 from jdisagg.policy.autoscaler import Scaling
 
 
-def test_every_followed_stream_ends_and_its_messages_are_counted():
+@pytest.mark.parametrize("routing", [Routing.LEAST_LOADED, Routing.CACHE_AWARE])
+def test_every_followed_stream_ends_and_its_messages_are_counted(routing: Routing):
     scale.FLAGS(["scale", "--followed=20", "--tokens_a_word=8", "--output_tokens=65"])
-    row = scale.measure(16, 40)
+    row = scale.measure(16, 40, routing)
     assert row.streams == 40 and row.decisions_per_s > 0 and row.state_bytes > 100
     assert row.messages_per_token == pytest.approx((2 + 5 + 8 + 1) / 65, abs=0.04)
 
