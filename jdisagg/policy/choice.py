@@ -21,6 +21,14 @@ def total(parts: Parts) -> float:
     return parts[0][1] if len(parts) == 1 else sum([part for _, part in parts])
 
 
+class Reach(NamedTuple):
+    """KV that a worker could fetch for a prompt, from the source that saves most."""
+
+    source: str  # a tier of its own, or another worker
+    tokens: int  # leading ones that are at hand then
+    share: float  # of the time that computing those takes which are fetched
+
+
 class WorkerSnapshot(NamedTuple):
     """One live worker as the router sees it for one request. There are many of what a decision is made of: a tuple is
     made in a third of the time."""
@@ -34,6 +42,7 @@ class WorkerSnapshot(NamedTuple):
     cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
     short_prompt_tokens: int = 0  # of a decode worker: the end of a prompt that it computes itself, at most
     room_now: bool = True  # not only when KV will come: what it computes itself needs pages at once
+    reach: Reach | None = None  # where fetching is known to be quicker than computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +157,15 @@ def _sum(candidate: Candidate) -> str:
 def end_of(snapshot: WorkerSnapshot, routed: RoutingRequest) -> int:
     """Prompt tokens to be computed there: the last one always is, for what is drawn after it."""
     return max(1, routed.prompt_tokens - snapshot.cached_tokens)
+
+
+def at_hand(snapshot: WorkerSnapshot, compute: Callable[[int], float]) -> Parts:
+    """What the prompt costs there: `compute` is given the leading tokens that need not be computed. What fetching costs
+    is said by its source, in whatever `compute` counts."""
+    here, reach = compute(snapshot.cached_tokens), snapshot.reach
+    if reach is not None:
+        rest = compute(reach.tokens)
+        fetched = reach.share * (here - rest)
+        if rest + fetched < here:
+            return (("prefill", rest), (f"fetch from {reach.source}", fetched))
+    return (("prefill", here),)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import takewhile
 
-from jdisagg.core.messages import MOST_HOLDERS, CacheChanged, CacheHeld, Holder
+from jdisagg.core.messages import MOST_HOLDERS, CacheChanged, CacheHeld, Holder, Priced
 from jdisagg.core.request import WorkerId
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.policy.choice import Reach
 from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.prefix_directory import PrefixDirectory
+from jdisagg.policy.prices import COMPUTED
 
+MANY = 16  # lenders from which on a routing does not weigh what they could lend to whom
 OWN = (Tier.HBM, Tier.DRAM, Tier.DISK)
 
 
@@ -21,6 +24,7 @@ class Holdings:
     def __init__(self) -> None:
         self.by_tier = {tier: PrefixDirectory(tier) for tier in OWN}
         self._lenders: dict[WorkerId, WorkerConfig] = {}
+        self.prices: dict[WorkerId, dict[str, tuple[float, float]]] = {}  # seconds at all, and a page, by source
 
     @property
     def hbm(self) -> PrefixDirectory:
@@ -34,6 +38,7 @@ class Holdings:
 
     def forget(self, worker: WorkerId) -> None:
         self._lenders.pop(worker, None)
+        self.prices.pop(worker, None)
         for directory in self.by_tier.values():
             directory.forget(worker)
 
@@ -46,6 +51,40 @@ class Holdings:
     def to_ask(self) -> list[WorkerId]:
         """Workers that are to be asked for all that they keep; each is returned once."""
         return list(dict.fromkeys(worker for directory in self.by_tier.values() for worker in directory.to_ask()))
+
+    def hear_prices(self, worker: WorkerId, message: Priced) -> None:
+        if self.hbm.follows(worker):
+            self.prices[worker] = {source: (fixed, each) for source, fixed, each in message.lines}
+
+    def seconds(self, worker: WorkerId, source: str, pages: int) -> float | None:
+        """What it said that so many pages cost it; None where it said nothing."""
+        line = self.prices.get(worker, {}).get(source)
+        return None if line is None else line[0] + pages * line[1]
+
+    # ------------------------------------------------------------ what a worker could fetch
+
+    def reach(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> Reach | None:
+        """The source that saves this worker most behind the `held` pages that it has; None where none is known to."""
+        best, saved_s = None, 0.0
+        for source, stop in self._sources(config, names, held):
+            fetched_s = self.seconds(config.worker, source, stop - held)
+            computed_s = self.seconds(config.worker, COMPUTED, stop - held)
+            if fetched_s is not None and computed_s is not None and computed_s - fetched_s > saved_s:
+                saved_s = computed_s - fetched_s
+                best = Reach(source, stop * config.page_size, fetched_s / computed_s)
+        return best
+
+    def _sources(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> Iterator[tuple[str, int]]:
+        """Each with the page before which what it has ends."""
+        if held >= len(names) or COMPUTED not in self.prices.get(config.worker, {}):
+            return
+        for tier in OWN[1:]:
+            stop = run_of(names, held, (self.by_tier[tier].told(config.worker),))
+            if stop > held:
+                yield tier.value, stop
+        for each in self.holders(config, names) if len(self._lenders) <= MANY else ():
+            if each.first <= held < each.stop:
+                yield each.worker, each.stop
 
     # ------------------------------------------------------------ who may lend
 

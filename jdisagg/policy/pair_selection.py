@@ -10,7 +10,7 @@ from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import Reserving, RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, RoutingRequest, WorkerSnapshot
+from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, Reach, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.decisions import Decision, Verdict
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
 from jdisagg.policy.forecasts import Forecasts
@@ -96,8 +96,17 @@ class PairSelection:
                 cached_tokens = self.directory.cached_tokens(config, names[config.page_size])
             avoided, (ask_anyway, promises) = config.worker in row.avoid, room
             known = partial(peer.snapshot, avoided=avoided, cached_tokens=cached_tokens)
-            found.append(known(request, ask_anyway=ask_anyway, may_promise=promises))
+            look = known(request, ask_anyway=ask_anyway, may_promise=promises)
+            reach = self._reach(config, request, row, cached_tokens)
+            found.append(look if reach is None else look._replace(reach=reach))
         return found
+
+    def _reach(self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int) -> Reach | None:
+        """What it could fetch of the row's prompt, where it is to compute it."""
+        if not (self.kept.prices and config.role.prefills):
+            return None
+        names = row.page_names(config.page_size)[: readable_pages(request, config)]
+        return self.kept.reach(config, names, cached_tokens // config.page_size)
 
     def cached_tokens(self, config: WorkerConfig, row: RequestState) -> int:
         """Leading tokens of the row's prompt whose KV the worker is thought to hold."""

@@ -23,6 +23,7 @@ from jdisagg.policy.choice import (
     Parts,
     RoutingRequest,
     WorkerSnapshot,
+    at_hand,
     end_of,
     total,
 )
@@ -52,7 +53,7 @@ def choose_predicted(
     """Of the pools; one worker of both roles where they have no pair, a decode worker alone where that is less."""
     firsts = sorted(_half(look, until_first(look, routed)) for look in prefills if look.has_room)
     seconds = sorted(_half(look, after_first(look, routed, None)) for look in decodes if look.has_room)
-    whole = sorted(_half(look, by_one(look, routed, end_of(look, routed))) for look in colocated if look.has_room)
+    whole = sorted(_half(look, by_one(look, routed)) for look in colocated if look.has_room)
     both = tuple(half.candidate() for half in heapq.nsmallest(SHOWN, whole))
     found = best_pair(firsts, seconds, routed)
     if found is None:
@@ -85,11 +86,17 @@ def best_pair(firsts: Sequence[Half], seconds: Sequence[Half], routed: RoutingRe
     return pair
 
 
+def of_prompt(look: WorkerSnapshot, routed: RoutingRequest) -> Parts:
+    """What it lacks, computed or fetched."""
+    return at_hand(look, lambda held: routed.forecast.prefill(look, max(1, routed.prompt_tokens - held)))
+
+
 def until_first(look: WorkerSnapshot, routed: RoutingRequest) -> Parts:
     """What stands before the first token, there."""
     forecast = routed.forecast
-    queue_s, prefill_s = forecast.queue(look), forecast.prefill(look, end_of(look, routed))
-    return _with_late((("queue", queue_s), ("prefill", prefill_s)), queue_s + prefill_s - forecast.ttft_s)
+    queue_s = forecast.queue(look)
+    parts = of_prompt(look, routed)
+    return _with_late((("queue", queue_s), *parts), queue_s + total(parts) - forecast.ttft_s)
 
 
 def after_first(look: WorkerSnapshot, routed: RoutingRequest, source: WorkerSnapshot | None) -> Parts:
@@ -103,12 +110,12 @@ def after_first(look: WorkerSnapshot, routed: RoutingRequest, source: WorkerSnap
     return _with_late((("transfer", transfer_s), ("decode", decode_s)), transfer_s + decode_s - forecast.later_s)
 
 
-def by_one(look: WorkerSnapshot, routed: RoutingRequest, tokens: int) -> Parts:
-    """Both phases on one worker, which computes so many tokens of the prompt."""
+def by_one(look: WorkerSnapshot, routed: RoutingRequest) -> Parts:
+    """Both phases on one worker, which computes what it lacks of the prompt."""
     forecast = routed.forecast
-    queue_s, prefill_s, decode_s = forecast.queue(look), forecast.prefill(look, tokens), forecast.decode(look)
-    late_s = max(0.0, queue_s + prefill_s - forecast.ttft_s) + max(0.0, decode_s - forecast.later_s)
-    return _with_late((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), late_s)
+    queue_s, parts, decode_s = forecast.queue(look), of_prompt(look, routed), forecast.decode(look)
+    late_s = max(0.0, queue_s + total(parts) - forecast.ttft_s) + max(0.0, decode_s - forecast.later_s)
+    return _with_late((("queue", queue_s), *parts, ("decode", decode_s)), late_s)
 
 
 def _with_late(parts: Parts, late_s: float) -> Parts:
@@ -132,7 +139,7 @@ def _or_alone(choice: Choice, cost: float, decodes: Sequence[WorkerSnapshot], ro
     """The best decode worker that holds all but a short end of the prompt, where it costs less; in both cases why."""
     able = [each for each in decodes if each.has_room and each.room_now and each.cached_tokens]
     able = [each for each in able if not each.avoided and end_of(each, routed) <= each.short_prompt_tokens]
-    halves = sorted(_half(each, by_one(each, routed, end_of(each, routed))) for each in able)
+    halves = sorted(_half(each, by_one(each, routed)) for each in able)
     if not halves:
         return choice
     best, rivals = halves[0], f"{choice.prefills[0].worker} and {choice.decodes[0].worker}"

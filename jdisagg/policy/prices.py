@@ -76,9 +76,12 @@ class Prices:
     lines: dict[str, Line] = field(default_factory=dict[str, Line])
     troubles: dict[str, Trouble] = field(default_factory=dict[str, Trouble])
     hit_share: float = 1.0  # of pages asked of the pool, how many it had of late
+    fresh: bool = False  # something was learnt since `known` was asked
 
     def learn(self, source: str, pages: float, seconds: float, now_s: float) -> None:
-        self.lines.setdefault(source, Line()).learn(pages, seconds, now_s)
+        if pages > 0 and seconds > 0:
+            self.lines.setdefault(source, Line()).learn(pages, seconds, now_s)
+            self.fresh = True
 
     def forget(self, source: str) -> None:
         self.lines.pop(source, None)
@@ -115,6 +118,7 @@ class Prices:
 
     def known(self, now_s: float) -> Priced:
         """What is known of late, for somebody else to reckon with; a source that is left alone is not in it."""
+        self.fresh = False
         lines = {source: line for source, line in self.lines.items() if self.usable(source, now_s)}
         fits = {source: line.fit() for source, line in lines.items() if line.at(1, now_s) is not None}
         return Priced(tuple((str(source), *fits[source]) for source in sorted(fits)))

@@ -39,6 +39,7 @@ from jdisagg.core.messages import (
     Left,
     Message,
     Preempted,
+    Priced,
     Progress,
     Refused,
     Reserved,
@@ -203,6 +204,8 @@ class Router:
             case CacheHeld() | CacheChanged():
                 if sender in self.peers:
                     self.routes.kept.hear(self.peers[sender].config, message)
+            case Priced():
+                self.routes.kept.hear_prices(sender, message)
             case Reserved() | Refused():
                 self.progress.answered(sender, message, now_s)
             case Abort(attempt):

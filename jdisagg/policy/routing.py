@@ -30,6 +30,7 @@ from jdisagg.policy.choice import (
     Parts,
     RoutingRequest,
     WorkerSnapshot,
+    at_hand,
     end_of,
     total,
 )
@@ -69,7 +70,7 @@ def prompt_there(snapshots: Sequence[WorkerSnapshot], routed: RoutingRequest) ->
     most = max((snapshot.cached_tokens for snapshot in snapshots), default=0)
 
     def cost(snapshot: WorkerSnapshot) -> Parts:
-        here = (("work", snapshot.work), ("prefill", routed.prefill(routed.prompt_tokens, snapshot.cached_tokens)))
+        here = (("work", snapshot.work), *at_hand(snapshot, lambda held: routed.prefill(routed.prompt_tokens, held)))
         missing = most - snapshot.cached_tokens
         if missing <= 0:
             return here

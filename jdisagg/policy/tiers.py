@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jdisagg.core.messages import FetchPages, Holder, NoPages
@@ -19,6 +20,8 @@ from jdisagg.policy.shared_pages import SharedPages
 from jdisagg.policy.step_times import StepTimes
 from jdisagg.policy.tier_pool import TierPool
 
+TOLD_EACH_S = 1.0  # at most, of prices
+
 
 class Tiers:
     """Of one worker; without any (`config.has_tiers`) nothing here ever happens."""
@@ -30,6 +33,7 @@ class Tiers:
         self.steps = StepTimes() if config.has_tiers else None
         self.fetches = Fetches(shared, self.pools, out, self.prices, shared_pool=config.shared_pool)
         self.demotions = Demotions(shared, self.pools, out, self.prices.usable) if config.keeps_below else None
+        self._told_s = -math.inf  # when the router was told of prices
         self.lending = Lending(shared, self.pools, out)
         self.changes = tuple(CacheChanges(pool, tier) for tier, pool in self.pools.items())
 
@@ -90,6 +94,9 @@ class Tiers:
     def tend(self, now_s: float) -> None:
         if self.demotions is not None:
             self.demotions.tend(now_s)
+        if self.prices.fresh and self.shared.changes.followed and now_s >= self._told_s + TOLD_EACH_S:
+            self._told_s = now_s
+            self.out.tell_router(self.prices.known(now_s))
 
     # ------------------------------------------------------------ what computing costs
 
