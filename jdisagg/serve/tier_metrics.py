@@ -15,7 +15,7 @@ class TierMetrics:
     def __init__(self, families: Families) -> None:
         ends = "worker", "source", "destination"
         self._pages = families.counter(
-            "tier_pages_moved", "KV pages that came from one tier (hbm, dram, disk, pool) to another", *ends
+            "tier_pages_moved", "KV pages that came from one tier (hbm, dram, disk, pool, peer) to another", *ends
         )
         self._missed = families.counter(
             "tier_pages_missed", "KV pages asked of a tier that were not there, were broken, or were not taken", *ends

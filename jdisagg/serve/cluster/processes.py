@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.events import ROUTER
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Request, WorkerId
@@ -265,7 +266,7 @@ def _service(
     journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
     workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
     metrics.watch_pools(workers)
-    debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, workers))
+    debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, {**workers, ROUTER: router}))
     scaling = autoscaling_of(settings, configs, lambda: node.options, metrics)
     times = {} if reshaper is None else reshaper.times
     return LocalService(

@@ -17,8 +17,8 @@ from jdisagg.serve.service import Service
 def add_cache(app: FastAPI, service: Service, debug_state: DebugState, most_bytes: int) -> None:
     @app.post("/debug/cache", openapi_extra=takes(CacheBody), responses=documented(400, 401, 408, 413))
     async def cache(request: Request) -> dict[str, Any]:
-        """Who of this process's workers holds how much of a prompt's KV, in which tier, and the seconds that it would
-        take from each source, and computed."""
+        """Who holds how much of a prompt's KV, in which tier, and the seconds that it would take from each source, and
+        computed; of workers of other processes, as far as the router follows what they keep."""
         body = parse(CacheBody, await read_body(request, most_bytes))
         prompt = body.prompt
         tokens = (await encode(service, [prompt], True))[0] if isinstance(prompt, str) else tuple(prompt)
