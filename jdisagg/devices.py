@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax
 
 from jdisagg import compile_cache
 from jdisagg.core.errors import ConfigError, FlagError, MeshError
+from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.targets import Target
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -35,6 +38,45 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> 
             f"the mesh needs devices 0 to {num_devices - 1}, this machine has {len(devices)} ({devices[0].platform})"
         )
     return devices[:num_devices]
+
+
+def prepare_mesh(mesh: MeshSpec, platform: str, compile_cache_dir: str = "off") -> list[Any]:
+    """The devices that the mesh's workers stand on, in its order; as `prepare`, also where pools name platforms.
+
+    Raises MeshError where there are too few of one, with what there is.
+    """
+    if not mesh.platforms:
+        return prepare(platform, mesh.num_devices, compile_cache_dir)
+    if platform != "auto":
+        raise MeshError(f"--platform={platform} and --mesh={mesh}, which names its own: leave --platform out")
+    wanted = {device: place.platform for place in mesh.workers() for device in place.device_ids}
+    _configure_unlike(mesh, Counter(wanted.values()), compile_cache_dir)
+    left = {name: iter(_devices_of(name)) for name in mesh.platforms}
+    return [next(left[wanted[device]]) for device in sorted(wanted)]
+
+
+def _configure_unlike(mesh: MeshSpec, wanted: Mapping[str, int], compile_cache_dir: str) -> None:
+    accelerators = [name for name in mesh.platforms if name != "cpu" and accelerator_at_hand()]
+    configure("auto", wanted.get("cpu", 1), compile_cache_dir)
+    jax.config.update("jax_platforms", ",".join([*(_PLATFORMS[name] for name in accelerators), "cpu"]))
+    there = {name: len(_devices_of(name)) for name in ("cpu", *accelerators)}
+    for name, number in wanted.items():
+        if there.get(name, 0) < number:
+            found = ", ".join(f"{count} {each}" for each, count in there.items())
+            raise MeshError(f"--mesh={mesh} stands on {number} {name} devices, and this machine has {found}")
+
+
+def _devices_of(platform: str) -> list[Any]:
+    """None where there is none, or no plugin for them."""
+    try:
+        return jax.devices(_PLATFORMS[platform])
+    except (RuntimeError, AssertionError):
+        return []
+
+
+def first_of_most(devices: Sequence[Any]) -> Any:
+    """The first accelerator of a mesh, where it has any, else its first device."""
+    return next((each for each in devices if each.platform != "cpu"), devices[0])
 
 
 def configure(platform: str, num_devices: int, compile_cache_dir: str) -> None:

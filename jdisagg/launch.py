@@ -113,9 +113,10 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     """The whole stack in this process: it serves, or answers what it was given and ends."""
     settings = located(settings, console)
     mesh = mesh_of(settings)
-    found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
-    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
-    banner.show(console, deployment, found[0].platform, settings.load_format)
+    found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
+    first = devices.first_of_most(found)
+    deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first))
+    banner.show(console, deployment, " and ".join(mesh.platforms) or first.platform, settings.load_format)
     bar, on_progress = banner.compile_bar(console)
     with bar:
         service = build(deployment, settings, found, on_progress, told=partial(banner.show_weights, console))
@@ -152,7 +153,10 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     place = resolve(settings, os.environ)
     if place is not None:
         return run_group(settings, console, place, run_workers)
-    count = num_devices(mesh_of(settings), roles)
+    mesh = mesh_of(settings)
+    if mesh.platforms:
+        raise ConfigError(f"--mesh={mesh} names platforms, which is for one process: give each process its --platform")
+    count = num_devices(mesh, roles)
     found, platform = devices_of(settings, count)
     sized = count > 0
     deployment = resolve_deployment(settings, platform, devices.memory_bytes(found[0]), sized)

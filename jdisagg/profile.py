@@ -59,8 +59,9 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     """Builds the stack and times it, with a progress bar. Raises ConfigError or CheckpointError."""
     settings = located(settings, console)
     mesh = mesh_of(settings)
-    found = devices.prepare(settings.platform, mesh.num_devices, settings.compile_cache_dir)
-    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
+    found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
+    first = devices.first_of_most(found)
+    deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first))
     bar, on_progress = banner.compile_bar(console)
     with bar:
         machines = load_executors(deployment, settings, found)

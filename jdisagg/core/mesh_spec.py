@@ -1,12 +1,14 @@
 """Meshes as text: `prefill:2xtp4,decode:pp2tp2` is two prefill workers of TP 4 and one decode worker of PP 2 x TP 2.
 
-spec = pool {"," pool};  pool = role ":" [count "x"] {("pp" | "ring" | "tp") number} ["@" device];
-role = prefill | decode | colocated
+spec = pool {"," pool};  pool = role ["@" platform] ":" [count "x"] {("pp" | "ring" | "tp") number} ["@" device];
+role = prefill | decode | colocated;  platform = cpu | gpu | tpu
 
 `prefill:pp2tp4` computes a prompt's chunks by two stages of layers, one behind the other: the first has the next chunk
 while the second has this one, where tensor parallelism must not cross hosts.
 `decode:ring4tp2` has the devices and layers of `decode:pp4tp2`, and runs all stages as one program over the whole mesh,
 several tokens a dispatch: for decode workers alone.
+
+`prefill@gpu:tp2,decode@cpu:tp1` has pools on unlike devices of one machine; all pools name theirs, or none does.
 
 Workers stand on devices one after another. `@K` starts a pool at device K instead, so that pools may share devices:
 `prefill:tp1@0,decode:tp1@0` puts both on one, for testing. Colocated workers may stand beside both other pools
@@ -24,12 +26,13 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 
 _POOL = re.compile(
-    r"(?P<role>[a-z]+):(?:(?P<count>\d{1,5})x)?(?P<shape>(?:(?:pp|ring|tp)\d{1,5})+)(?:@(?P<first>\d{1,5}))?"
+    r"(?P<role>[a-z]+)(?:@(?P<platform>[a-z]+))?:(?:(?P<count>\d{1,5})x)?(?P<shape>(?:(?:pp|ring|tp)\d{1,5})+)(?:@(?P<first>\d{1,5}))?"
 )
 _AXIS = re.compile(r"(pp|ring|tp)(\d+)")
+PLATFORMS = ("cpu", "gpu", "tpu")
 GRAMMAR = (
     "prefill:[Nx][ppS][tpT][@K],decode:[Nx][ppS|ringS][tpT][@K] or colocated:[Nx][ppS][tpT][@K],"
-    " K the first device's index"
+    " K the first device's index; role@cpu, @gpu or @tpu for pools on unlike devices"
 )
 
 
@@ -50,12 +53,14 @@ class PoolSpec:
     tp: int = 1
     first_device: int | None = None  # None: the device after the pool before
     schedule: Schedule = Schedule.STAGES
+    platform: str = ""  # of its devices; "": as all others'
 
     def __str__(self) -> str:
         stages = "ring" if self.schedule is Schedule.RING else "pp"
         axes = (f"{stages}{self.pp}" if self.pp > 1 else "") + (f"tp{self.tp}" if self.tp > 1 or self.pp == 1 else "")
         at = "" if self.first_device is None else f"@{self.first_device}"
-        return f"{self.role}:" + (f"{self.count}x" if self.count > 1 else "") + axes + at
+        role = f"{self.role}@{self.platform}" if self.platform else self.role.value
+        return f"{role}:" + (f"{self.count}x" if self.count > 1 else "") + axes + at
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class WorkerMesh:
     tp: int
     first_device: int
     schedule: Schedule = Schedule.STAGES
+    platform: str = ""
 
     @property
     def device_ids(self) -> range:
@@ -92,6 +98,7 @@ class MeshSpec:
             raise MeshError(f"mesh {text!r} has colocated workers beside one pool; there must be both others or none")
         if spec.is_ring and Role.COLOCATED in roles:
             raise MeshError(f"mesh {text!r}: a ring and colocated workers cut the layers differently")
+        spec.check_platforms(text)
         stages = {pool.pp for pool in spec.pools if pool.role.decodes}
         if len(stages) > 1:
             raise MeshError(f"mesh {text!r}: the decode and the colocated pool must have equally many stages (pp)")
@@ -116,6 +123,24 @@ class MeshSpec:
         return next(pool.pp for pool in self.pools if pool.role.decodes)
 
     @property
+    def platforms(self) -> tuple[str, ...]:
+        """Of its pools, each once, those of accelerators first; () where all are as --platform says."""
+        return tuple(sorted({pool.platform for pool in self.pools if pool.platform}, key=lambda name: name == "cpu"))
+
+    def check_platforms(self, text: str) -> None:
+        """Raises MeshError unless every pool names its platform, or none does, and no device is of two."""
+        if self.platforms and not all(pool.platform for pool in self.pools):
+            raise MeshError(f"mesh {text!r} names the platform of some pools: name each one's, or none's")
+        if {"gpu", "tpu"} <= set(self.platforms):
+            raise MeshError(f"mesh {text!r} names gpu and tpu, and no process has both")
+        found = dict[int, str]()
+        for place in self.workers():
+            for device in place.device_ids:
+                if found.setdefault(device, place.platform) != place.platform:
+                    both = f"{found[device]} and {place.platform}"
+                    raise MeshError(f"mesh {text!r}: device {device} cannot be of {both}; @K counts over all platforms")
+
+    @property
     def is_ring(self) -> bool:
         """Whether the workers that decode run their stages as a ring."""
         return any(pool.schedule is Schedule.RING for pool in self.pools)
@@ -127,7 +152,7 @@ class MeshSpec:
             first = first if pool.first_device is None else pool.first_device
             for index in range(pool.count):
                 worker = WorkerId(f"{pool.role}-{index}")
-                placed.append(WorkerMesh(worker, pool.role, pool.pp, pool.tp, first, pool.schedule))
+                placed.append(WorkerMesh(worker, pool.role, pool.pp, pool.tp, first, pool.schedule, pool.platform))
                 first += pool.pp * pool.tp
         return tuple(placed)
 
@@ -152,6 +177,9 @@ def _parse_pool(part: str, text: str) -> PoolSpec:
         raise MeshError(f"cannot read {part!r} in mesh {text!r}; the grammar is {GRAMMAR}")
     if match["role"] not in list(Role):
         raise MeshError(f"unknown role {match['role']!r} in mesh {text!r}; roles are {', '.join(Role)}")
+    platform = match["platform"] or ""
+    if platform not in ("", *PLATFORMS):
+        raise MeshError(f"unknown platform {platform!r} in mesh {text!r}; platforms are {', '.join(PLATFORMS)}")
     axes = _AXIS.findall(match["shape"])
     sizes = {axis: int(size) for axis, size in axes}
     if len(sizes) != len(axes):
@@ -161,7 +189,8 @@ def _parse_pool(part: str, text: str) -> PoolSpec:
         raise MeshError(f"{part!r} in mesh {text!r} says pp and ring; a ring's number is that of its stages")
     stages = sizes.get("ring", sizes.get("pp", 1))
     schedule = Schedule.RING if "ring" in sizes else Schedule.STAGES
-    pool = PoolSpec(Role(match["role"]), int(match["count"] or 1), stages, sizes.get("tp", 1), first, schedule)
+    count, tp = int(match["count"] or 1), sizes.get("tp", 1)
+    pool = PoolSpec(Role(match["role"]), count, stages, tp, first, schedule, platform)
     if min(pool.count, pool.pp, pool.tp) < 1:
         raise MeshError(f"{part!r} in mesh {text!r} has a size of 0; sizes start at 1")
     if pool.schedule is Schedule.RING and (pool.role is not Role.DECODE or pool.pp == 1):

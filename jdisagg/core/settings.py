@@ -95,6 +95,8 @@ class Settings:
     hbm_fraction: float = _everyday(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
     prefill_buckets: str = _setting("", "sizes", "declared chunk sizes in tokens, as 128,512; empty: chosen")
     prefill_page_size: int = _setting(0, "sizes", "tokens a page of prefill workers; 0: as page_size")
+    prefill_dtype: str = _setting("auto", "sizes", "of prefill workers' weights and activations; auto: as dtype",
+                                  ("auto", "float32", "bfloat16"))  # fmt: skip
     prefill_kv_dtype: str = _setting("auto", "sizes", "of prefill workers' KV pages; auto: as kv_dtype",
                                      ("auto", "float32", "bfloat16"))  # fmt: skip
     table_buckets: str = _setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
@@ -169,12 +171,10 @@ class Settings:
     peer_silence_s: float = _everyday(5.0, "cluster", "a process not heard of for this long is gone")
     router_grace_s: float = _setting(30.0, "cluster", "how long streams wait for a router when theirs is gone; 0: not")
     secret_file: str = _everyday("", "cluster", "file with the secret that all processes share, 16 bytes or more")
-    group: str = _everyday(
-        "", "cluster", "worker of several processes that this is one of; empty: as the scheduler says"
-    )
-    group_size: int = _everyday(
-        0, "cluster", "its processes; 0: as SLURM, Kubernetes or the TPU slice say; 1: no group"
-    )
+    group: str = _everyday("", "cluster", "worker of several processes that this is one of; empty: as the scheduler"
+                           " says")  # fmt: skip
+    group_size: int = _everyday(0, "cluster", "its processes; 0: as SLURM, Kubernetes or the TPU slice say; 1: no"
+                                " group")  # fmt: skip
     group_rank: int = _setting(-1, "cluster", "this process's place in its group, from 0; -1: as the scheduler says")
     coordinator: str = _setting("", "cluster", "HOST:PORT where the group's rank 0 listens, one a group; :PORT: the"
                                 " scheduler says the host; empty: it says both")  # fmt: skip

@@ -200,7 +200,7 @@ def load_executors(
         place = deployment.place(name)
         places = [here[device] for device in place.device_ids]
         what = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
-        return kind(config, *what, places, jnp.dtype(deployment.dtype), weights, grammars)
+        return kind(config, *what, places, jnp.dtype(deployment.dtype_of(config.role)), weights, grammars)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])
     return {machine.config.worker: machine for machine in machines}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ class Deployment:
     max_model_len: int
     workers: tuple[WorkerConfig, ...]
     device_bytes: int | None = None  # of memory, of one device; None on the CPU
+    dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
+
+    def dtype_of(self, role: Role) -> str:
+        """Of activations of workers of this role."""
+        return self.dtypes.get(role, self.dtype)
 
     @property
     def weight_dtype(self) -> str:
@@ -85,14 +91,14 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     mesh = mesh_of(settings)
     for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
         log.warning(line)
-    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
-    weights = weights_of(settings, folder, model, platform)
+    dtype, prefill_dtype = dtypes_of(settings, mesh, platform)
+    weights = weights_of(settings, folder, model, " and a ".join(mesh.platforms) or platform)
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
     kv = KVLayout.of(model, settings.page_size, kv_dtype)
     prefill_kv = replace(
         kv,
         page_size=settings.prefill_page_size or settings.page_size,
-        dtype=settings.prefill_kv_dtype if settings.prefill_kv_dtype != "auto" else kv_dtype,
+        dtype=next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, prefill_dtype) if name != "auto"),
     )
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     longest = min(settings.max_model_len or model.max_position, model.max_position)
@@ -102,6 +108,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
         )
     layers = cut_layers(model, mesh)
     budget = Budget(model, layers, dtype, weights, device_bytes)
+    budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
     name = settings.served_model_name or name_of(folder)
     workers = tuple(
         worker_config(
@@ -109,7 +116,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
             place,
             layouts[place.role].page_size,
             longest,
-            num_pages(settings, place, layouts[place.role], longest, budget.of(place, mesh))
+            num_pages(settings, place, layouts[place.role], longest, budgets[place.role].of(place, mesh))
             if sized
             else layouts[place.role].pages_for(longest),
         )
@@ -118,7 +125,22 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     shipped = [shipping_of(settings, own_layers(model, layers, place), kv) for place in mesh.workers()]
     workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
-    return Deployment(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes)
+    dtypes = {role: budgets[role].dtype for role in Role}
+    return Deployment(
+        folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes, dtypes
+    )
+
+
+def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:
+    """Of workers that decode, and of prefill workers: what is asked for, else what their devices are best at."""
+
+    def usual(prefills: bool) -> str:
+        found = [pool.platform or platform for pool in mesh.pools if (pool.role is Role.PREFILL) == prefills]
+        return "float32" if (found or [platform])[0] == "cpu" else "bfloat16"
+
+    dtype = settings.dtype if settings.dtype != "auto" else usual(False)
+    asked = [name for name in (settings.prefill_dtype, settings.dtype) if name != "auto"]
+    return dtype, asked[0] if asked else usual(True)
 
 
 def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
@@ -305,8 +327,8 @@ class Budget:
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
         """The worker's part, where it shares a device with others."""
-        if self.device_bytes is None:
-            return self
+        if self.device_bytes is None or place.platform == "cpu":
+            return replace(self, device_bytes=None)
         on = mesh.on_device()
         shares = max(len(on[device]) for device in place.device_ids)
         return replace(self, device_bytes=self.device_bytes // shares)

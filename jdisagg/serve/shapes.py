@@ -90,7 +90,7 @@ def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: 
         raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
     stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
     layers = own_layers(model, stages, place)
-    budget = Budget(model, stages, deployment.dtype, deployment.weights, deployment.device_bytes)
+    budget = Budget(model, stages, deployment.dtype_of(place.role), deployment.weights, deployment.device_bytes)
     longest = deployment.max_model_len
     pages = num_pages(settings, place, layout, longest, budget.of(place, deployment.mesh))
     config = worker_config(settings, place, layout.page_size, longest, pages)

@@ -135,3 +135,27 @@ def test_a_ring_is_read_and_written_and_has_the_devices_of_its_stages():
 def test_a_ring_that_cannot_be_says_why(text, says):
     with pytest.raises(MeshError, match=says):
         MeshSpec.parse(text)
+
+
+@pytest.mark.parametrize("text", ["prefill@gpu:2xtp4,decode@cpu:tp1", "prefill@cpu:tp1,decode@tpu:pp2tp2@4"])
+def test_pools_on_unlike_devices_are_read_and_written(text: str):
+    spec = MeshSpec.parse(text)
+    assert str(spec) == text
+    named = {place.role: place.platform for place in spec.workers()}
+    assert named == {pool.role: pool.platform for pool in spec.pools} and set(spec.platforms) == set(named.values())
+    assert spec.platforms[-1] == "cpu", "accelerators come first"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prefill@gpu:tp1,decode:tp1", "names the platform of some pools: name each one's, or none's"),
+        ("prefill@gpu:tp1,decode@tpu:tp1", "names gpu and tpu, and no process has both"),
+        ("prefill@npu:tp1,decode@cpu:tp1", "unknown platform 'npu' .*; platforms are cpu, gpu, tpu"),
+        ("prefill@gpu:tp1@0,decode@cpu:tp1@0", "device 0 cannot be of gpu and cpu"),
+        ("prefill@:tp1,decode@cpu:tp1", "cannot read 'prefill@:tp1'"),
+    ],
+)
+def test_platforms_that_cannot_be_are_refused_in_one_line(text: str, says: str):
+    with pytest.raises(MeshError, match=says):
+        MeshSpec.parse(text)
