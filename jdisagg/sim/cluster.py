@@ -20,7 +20,7 @@ from jdisagg.core.events import (
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
-from jdisagg.core.tiers import DropPages, MovePages, Tier
+from jdisagg.core.tiers import DropPages, MovePages, PagesMoved, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span, done
@@ -31,10 +31,12 @@ from jdisagg.sim.network import NETWORK, FlowDone, Network, PartPacked
 from jdisagg.sim.outcome import SLO, Outcome
 from jdisagg.sim.prefix_lookups import PrefixLookups
 from jdisagg.sim.simulation import Simulation
-from jdisagg.sim.spans import SpanLog, Work, WorkSpan
+from jdisagg.sim.spans import Place, SpanLog, Work, WorkSpan
 from jdisagg.sim.tiers import SimulatedTiers
 from jdisagg.sim.traces import Trace
 
+PLACE = {Tier.DRAM: Place.DRAM, Tier.DISK: Place.DISK}
+POOL = WorkerId("pool")  # whose curve is everybody's
 STEP_END = object()  # in the queue before all else of its instant
 PATIENT = RouterConfig(
     queue_limit=1 << 40, queue_timeout_s=0.0, prefill_timeout_s=1e9, stall_timeout_s=1e9, handoff_timeout_s=1e6
@@ -111,12 +113,25 @@ class Cluster(Simulation):
             return
         worker, device = self.workers[actor], self.devices[actor]
         if self.log is not None:
-            pool = worker.pool
-            self.log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
+            self._note_pages(self.log, actor, event)
         if device.flight:
             due_s = self._steps.look_ahead(actor, worker, device, self.costs[actor])
             if due_s is not None:
                 self._queue.push_first(due_s, actor, STEP_END)
+
+    def _note_pages(self, log: SpanLog, actor: WorkerId, event: Event) -> None:
+        worker, size = self.workers[actor], self.workers[actor].config.page_size
+        pool, use = worker.pool, worker.shared.by_use()
+        log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
+        if not worker.config.prefix_caching:
+            return
+        lies = {Place.IN_USE: use["live"] + use["in_flight"], Place.KEPT: use["cached"]}
+        lies |= {PLACE[tier]: below.num_pages - below.free_pages for tier, below in worker.tiers.pools.items()}
+        log.lie(actor, self.now_s, {place: size * pages for place, pages in lies.items()})
+        if self.tiers is not None and self.tiers.pool.room:
+            log.lie(POOL, self.now_s, {Place.POOL: size * len(self.tiers.pool.held)})
+        if isinstance(event, PagesMoved) and event.move.destination is Tier.HBM:
+            log.came.append((self.now_s, event.move.source, size * sum(event.good)))
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         if self._lookups.by_role:

@@ -17,8 +17,9 @@ from matplotlib.patches import Patch
 
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import Tier
 from jdisagg.sim.outcome import SLO, Outcome, Point, Record, goodput_rps
-from jdisagg.sim.spans import SpanLog, Work, WorkSpan
+from jdisagg.sim.spans import Curve, Place, SpanLog, Work, WorkSpan
 
 INK, PALE, ORANGE, BLUE, GREEN = "#2b2f36", "#8b929c", "#d9761e", "#2463a8", "#3c8f62"
 OF_WORK = {Work.PREFILL: ORANGE, Work.DECODE: BLUE, Work.TRANSFER: GREEN}
@@ -26,6 +27,9 @@ OF_PART = dict(
     zip(PARTS[:-1], ("#c9ccd1", "#9aa1ab", ORANGE, GREEN, BLUE), strict=True)
 )  # all but decode, which dwarfs them
 OF_ROLE = {"prefill": ORANGE, "decode": BLUE, "colocated": "#7a5aa6"}
+OF_PLACE = dict(zip(Place, (BLUE, "#7fa8d6", GREEN, "#c2a23a", "#7a5aa6"), strict=True))
+OF_SOURCE = {Tier.DRAM: GREEN, Tier.DISK: "#c2a23a", Tier.POOL: "#7a5aa6", Tier.PEER: ORANGE}
+BARS = 60
 MOST_ROWS = 16  # workers of a Gantt
 MOST_SPANS = 160  # of its busiest worker
 MOST_CURVES = 6  # of single workers; more are shown as their range
@@ -110,6 +114,43 @@ def occupancy(log: SpanLog, span_s: float) -> bytes:
     return _png(figure)
 
 
+def where_kv_lies(log: SpanLog, span_s: float) -> bytes:
+    """Left tokens of KV by where they lie, of all workers; right what came to HBM, and from where."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    at_s = np.linspace(0, span_s, GRID)
+    sums = {place: np.zeros(GRID) for place in Place}
+    for (_, place), curve in log.lies.items():
+        sums[place] += _at(curve, at_s)
+    shown = {place: tokens for place, tokens in sums.items() if tokens.any()}
+    if shown:
+        left.stackplot(at_s, *shown.values(), labels=[*shown], colors=[OF_PLACE[each] for each in shown], linewidth=0)
+    left.set_title("tokens of KV; what lies in two places counts twice", fontsize=10, color=INK)
+    edges = np.linspace(0, span_s or 1.0, BARS + 1)
+    under = np.zeros(BARS)
+    for tier, colour in OF_SOURCE.items():
+        came = [(when_s, tokens) for when_s, source, tokens in log.came if source is tier and tokens]
+        if came:
+            when_s, tokens = np.array(came).T
+            counts, _ = np.histogram(when_s, edges, weights=tokens)
+            right.bar(edges[:-1], counts, edges[1] - edges[0], under, align="edge", color=colour, label=tier.value)
+            under += counts
+    right.set_title(f"tokens read into HBM, every {edges[1]:.3g} s", fontsize=10, color=INK)
+    for axes in (left, right):
+        _dress(axes)
+        axes.set_xlim(0, span_s or 1.0)
+        axes.set_xlabel("seconds")
+        axes.yaxis.set_major_formatter(_tokens)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=3)
+            axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    return _png(figure)
+
+
+def _tokens(value: float, _: object) -> str:
+    return f"{value / 1e6:g} M" if value >= 1e6 else f"{value / 1e3:g} k" if value else "0"
+
+
 def _curves(axes: Axes, at_s: np.ndarray, role: str, shares: Mapping[WorkerId, np.ndarray]) -> None:
     colour, stacked = OF_ROLE.get(role, INK), np.stack([*shares.values()])
     if len(shares) > MOST_CURVES:
@@ -122,8 +163,12 @@ def _curves(axes: Axes, at_s: np.ndarray, role: str, shares: Mapping[WorkerId, n
 
 
 def _share_at(log: SpanLog, worker: WorkerId, at_s: np.ndarray) -> np.ndarray:
-    times, pages = np.array([(0.0, 0), *log.pages[worker]]).T
-    return pages[np.searchsorted(times, at_s, side="right") - 1] / log.num_pages[worker]
+    return _at(log.pages[worker], at_s) / log.num_pages[worker]
+
+
+def _at(curve: Curve, at_s: np.ndarray) -> np.ndarray:
+    times, counts = np.array([(0.0, 0), *curve]).T
+    return counts[np.searchsorted(times, at_s, side="right") - 1]
 
 
 def gantt(log: SpanLog) -> tuple[bytes, str]:

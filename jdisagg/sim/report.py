@@ -84,6 +84,7 @@ def page(story: Story) -> str:
             pale(f"Decoding after it takes {outcome.parts_s()['decode'] * 1e3:,.0f} ms of the mean request."),
         ),
         section("Pages taken", image(plots.occupancy(story.log, outcome.span_s), "occupancy of the pools")),
+        *kept_kv(story),
         section("Workers at work", image(picture, "Gantt of the workers"), pale(words), table(busy_rows(outcome))),
         section(f"The {SLOWEST} slowest to a first token, milliseconds", table(slowest_rows(outcome))),
     ]
@@ -95,6 +96,22 @@ def page(story: Story) -> str:
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
+
+
+def kept_kv(story: Story) -> list[str]:
+    """Where workers keep any."""
+    if not story.log.lies:
+        return []
+    picture = image(plots.where_kv_lies(story.log, story.outcome.span_s), "where KV lies, and where it came from")
+    moves = [table(moved_rows(story.outcome))] if story.outcome.moved else []
+    return [section("Where KV lies", picture, *moves)]
+
+
+def moved_rows(outcome: Outcome) -> Rows:
+    yield ("from", "to", "tokens", "GB", "moves", "ms a move", "pages not there")
+    for (source, destination), each in outcome.moved.items():
+        sizes = (f"{each.tokens:,}", f"{each.num_bytes / 1e9:,.4g}", f"{each.moves:,}")
+        yield (source, destination, *sizes, f"{1e3 * each.seconds / each.moves:,.3g}", f"{each.missed:,}")
 
 
 def tiles(story: Story) -> str:

@@ -6,11 +6,12 @@ without a gap and with the same batch are one span, so that a log grows with cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import Tier
 
 SAME_INSTANT_S = 1e-9  # gaps up to this are sums of floats, not idleness
 
@@ -37,12 +38,28 @@ class WorkSpan:
         return alike and later.start_s - self.done_s <= SAME_INSTANT_S
 
 
+class Place(StrEnum):
+    """Where KV lies. A page that lies in two places is in both."""
+
+    IN_USE = "HBM, in use"
+    KEPT = "HBM, kept"
+    DRAM = "DRAM"
+    DISK = "disk"
+    POOL = "pool"
+
+
+Curve = list[tuple[float, int]]  # (at_s, how many from then on), an entry a change
+
+
 @dataclass(slots=True)
 class SpanLog:
-    """Spans in order of their dispatch; taken pages of each worker as (at_s, pages), an entry a change."""
+    """Spans in order of their dispatch; taken pages of each worker; tokens by where they lie, of workers that keep any;
+    and tokens that came to HBM from below, or from another worker."""
 
     spans: list[WorkSpan] = field(default_factory=list)
-    pages: dict[WorkerId, list[tuple[float, int]]] = field(default_factory=dict)
+    pages: dict[WorkerId, Curve] = field(default_factory=dict[WorkerId, Curve])
+    lies: dict[tuple[WorkerId, Place], Curve] = field(default_factory=dict[tuple[WorkerId, Place], Curve])
+    came: list[tuple[float, Tier, int]] = field(default_factory=list[tuple[float, Tier, int]])  # (at_s, from, tokens)
     num_pages: dict[WorkerId, int] = field(default_factory=dict)
     _last: dict[WorkerId, WorkSpan] = field(default_factory=dict)  # of the worker's devices
 
@@ -57,14 +74,13 @@ class SpanLog:
 
     def held(self, worker: WorkerId, at_s: float, pages: int, num_pages: int) -> None:
         """pages: that are not free, of `num_pages`."""
-        curve = self.pages.setdefault(worker, [])
         self.num_pages[worker] = num_pages
-        if curve and curve[-1][1] == pages:
-            return
-        if curve and curve[-1][0] == at_s:
-            curve[-1] = (at_s, pages)
-        else:
-            curve.append((at_s, pages))
+        _add(self.pages.setdefault(worker, []), at_s, pages)
+
+    def lie(self, worker: WorkerId, at_s: float, tokens: Mapping[Place, int]) -> None:
+        """tokens: that the worker has in each of these places, or the pool where it is the worker."""
+        for place, count in tokens.items():
+            _add(self.lies.setdefault((worker, place), []), at_s, count)
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -73,3 +89,12 @@ class SpanLog:
 
     def of(self, worker: WorkerId) -> Iterable[WorkSpan]:
         return (span for span in self.spans if span.worker == worker)
+
+
+def _add(curve: Curve, at_s: float, count: int) -> None:
+    if curve and curve[-1][1] == count:
+        return
+    if curve and curve[-1][0] == at_s:
+        curve[-1] = (at_s, count)
+    else:
+        curve.append((at_s, count))

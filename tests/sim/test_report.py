@@ -16,6 +16,7 @@ from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked
 from jdisagg.core.request import WorkerId
+from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.sim import plots, report
 from jdisagg.sim.__main__ import main
@@ -24,7 +25,8 @@ from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
 from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, Lookups, Outcome, Point, columns, goodput_rps, write_csv
 from jdisagg.sim.parquet import write_parquet
 from jdisagg.sim.report import Story, tiles
-from jdisagg.sim.spans import SpanLog, Work, WorkSpan
+from jdisagg.sim.spans import Place, SpanLog, Work, WorkSpan
+from jdisagg.sim.tiers import Moved
 from jdisagg.sim.traces import Trace, poisson
 
 GOOD = SLO(0.4, 0.1)
@@ -124,8 +126,19 @@ def test_goodput_is_the_rate_at_which_the_share_is_still_kept(shares, expected):
 def test_every_picture_is_one_even_of_a_run_with_nothing_in_it():
     nothing, empty = Outcome([], 0, 0.0, {}), SpanLog()
     pictures = [plots.cdfs(nothing, GOOD), plots.where_time_goes(nothing), plots.occupancy(empty, 0.0)]
+    pictures.append(plots.where_kv_lies(empty, 0.0))
     for png in (*pictures, plots.gantt(empty)[0]):
         assert imread(io.BytesIO(png)).shape[1] == 1650
+
+
+def test_a_page_shows_where_kv_lies_and_what_came_from_where_only_where_any_is_kept(run):
+    outcome, log = run
+    assert "Where KV lies" not in report.page(told(run))
+    lying = replace(log, lies={(WorkerId("prefill-0"), Place.DRAM): [(1.0, 512)]}, came=[(2.0, Tier.DRAM, 512)])
+    moved = {(Tier.DRAM, Tier.HBM): Moved(pages=1, missed=2, tokens=512, num_bytes=3e9, seconds=0.5, moves=2)}
+    text = report.page(told((replace(outcome, moved=moved), lying)))
+    assert 'alt="where KV lies' in text
+    assert "<td>dram</td><td>hbm</td><td>512</td><td>3</td><td>2</td><td>250</td><td>2</td>" in text
 
 
 def test_a_gantt_shows_a_window_of_the_busiest_worker_and_no_more_rows_than_fit():

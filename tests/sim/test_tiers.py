@@ -26,6 +26,7 @@ from jdisagg.sim.hardware import hardware
 from jdisagg.sim.model_numbers import model_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import simulated
+from jdisagg.sim.spans import Place, SpanLog
 from jdisagg.sim.tiers import SharedPool, SimulatedTiers, TierSpec, TierSpeed, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace
 from tests.sim.cases import worker
@@ -52,6 +53,7 @@ def run(
     pool_tokens: int = 0,
     routing: Routing = Routing.LEAST_LOADED,
     fast_forward: bool = True,
+    log: SpanLog | None = None,
     **below: Any,
 ) -> Outcome:
     work = talks() if work is None else work
@@ -60,7 +62,7 @@ def run(
     in_hbm = cluster_spec(spec, sizes, with_room(by_roofline(lambda tp: Roofline(shape, chip, tp)), HBM_TOKENS), 87e9)
     tiers = TierSpec(tier_speeds(spec, devices_of("a800"), rates), pool_tokens)
     cluster = simulated(
-        with_tiers(in_hbm, tiers, **below), router=replace(PATIENT, routing=routing), fast_forward=fast_forward
+        with_tiers(in_hbm, tiers, **below), router=replace(PATIENT, routing=routing), fast_forward=fast_forward, log=log
     )
     outcome = cluster.run(work)
     cluster.check_all_ended()
@@ -124,6 +126,18 @@ def test_what_one_worker_computed_another_borrows_without_a_pool():
     moved = lending.moved[Tier.PEER, Tier.HBM]
     assert moved.pages > 0 and moved.seconds > 0
     assert hit_rate(lending) > hit_rate(apart)
+
+
+def test_a_log_knows_at_every_moment_where_kv_lies_and_what_came_back():
+    log = SpanLog()
+    outcome = run("prefill:2xtp8,decode:tp8", talks(7), dram_tokens=80_000, pool_tokens=200_000, log=log)
+    for (name, place), curve in log.lies.items():
+        times = [at_s for at_s, _ in curve]
+        assert times == sorted(times) and all(tokens >= 0 for _, tokens in curve), (name, place)
+        room = {Place.POOL: 200_000, Place.DRAM: 80_000 + PAGE}.get(place, HBM_TOKENS)
+        assert max(tokens for _, tokens in curve) <= room
+    came = {tier: sum(tokens for _, source, tokens in log.came if source is tier) for tier in (Tier.DRAM, Tier.POOL)}
+    assert came == {tier: outcome.moved[tier, Tier.HBM].tokens for tier in came}
 
 
 def test_disk_holds_what_dram_has_no_room_for():
