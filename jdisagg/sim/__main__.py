@@ -37,8 +37,9 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.router_config import Reserving, RouterConfig, Routing
 from jdisagg.core.worker_config import TransferMode, chunk_tokens
+from jdisagg.policy.autoscaler import Scaling
 from jdisagg.sim.arithmetic import DTYPE_BYTES
-from jdisagg.sim.cluster import PATIENT
+from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import (
     ClusterSpec,
     CostOf,
@@ -59,6 +60,7 @@ from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernel
 from jdisagg.sim.measured import check_fits, cluster_spec_of
 from jdisagg.sim.model_numbers import model_of
 from jdisagg.sim.outcome import SLO, Point, trust, write_csv
+from jdisagg.sim.scaled import FlipCosts, ScaledCluster, flips_of, scaled, scaling_told
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.spans import SpanLog
 from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
@@ -119,12 +121,16 @@ def _define_cluster(values: flags.FlagValues) -> None:
         0,
         flag_values=values,
     )
-    absl_flags.DEFINE_bool("peer_fetch", False, "workers fetch from each other what they hold", flag_values=values)
+    absl_flags.DEFINE_bool("peer_fetch", False, flags.WORDS["peer_fetch"].help, flag_values=values)
     absl_flags.DEFINE_list(
         "tier_gb_per_s", [], "of a worker, each way, as dram:25,pool:12,peer:12; else --hardware's", flag_values=values
     )
     absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
     absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
+    flags.define(values, autoscale="off")
+    until, change = "--autoscale: until what runs there goes on elsewhere", "--autoscale: of a machine's change of role"
+    absl_flags.DEFINE_float("flip_drain_s", 10.0, until, 0.0, flag_values=values)
+    absl_flags.DEFINE_float("flip_reshape_s", 5.0, change, 0.0, flag_values=values)
     absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
 
 
@@ -229,13 +235,26 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     trace = workload(values, rate)
     given = build(values, trace)
     log = SpanLog() if values.report else None
-    cluster = simulated(given, log=log, router=router_of(values))
+    cluster = clustered(values, given, log=log, router=router_of(values))
     began = time.perf_counter()
     asks = slo_of(values) if values.early_rejection == "auto" else None
     outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s, asks=asks)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
-    return Run(outcome, took_s, rate or trace.rate_rps, log)
+    run = Run(outcome, took_s, rate or trace.rate_rps, log)
+    if not isinstance(cluster, ScaledCluster):
+        return run
+    return replace(run, scaling=scaling_told(cluster), flips=flips_of(cluster))
+
+
+def clustered(values: flags.FlagValues, given: ClusterSpec, **named: Any) -> Cluster:
+    """With an autoscaler where --autoscale asks for one. Raises ConfigError."""
+    if values.autoscale == "off":
+        return simulated(given, **named)
+    if values.cost.startswith("profile:"):
+        raise ConfigError("--autoscale: a profile has each worker's prices in its own role alone; take another --cost")
+    costs = FlipCosts(values.flip_drain_s, values.flip_reshape_s)
+    return scaled(given, Scaling(), costs, flips=values.autoscale == "flip", **named)
 
 
 def slo_of(values: flags.FlagValues) -> SLO:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import (
     ROUTER,
     ChangeRole,
@@ -28,8 +29,9 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.autoscaler import Flip, Load, Scaling
 from jdisagg.policy.role_change import Standing
-from jdisagg.policy.role_scaler import LOOK_S, RoleScaler
+from jdisagg.policy.role_scaler import ALL_ROLES, LOOK_S, RoleScaler, RolesOf
 from jdisagg.sim.cluster import Cluster
+from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.device import Device
 from jdisagg.sim.traces import Trace
 
@@ -61,8 +63,14 @@ def same_sizes(config: WorkerConfig, role: Role) -> WorkerConfig:
     return replace(config, role=role)
 
 
+def nothing_else(worker: WorkerId) -> frozenset[Role]:
+    """Of workers that keep their roles: what the load asks for is told all the same."""
+    return frozenset()
+
+
 class ScaledCluster(Cluster):
-    """`scaling` None: roles change only by `flip`. `becomes`: a worker's sizes in another role."""
+    """`scaling` None: roles change only by `flip`. `becomes`: a worker's sizes in another role; `can_be`: which those
+    are."""
 
     def __init__(
         self,
@@ -71,11 +79,12 @@ class ScaledCluster(Cluster):
         scaling: Scaling | None,
         flip_costs: FlipCosts,
         becomes: Callable[[WorkerConfig, Role], WorkerConfig] = same_sizes,
+        can_be: RolesOf = lambda worker: ALL_ROLES,
         **named: Any,
     ) -> None:
         super().__init__(workers, *rest, **named)
         self.flip_costs, self.becomes = flip_costs, becomes
-        self.scaler = None if scaling is None else RoleScaler(scaling, workers)
+        self.scaler = None if scaling is None else RoleScaler(scaling, workers, can_be)
         self.looks: list[Look] = []
         self.away_s: dict[WorkerId, list[float]] = {}  # of each change: when it was asked for, and when it joined
         self._numbers = count(1)
@@ -141,3 +150,33 @@ class ScaledCluster(Cluster):
         self.devices[actor] = Device(effect.config)
         self._steps.foreseen.pop(actor, None)
         self._at(self.now_s + self.flip_costs.reshape_s, actor, Reshaped(effect.config))
+
+
+def scaled(given: ClusterSpec, scaling: Scaling, costs: FlipCosts, *, flips: bool, **named: Any) -> ScaledCluster:
+    """The cluster of a spec with an autoscaler, which flips workers or only tells. Raises ConfigError for workers whose
+    prices in another role nobody knows."""
+    if given.slowdown or given.tiers is not None:
+        raise ConfigError("--autoscale: neither shared cores nor tiers are simulated beside it: leave out one")
+    cuts = {config.worker: (config.num_microbatches, config.num_pages) for config in given.workers}
+    if flips and len(set(cuts.values())) > 1:
+        (one, mine), (other, theirs) = sorted(cuts.items(), key=lambda each: each[1])[:: len(cuts) - 1]
+        sizes = f"{one} has {mine[0]} stages and {mine[1]} pages, {other} {theirs[0]} and {theirs[1]}"
+        raise ConfigError(f"--autoscale=flip: {sizes}; give all workers of --mesh as many devices, without pp")
+    told = {"can_be": (lambda worker: ALL_ROLES) if flips else nothing_else}
+    named = {"message_s": given.message_s, "latency_s": given.latency_s, **told, **named}
+    return ScaledCluster(given.workers, given.costs, given.links, scaling=scaling, flip_costs=costs, **named)
+
+
+def flips_of(cluster: ScaledCluster) -> list[tuple[float, Flip]]:
+    """What was asked for, and when."""
+    return [(look.at_s, flip) for look in cluster.looks for flip in look.flips]
+
+
+def scaling_told(cluster: ScaledCluster) -> str:
+    """What the autoscaler did, and what it would have at the end."""
+    assert cluster.scaler is not None
+    asked, wanted = flips_of(cluster), cluster.scaler.autoscaler.desired()
+    flips = ", ".join(f"{flip.worker} to {flip.role} at {at_s:,.0f} s" for at_s, flip in asked[:8])
+    more = f" and {len(asked) - 8} more" * (len(asked) > 8)
+    total = "" if wanted is None else f"; the load asks for {wanted.prefill} prefill and {wanted.decode} decode workers"
+    return f"autoscaler: {len(asked)} flips" + (f" ({flips}{more})" if asked else "") + total

@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.policy.autoscaler import Flip
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text
 from jdisagg.sim.spans import SpanLog
 
@@ -26,6 +27,8 @@ class Run:
     took_s: float
     rate_rps: float
     log: SpanLog | None = None
+    scaling: str = ""  # what the autoscaler did, where there was one
+    flips: Sequence[tuple[float, Flip]] = ()
 
 
 def latencies(outcome: Outcome) -> Table:
@@ -55,6 +58,7 @@ def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
         f" {busy}",
         *found_again(outcome),
         *between_tiers(outcome),
+        *([run.scaling] if run.scaling else []),
         f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
         f" {outcome.span_s / took_s:,.1f} x real time",
     ]
@@ -107,6 +111,7 @@ def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
         **{f"{metric.lower()}_s": _spread(outcome.values(metric)) for metric in METRICS},
         "parts_s": outcome.parts_s(),
         "busy": outcome.busy,
+        "flips": [{"at_s": at_s, "worker": flip.worker, "role": flip.role.value} for at_s, flip in run.flips],
         "events": outcome.events,
         "simulated_in_s": run.took_s,
     }

@@ -1,6 +1,7 @@
 """`python -m jdisagg.sim`: a table of latencies, a verdict, the speed, and one line where something is wrong."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,34 @@ def test_mistakes_are_one_line_and_exit_2(flags, said, lengths, capsys):
     assert run(*(flag.replace("LENGTHS", str(lengths)) for flag in flags)) == 2
     line = capsys.readouterr().err
     assert said in line and line.startswith("jdisagg.sim: ") and line.count("\n") == 1
+
+
+@pytest.fixture
+def turning(tmp_path: Path) -> Path:
+    """Long prompts for half a minute, then long answers."""
+    path = tmp_path / "turning.csv"
+    rows = [f"2023-11-16 18:{n // 240:02}:{n // 4 % 60:02}.{25 * (n % 4):02}00000,1800,20" for n in range(160)]
+    rows += [f"2023-11-16 18:{n // 240:02}:{n // 4 % 60:02}.{25 * (n % 4):02}00000,60,300" for n in range(160, 320)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]), encoding="utf-8")
+    return path
+
+
+SCALED = ["--mesh=prefill:tp1,decode:3xtp1", "--cost=distserve", "--rate=6"]
+
+
+@pytest.mark.parametrize(("autoscale", "flipped"), [("flip", True), ("watch", False)])
+def test_an_autoscaler_flips_workers_or_only_tells_and_both_are_said(turning, tmp_path, capsys, autoscale, flipped):
+    path = tmp_path / "out.json"
+    assert run(f"--trace=azure:{turning}", *SCALED, f"--autoscale={autoscale}", f"--json={path}") == 0
+    said = capsys.readouterr().out
+    assert "320 of 320 requests served" in said and "the load asks for" in said
+    flips = json.loads(path.read_text())["flips"]
+    assert bool(flips) is flipped and f"autoscaler: {len(flips)} flips" in said
+    assert all(each["role"] == "prefill" and each["worker"].startswith("decode") for each in flips[:1])
+
+
+def test_flips_between_workers_that_are_cut_otherwise_are_refused_in_one_line(turning, capsys):
+    flags = [f"--trace=azure:{turning}", "--mesh=prefill:tp1,decode:pp2", "--cost=distserve", "--rate=2"]
+    assert run(*flags, "--autoscale=flip") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--autoscale=flip: " in line and "give all workers of --mesh as many devices, without pp" in line
