@@ -20,6 +20,7 @@ from jdisagg.core.request import Attempt, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
+from jdisagg.policy.membership import LEAVE_TIMER
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.router import CAPACITY_TIMER, Router
@@ -197,12 +198,14 @@ def notes_of(actor: Actor) -> Notes:
 
 def _router_holds(router: Router) -> str:
     rows = [f"{row.request_id} waits for {row.waiting}" for row in router.rows.values()]
+    rows += [f"{worker} is {each.standing}" for worker, each in router.members.changes.items() if each.target]
     return "; ".join(rows + [f"{len(router.aborts)} aborts unanswered"] * bool(len(router.aborts)))
 
 
 def _router_waits(router: Router) -> Iterator[tuple[str, float]]:
     yield from ((f"row/{row.request_id}", row.deadline_s) for row in router.rows.values() if row.deadline_s < math.inf)
     yield from ((key, math.inf) for key in router.aborts._open)
+    yield from ((f"{LEAVE_TIMER}/{each}", math.inf) for each in router.members.changes)
     if router.queue:
         yield CAPACITY_TIMER, math.inf
 

@@ -3,19 +3,20 @@
 - Where nothing went wrong, nobody needs a deadline: once nothing is under way, everything is at rest.
 - Where nothing is under way and no timer is armed, everything is at rest, whatever went wrong before: each request
   has ended, no page is held on any worker, no abort is open.
+- The router knows what each worker has become.
 - Faults that a retry mends cost no request, as long as there are retries.
 - From every state such an end can be reached (`search.stuck`).
 """
 
 from __future__ import annotations
 
-from jdisagg.core.request import FinishReason
+from jdisagg.core.request import FinishReason, WorkerId
 from jdisagg.policy.shared_pages import KEEPER
 from tests.explore.device import Violation, need
 from tests.explore.world import GONE, RUNNING, UNSENT, State, World
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
-TOLD = ("cancel", "flip", "burst", "fail")  # faults that somebody is told of at once: they need no deadline
+TOLD = ("cancel", "flip", "burst", "fail", "change")  # faults that somebody is told of at once: they need no deadline
 LASTING = ("lose", "leave", "reboot", "cancel", "fail")  # faults that no second attempt mends, or that release twice
 
 
@@ -54,6 +55,12 @@ def check_end(world: World, state: State) -> None:
     for number, device in enumerate(state.devices, 1):
         held = [page for page, owner in enumerate(world.devices[device].owners) if owner not in (None, KEEPER)]
         need(not held, f"pages {held} of {world.names[number]} are nobody's to give back")
+    if world.scene.changes:
+        peers = world.cast.thaw(state.actors[0]).peers
+        for number, actor in enumerate(state.actors[1:], 1):
+            is_now, known = world.config_of(number, actor), peers.get(WorkerId(world.names[number]))
+            right = actor == GONE or (known is not None and known.config == is_now)
+            need(right, f"the router takes {is_now.worker} for {known and known.config.role}, it is {is_now.role}")
     spent = [had - left for had, left in zip(world.scene.budget, state.budget, strict=True)]
     lasting = sum(getattr(world.scene.budget, kind) - getattr(state.budget, kind) for kind in LASTING)
     if not lasting and not world.scene.slow and sum(spent) <= world.scene.router.max_retries:

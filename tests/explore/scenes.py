@@ -29,6 +29,7 @@ class Budget(NamedTuple):
     reboot: int = 0  # the router starts anew; its clients see their connections cut
     cancel: int = 0  # a client goes away
     again: int = 0  # a client whose connection was cut asks again, under the same id
+    change: int = 0  # a worker is to become what `Scene.changes` says
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Scene:
     router: RouterConfig
     slow: bool = False  # prefill plans take any time: timers fire meanwhile, in their order
     any_order: bool = False  # messages of one pair of actors may overtake each other, always
+    changes: tuple[WorkerConfig, ...] = ()  # what workers may become
 
     def but(self, **changes: Any) -> Scene:
         """Another scene: fields of the budget by their names, the rest as in `replace`."""

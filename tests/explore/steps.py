@@ -17,6 +17,7 @@ from tests.explore.device import Violation, fresh_device, name, need
 from tests.explore.moves import Over, Post, Timer, Told
 from tests.explore.world import CUT, GONE, REJECTED, RUNNING, Action, Client, State, World
 
+DRAIN_S = 3.0  # what a worker that is to change has, may take so long to end
 JUNK = Attempt(RequestId("nobody"), 0)
 
 
@@ -137,17 +138,23 @@ class Draft:
 
     def _reboot(self, action: Action) -> None:
         self.life += 1
-        self.actors[0] = self.world.fresh_actor(0, self.life)
+        workers = [self.world.config_of(number, self.actors[number]) for number in self.world.machines]
+        self.actors[0] = self.world.fresh_actor(0, self.life, workers)
         self.timers = [timer for timer in self.timers if timer.actor != 0]
         self.clients = [each._replace(status=CUT) if each.status == RUNNING else each for each in self.clients]
+
+    def _change(self, action: Action) -> None:
+        target = self.world.scene.changes[action.which]
+        self._deliver_item(self.world.item(0, ev.ChangeRole(target.worker, 1, target, DRAIN_S)))
 
     def _back(self, action: Action) -> None:
         self.actors[action.which] = self.world.fresh_actor(action.which, 0)
         self._join(action.which)
 
     def _join(self, number: int) -> None:
-        joined = ev.WorkerJoined(self.world.scene.workers[number - 1])
-        self._post(Post(("news", 0, 0), self.world.item(0, joined)))
+        """By the way that its words go: what it says later is heard later."""
+        joined = self.world.item(0, ev.WorkerJoined(self.world.config_of(number, self.actors[number])))
+        self._post(Post(("mail", number, 0) if self.world.scene.changes else ("news", 0, 0), joined))
 
     def _leave(self, action: Action) -> None:
         self._reboot(action)

@@ -49,6 +49,9 @@ def _opening(world: World, state: State, action: Action) -> str:
             return f"{world.names[action.which]} starts again, empty, and joins"
         case "leave":
             return "the router crashes and starts again; its workers notice some time, its clients at once"
+        case "change":
+            target = world.scene.changes[action.which]
+            return f"{target.worker} is to become {target.role}"
         case "reboot":
             return "the router crashes and starts again; its clients see their connections cut"
         case "stray":
@@ -73,6 +76,8 @@ def _item(world: World, number: int) -> str:
             return f"{there} learns that its router is gone, and joins the new one"
         case ev.WorkerJoined(config):
             return f"the router learns that {config.worker} has joined"
+        case ev.Reshaped(config):
+            return f"the devices of {there} are those of a {config.role} worker now"
         case ev.WorkerLost(worker):
             return f"the router learns that {worker} is lost"
     return f"the devices of {there} are done with {words(event)}"

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.router_config import Reserving
-from jdisagg.core.worker_config import TransferMode
+from jdisagg.core.worker_config import Role, TransferMode
+from tests.explore.invariants import check_end
 from tests.explore.scenes import Scene, colocated, disaggregated, promised, request
 from tests.explore.search import Found, explore
+from tests.explore.steps import follow
 from tests.explore.story import tell
-from tests.explore.world import World
+from tests.explore.world import Action, World
 
 ONE = disaggregated(1)  # two chunks, two layer groups: KV leaves in four parts
 ONE_WHOLE = disaggregated(1, transfer=TransferMode.WHOLE)
@@ -65,6 +67,43 @@ def test_workers_that_lose_their_router_join_the_next_one_empty():
 
 def test_a_router_that_starts_again_meets_the_remains_of_its_earlier_life():
     found = whole(ONE.but(reboot=1, again=1))
+    assert endings(found) == {"length", "cut"}
+
+
+def becoming(scene: Scene, role: Role) -> Scene:
+    """The first worker may become this; a phase without a worker is waited for."""
+    target = replace(scene.workers[0], role=role)
+    return replace(scene, changes=(target,), router=replace(scene.router, workers_return=True)).but(change=1)
+
+
+CHANGING = becoming(colocated(1, 2, transfer=TransferMode.WHOLE), Role.DECODE)  # the other one can do all there is
+
+
+def test_a_worker_that_is_asked_becomes_what_it_is_to_be():
+    """As the scenes below have it happen at any moment: the first action of all, and then what comes of itself."""
+    world = World(CHANGING)
+    state = follow(world, world.start(), Action("change"))
+    while actions := list(world.natural_actions(state)):
+        state = follow(world, state, actions[0])
+    check_end(world, state)
+    assert world.config_of(1, state.actors[1]).role is Role.DECODE
+    assert [client.status for client in state.clients] == ["length"]
+
+
+def test_a_change_of_role_at_any_moment_costs_no_request():
+    assert endings(whole(CHANGING)) == {"length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["loss", "cancel"])
+def test_a_change_of_role_goes_through_a_fault(fault):
+    found = endings(whole(CHANGING.but(**{fault: 1})))
+    assert {"length"} <= found <= {"length", "abort", "timeout"}
+
+
+@pytest.mark.slow
+def test_a_router_that_dies_while_a_worker_changes_its_role_finds_it_as_what_it_has_become():
+    found = whole(CHANGING.but(leave=1, again=1))
     assert endings(found) == {"length", "cut"}
 
 

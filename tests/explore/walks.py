@@ -58,7 +58,7 @@ def large(seed: int) -> Scene:
     )
     workers = [worker(name, role, **sizes) for name, role in names]
     requests = [_request(number, draw) for number in range(1, draw.randint(4, 6))]
-    budget = {kind: draw.choice((0, 1, 3)) for kind in Budget._fields}
+    budget = {kind: draw.choice((0, 1, 3)) for kind in Budget._fields if kind != "change"}
     found = scene(workers, requests, **{**budget, **_of_whole_processes(draw)})
     return promised(found, draw.choice(list(Reserving)))
 

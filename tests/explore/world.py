@@ -8,7 +8,7 @@ clusters do seldom is counted against the scene's budget.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jdisagg.core import events as ev
 from jdisagg.core.steps import KVTransfer
+from jdisagg.core.worker_config import WorkerConfig
 from tests.explore.actors import ActorPatch, Part, StateTable, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.moves import Moves, Post, Timer
@@ -56,7 +57,7 @@ class Item(NamedTuple):
 
 class Action(NamedTuple):
     kind: str
-    which: int = 0  # a queue, a stray, a timer, an actor, or a client
+    which: int = 0  # a queue, a stray, a timer, an actor, a client, or a change
     at: int = 0  # place in the queue
 
 
@@ -154,10 +155,15 @@ class World:
         """One that no worker has joined yet."""
         return self.cast.add(0, new_router(self.scene.router, (), life))
 
-    def fresh_actor(self, number: int, life: int) -> int:
+    def config_of(self, number: int, actor: int) -> WorkerConfig:
+        """What worker `number` is now: its role may have changed."""
+        return self.scene.workers[number - 1] if actor == GONE else self.cast.thaw(actor).config
+
+    def fresh_actor(self, number: int, life: int, workers: Sequence[WorkerConfig] = ()) -> int:
+        """workers: that a router is told of; those of the scene where nobody says."""
         if number == 0:
             life = life if self.cast.patch.fresh_epochs else 0
-            return self.cast.add(0, new_router(self.scene.router, self.scene.workers, life))
+            return self.cast.add(0, new_router(self.scene.router, workers or self.scene.workers, life))
         return self.cast.add(number, new_worker(self.scene.workers[number - 1]))
 
     # ------------------------------------------------------------ what two states have in common
@@ -258,6 +264,8 @@ class World:
             here = [("restart", left.restart), ("lose", left.lose)]
             kinds = here if state.actors[number] != GONE else [("back", left.back)]
             yield from (Action(kind, number) for kind, some in kinds if some)
+        if left.change:
+            yield from (Action("change", at) for at in range(len(self.scene.changes)))
         yield from (Action(kind) for kind, some in (("reboot", left.reboot), ("leave", left.leave)) if some)
         for number, client in enumerate(state.clients):
             if left.cancel and client.status == RUNNING:
@@ -317,6 +325,8 @@ class World:
         if kind in ("insert", "open_gates"):
             device, results = getattr(machine, kind)(device, *rest)
             return device, [Post(("decode", number, number), self.item(number, result)) for result in results]
+        if kind == "reshape":
+            return fresh_device(rest[0]), [Post(("news", number, number), self.item(number, ev.Reshaped(rest[0])))]
         if kind == "ship":
             return device, [self._ship(number, device, rest[0])]
         return getattr(machine, kind)(device, *rest), []
