@@ -32,6 +32,10 @@ AT_LEAST_ONE = (
     "max_connections",
     "max_tokens",
 )
+TOOL_PARSERS = (
+    *("auto", "off", "hermes", "llama3", "llama4", "mistral", "deepseek", "gemma4", "phi4", "functools", "gpt_oss"),
+)
+REASONING_PARSERS = ("auto", "off", "think", "mistral", "gemma4", "gpt_oss")
 NOT_NEGATIVE = (
     "max_model_len",
     "kv_tokens",
@@ -78,6 +82,8 @@ class Settings:
         " nats a token, on the CPU; int8, fp8: a scale a channel, activations rounded by token",
         ("dtype", "auto", "float32", "bfloat16", "int8", "fp8", "stored"))  # fmt: skip
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
+    tool_call_parser: str = _setting("auto", "model", "how calls are written; auto: by the template", TOOL_PARSERS)
+    reasoning_parser: str = _setting("auto", "model", "how reasoning is marked; auto: as above", REASONING_PARSERS)
     structured_output: str = _setting("auto", "model", "auto: by grammars where llguidance is", ("auto", "off"))
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
@@ -162,17 +168,14 @@ class Settings:
                            " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip
     router: str = _everyday("", "cluster", "HOST:PORT of the router's control port; A,B: of two, told to all of them")
     control_port: int = _everyday(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
-    kv_listen: str = _everyday(
-        "127.0.0.1:0", "cluster", "HOST:PORT where other processes pull KV; port 0: any free one"
-    )
+    kv_listen: str = _everyday("127.0.0.1:0", "cluster", "HOST:PORT where others pull KV; port 0: any free one")
     kv_advertise: str = _setting("", "cluster", "host where others reach --kv_listen; empty: the one it names")
     transport: str = _everyday("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
                               ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
     peer_silence_s: float = _everyday(5.0, "cluster", "a process not heard of for this long is gone")
     router_grace_s: float = _setting(30.0, "cluster", "how long streams wait for a router when theirs is gone; 0: not")
     secret_file: str = _everyday("", "cluster", "file with the secret that all processes share, 16 bytes or more")
-    group: str = _everyday("", "cluster", "worker of several processes that this is one of; empty: as the scheduler"
-                           " says")  # fmt: skip
+    group: str = _everyday("", "cluster", "worker of several processes; empty: as the scheduler says")
     group_size: int = _everyday(0, "cluster", "its processes; 0: as SLURM, Kubernetes or the TPU slice say; 1: no"
                                 " group")  # fmt: skip
     group_rank: int = _setting(-1, "cluster", "this process's place in its group, from 0; -1: as the scheduler says")
@@ -189,9 +192,7 @@ class Settings:
     grpc_port: int = _everyday(8080, "server", "gRPC port; 0: any free one, -1: no gRPC")
     health_port: int = _setting(-1, "server", "HTTP port of a worker's process, /live and /ready; 0: any, -1: none")
     api_key: str = _everyday("", "server", "key that clients must send; empty: none")
-    api_keys_file: str = _everyday(
-        "", "server", "file of more keys: a name and a key a line; the one named admin is for /admin"
-    )
+    api_keys_file: str = _everyday("", "server", "more keys: a name and a key a line; that of admin is for /admin")
     client_limits: str = _everyday("", "server", "of each key, or address where there is none, as requests=60,"
                                   "tokens=90000,running=4 (the first two a minute); empty: none")  # fmt: skip
     drain_s: float = _everyday(30.0, "server", "time running requests get to finish after Ctrl-C or SIGTERM")

@@ -75,6 +75,7 @@ class ChatTemplates:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], place: str):
         self._place, self._special_tokens = place, dict(special_tokens)
+        self._texts = tuple(templates.values())
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in templates.items()}
@@ -84,6 +85,10 @@ class ChatTemplates:
     @property
     def exists(self) -> bool:
         return "default" in self._templates
+
+    def speaks_of(self, text: str) -> bool:
+        """Whether a template holds the text."""
+        return any(text in each for each in self._texts)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """The prompt. Raises `RequestError` where there is no template, or where it refuses the messages."""

@@ -47,6 +47,11 @@ class SpecialText:
         self._heads = {text[:k] for text in self._tokens for k in range(1, len(text))}
         self._tails = {text[k:] for text in self._tokens for k in range(1, len(text))}
 
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Any of them."""
+        return re.compile(self._any)
+
     def marked(self, value: Any, mark: str) -> Any:
         """`value` as JSON has them, with the mark before each special token in its texts, keys included."""
         match value:

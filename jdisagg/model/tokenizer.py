@@ -92,6 +92,15 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat.exists
 
+    def holds(self, text: str) -> bool:
+        """Whether it is a token of its own, or the chat template speaks of it."""
+        return self._raw.token_to_id(text) is not None or self._chat.speaks_of(text)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows a model which tools there are."""
+        return self._chat.speaks_of("tools")
+
     def chat(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """Messages as one prompt by the model's template, which gets `kwargs` too (`tools`, ...).
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from jdisagg.policy.client_limits import Rates
+from jdisagg.serve.tools.choose import Parsers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class FrontSettings:
     max_stop_chars: int = 256
     queue_timeout_s: float | None = None  # a request still queued then ends with HTTP 408
     no_grammars: str = ""  # why answers are held to no form; empty where they may be
+    parsers: Parsers = field(default_factory=Parsers)  # of reasoning and calls of tools
     tracing: bool = False  # requests are traced, in the trace of whoever asked
     version: str = field(default_factory=lambda: version("jdisagg"))
 

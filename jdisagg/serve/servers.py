@@ -31,6 +31,7 @@ from jdisagg.serve.http.app import create_app
 from jdisagg.serve.http.connections import CloseReason, Connection, ConnectionLimiter, Limits
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.structured.grammars import why_no_grammars
+from jdisagg.serve.tools.choose import parsers_of
 
 BACKLOG = 512  # the kernel's; all of them may be accepted before the first that is too many is refused
 DESCRIPTORS = Path("/proc/self/fd")
@@ -218,6 +219,7 @@ def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
         api_key=settings.api_key or None,
+        parsers=parsers_of(service.tokenizer, settings.tool_call_parser, settings.reasoning_parser),
         no_grammars=why_no_grammars(settings),
         tracing=bool(settings.otlp_endpoint),
         api_keys={name: key for name, key in keys.items() if name != ADMIN},

@@ -10,6 +10,7 @@ from jdisagg.core.messages import NO_TOKENS, TokenDelta
 from jdisagg.core.request import FinishReason, Sampled
 from jdisagg.model.tokenizer import Detokenizer, Tokenizer
 from jdisagg.serve.service import Update
+from jdisagg.serve.tools.said import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Piece:
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: str | int | None = None  # the stop string, or the id of a stop token the client named
     finish: Finish | None = None
+    reasoning: str = ""  # where the text was read for it, as for calls
+    calls: tuple[Call, ...] = ()
     choice: int = 0  # which of several answers it is of, where they come in one stream
 
 

@@ -319,7 +319,12 @@ def test_nothing_that_a_body_says_is_a_500(front: Front, path: str, fields: dict
 @pytest.mark.parametrize(
     ("message", "names"),
     [
-        ({"role": "tool", "content": "x"}, "tool calls are not supported"),
+        ({"role": "tool", "content": "x"}, "no role tool"),
+        ({"role": "function", "content": "x"}, "must be one of"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
+            "'f' are no JSON object",
+        ),
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"),
         ({"role": "user"}, "messages[0] has no content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),

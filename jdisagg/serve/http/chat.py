@@ -11,10 +11,11 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve import offload
 from jdisagg.serve.http.json_bounds import brief
 from jdisagg.serve.http.schema import ChatFields, ChatMessage
+from jdisagg.serve.tools.said import json_value
 
 OURS = frozenset({"messages", "add_generation_prompt", "tools"})  # not for chat_template_kwargs
-ROLES = ("system", "developer", "user", "assistant")
-UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "audio")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UNSUPPORTED = ("function_call", "audio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,8 @@ async def chat_ids(
     body: ChatFields, tokenizer: Tokenizer, max_model_len: int, add_special_tokens: bool
 ) -> tuple[int, ...]:
     """Token ids of the prompt. Raises RequestError, or TooLong for what no `max_model_len` tokens can hold."""
-    size = _size([[each.content, each.model_extra, 100 * " "] for each in body.messages]) + _size(
-        body.chat_template_kwargs
-    )
+    texts = [[each.content, each.model_extra, 100 * " "] for each in body.messages]
+    size = _size(texts) + _size(body.chat_template_kwargs) + _size(body.tools)
     rendered = await offload.reading(size, lambda: render(body, tokenizer))
     tokenizer.check_size([rendered.text], max_model_len)
     text, mark = rendered.text, rendered.mark
@@ -57,11 +57,13 @@ def render(body: ChatFields, tokenizer: Tokenizer) -> Rendered:
     plain = [_message(each, index) for index, each in enumerate(body.messages)]
     messages = [{**tokenizer.special_text.marked(each, mark), "role": each["role"]} for each in plain]
     variables = tokenizer.special_text.marked(body.chat_template_kwargs or {}, mark)
+    if OURS.isdisjoint(variables) and body.tools:
+        variables["tools"] = tokenizer.special_text.marked(body.tools, mark)
     return Rendered(_text_of(body, tokenizer, messages, variables), mark)
 
 
 def _text_of(body: ChatFields, tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    clash = sorted(OURS & variables.keys())
+    clash = sorted(OURS & (body.chat_template_kwargs or {}).keys())
     if clash:
         raise RequestError(f"chat_template_kwargs must not hold {clash[0]!r}", param="chat_template_kwargs")
     if body.reasoning_effort is not None:
@@ -90,18 +92,30 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
     for name in UNSUPPORTED:
         if fields.get(name):
             raise RequestError(f"messages[{index}].{name} is not supported yet", param=f"{place}.{name}")
-    if message.role in ("tool", "function"):
-        raise RequestError(
-            f"messages[{index}] has the role {message.role!r}: tool calls are not supported yet", f"{place}.role"
-        )
     if message.role not in ROLES:
         known = ", ".join(ROLES)
         raise RequestError(
             f"messages[{index}] has the role {message.role[:40]!r}, must be one of {known}", f"{place}.role"
         )
-    if message.content is None:
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [_past_call(each, f"{place}.tool_calls") for each in fields["tool_calls"]]
+        fields.setdefault("content", "")
+    elif message.content is None:
         raise RequestError(f"messages[{index}] has no content", param=f"{place}.content")
-    return {**fields, "content": _text(message.content, index)}
+    return {**fields, "content": _text(message.content or "", index)}
+
+
+def _past_call(call: Any, place: str) -> dict[str, Any]:
+    """A call of an earlier answer: templates want its arguments as an object, clients have them as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place} has {brief(call)}, must be calls of functions by name", param=place)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json_value(arguments) if arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{place}: the arguments of {function['name'][:64]!r} are no JSON object", param=place)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def _text(content: str | list[dict[str, Any]], index: int) -> str:

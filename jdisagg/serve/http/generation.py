@@ -20,6 +20,7 @@ from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.http.rendering import DONE, Renderer
 from jdisagg.serve.offload import dump, dump_slowly, event
 from jdisagg.serve.service import Service
+from jdisagg.serve.tools.told import told
 
 log = logging.getLogger("jdisagg.http")
 
@@ -62,6 +63,8 @@ class Generation(Response):
         job, settings = self._job, self._settings
         requests = [each.request for each in job.choices]
         batches = answers(self._service, requests, job.options, settings.choices_at_once, settings.queue_timeout_s)
+        if job.reads is not None:
+            batches = told(batches, job.reads)
         return self._clients.metered(self._client, job.prompt_tokens, requests, batches)
 
     def _left(self) -> list[tuple[bytes, bytes]]:

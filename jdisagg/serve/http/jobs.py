@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,11 @@ from jdisagg.serve.sampling import choice_seed, fold_seed, logit_bias_of, sampli
 from jdisagg.serve.service import Service
 from jdisagg.serve.structured.forms import Form, form_of, grammar_of
 from jdisagg.serve.text import TextOptions
+from jdisagg.serve.tools.asked import NONE, Tools, form_of_choice, tools_of
+from jdisagg.serve.tools.choose import OFF, reads_of
+from jdisagg.serve.tools.told import Told
+
+PROMPT_END = 16  # tokens in which a prompt may begin the answer's reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class Job:
     token_ids: bool
     tokens_as_ids: bool
     ledger: bool
+    reads: Callable[[], Told] | None = None  # begins to read an answer for reasoning and calls
+    shows_reasoning: bool = True
 
     @property
     def prompt_tokens(self) -> int:
@@ -88,7 +95,7 @@ async def completion_job(body: CompletionBody, service: Service, settings: Front
     _check_shape(body, len(given), settings)
     prompts = await _prompts(given, body, service)
     prompt_only = bool(body.echo) and body.max_tokens == 0
-    asked = {
+    asked: dict[str, Any] = {
         "max_tokens": 1 if prompt_only else body.max_tokens,
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
@@ -105,15 +112,45 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
     if body.echo:
         raise RequestError("echo is not supported in chat", param="echo")
     _check_shape(body, 1, settings)
+    tools = _tools_of(body, service, settings)
+    if tools is not None and tools.choice == NONE:
+        body = body.model_copy(update={"tools": None})
     ids = await chat_ids(body, service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    asked = {
+    asked: dict[str, Any] = {
         "max_tokens": max(1, service.max_model_len - len(ids)) if limit is None else limit,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "prompt_logprobs": body.prompt_logprobs,
     }
-    asked["grammar"] = await _grammar(form_of(_forms(body)), service, settings)
-    return _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
+    asked["grammar"] = await _grammar(_chat_form(body, tools), service, settings)
+    job = _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
+    end = service.tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)
+    reads = reads_of(settings.parsers, tools, end, service.tokenizer.special_text, body.skip_special_tokens)
+    if reads is None:
+        return job
+    options = replace(job.options, skip_special_tokens=False)
+    return replace(job, options=options, reads=reads, shows_reasoning=body.include_reasoning)
+
+
+def _tools_of(body: ChatBody, service: Service, settings: FrontSettings) -> Tools | None:
+    """What may be called. Raises RequestError for tools that the model would never see, or never be heard to call."""
+    tools = tools_of({name: getattr(body, name) for name in ("tools", "tool_choice", "parallel_tool_calls")})
+    if tools is None or tools.choice == NONE or tools.forced:
+        return tools
+    if not service.tokenizer.takes_tools:
+        raise RequestError(
+            "the model's chat template shows no tools; tool_choice may name one, or be required", "tools"
+        )
+    if settings.parsers.tools == OFF:
+        raise RequestError("no --tool_call_parser is known for this model; tool_choice may name one", param="tools")
+    return tools
+
+
+def _chat_form(body: ChatBody, tools: Tools | None) -> Form | None:
+    form, forced = form_of(_forms(body)), None if tools is None else form_of_choice(tools)
+    if form is not None and forced is not None:
+        raise RequestError(f"{form.field} and tool_choice are given, an answer has one form", param="tool_choice")
+    return form or forced
 
 
 def _forms(body: GenerationFields) -> dict[str, Any]:

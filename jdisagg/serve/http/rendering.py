@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from jdisagg.serve.logprobs import TokenNames, chat_logprobs, completion_logprob
 from jdisagg.serve.offload import SLICE, dump, dump_slowly, event
 from jdisagg.serve.records import ledger_json
 from jdisagg.serve.text import Piece
+from jdisagg.serve.tools.said import Call
 
 HOLE = "\x00hole\x00"  # where a chunk's text goes
 DONE = b"data: [DONE]\n\n"
@@ -30,6 +32,8 @@ class Answer:
     prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=list)
     echo_logprobs: dict[str, Any] | None = None
     last: Piece | None = None
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     num_tokens: int = 0
     offset: int = 0  # characters of text that logprobs cover, for text_offset
 
@@ -108,29 +112,32 @@ class Renderer:
         """The event of one piece; b"" where it shows nothing (half a character)."""
         piece, answer = self._noted(index, piece), self.answers[index]
         answer.num_tokens += len(piece.delta.sampled)
-        if piece.finish_reason is None and self._plain:
+        if piece.finish_reason is None and self._plain and not (piece.reasoning or piece.calls):
             if not piece.text:
                 return b""
             head, tail = self._skeletons[index]
             return head + json.dumps(piece.text).encode() + tail
-        return self._full_chunk(index, piece, piece.text)
+        return self._full_chunk(index, piece)
 
     def _skeleton(self, index: int) -> tuple[bytes, bytes]:
-        whole = event(dump(self._chunk_of(index, self._delta(HOLE) | self._ending(None))))
+        whole = event(dump(self._chunk_of(index, self._delta(index, Piece(HOLE)) | self._ending(None))))
         head, _, tail = whole.rpartition(dump(HOLE).encode())
         return head, tail
 
-    def _full_chunk(self, index: int, piece: Piece, text: str) -> bytes:
-        if not (text or piece.finish_reason or (piece.delta.sampled and not self._plain)):
+    def _full_chunk(self, index: int, piece: Piece) -> bytes:
+        shown = piece.text or piece.calls or piece.finish_reason or (piece.reasoning and self.job.shows_reasoning)
+        if not (shown or (piece.delta.sampled and not self._plain)):
             return b""
-        fields = self._delta(text) | self._ending(piece)
+        fields = self._delta(index, piece) | self._ending(piece)
         fields["logprobs"] = self._logprobs(index, piece.delta.sampled)
         if self.job.token_ids:
             fields["token_ids"] = [each.token for each in piece.delta.sampled]
         return event(dump(self._chunk_of(index, fields | self._ledger(piece.finish))))
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self.job.chat else {"text": text}
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        if not self.job.chat:
+            return {"text": piece.text}
+        return {"delta": delta_of(self.answers[index], piece, thoughts=self.job.shows_reasoning)}
 
     def _chunk_of(self, index: int, fields: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head, "choices": [{"index": index, **fields}]}
@@ -142,7 +149,7 @@ class Renderer:
         """The end of every choice that has begun and not ended, when something broke."""
         aborted = Piece(finish_reason="abort")
         open_ones = [i for i in self._skeletons if self.answers[i].last is None]
-        return b"".join(self._full_chunk(i, aborted, "") for i in open_ones)
+        return b"".join(self._full_chunk(i, aborted) for i in open_ones)
 
     def closing(self) -> bytes:
         """The counts, where asked for, in a chunk without choices."""
@@ -158,6 +165,8 @@ class Renderer:
         if not answer.parts:
             await self._read_prompt(index, piece.delta.prompt)
         answer.parts.append(piece.text)
+        answer.thoughts.append(piece.reasoning)
+        answer.calls += map(call_json, piece.calls)
         answer.num_tokens += len(piece.delta.sampled)
         answer.logprobs = _joined(answer.logprobs, self._logprobs(index, piece.delta.sampled))
         if self.job.token_ids:
@@ -189,7 +198,7 @@ class Renderer:
         answer, job = self.answers[index], self.job
         text = "".join(answer.parts)
         if job.chat:
-            fields: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            fields: dict[str, Any] = {"message": message_of(answer, text, thoughts=job.shows_reasoning)}
         else:
             fields = {"text": job.choices[index].prompt.text + text if job.echo else text}
         fields |= self._ending(answer.last)
@@ -225,6 +234,32 @@ class Renderer:
         answer = self.answers[index]
         fields, answer.offset = completion_logprobs(self._names, sampled, answer.offset)
         return fields
+
+
+def delta_of(answer: Answer, piece: Piece, *, thoughts: bool) -> dict[str, Any]:
+    """A chat chunk's news; its calls are kept with the answer's, which number them."""
+    found: dict[str, Any] = {"reasoning_content": piece.reasoning} if thoughts and piece.reasoning else {}
+    if piece.calls:
+        first, calls = len(answer.calls), [call_json(each) for each in piece.calls]
+        answer.calls += calls
+        found["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
+    return found if found and not piece.text else {"content": piece.text, **found}
+
+
+def message_of(answer: Answer, text: str, *, thoughts: bool) -> dict[str, Any]:
+    """A chat's whole answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thoughts and (thought := "".join(answer.thoughts)):
+        message["reasoning_content"] = thought
+    if answer.calls:
+        message |= {"content": text or None, "tool_calls": answer.calls}
+    return message
+
+
+def call_json(call: Call) -> dict[str, Any]:
+    """With an id of nine characters, which is what Mistral's templates take."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "suffix": (),
     "tool_choice": ("none", "auto"),
-    "tools": (),
+    "tools": (),  # but in chat
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": (),
@@ -147,6 +147,7 @@ class ChatFields(BaseModel):
     """How messages become a prompt."""
 
     messages: Messages
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -159,6 +160,9 @@ class ChatBody(GenerationFields, ChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
 
 
 class TokenizeBody(BaseModel):
@@ -224,7 +228,7 @@ def parse(kind: type[Body], raw: bytes, limits: Limits = LIMITS) -> Body:
     Raises RequestError: over the limits before anything is read, else naming the first few fields at fault.
     """
     fields = read_object(raw, limits)
-    refuse(fields)
+    refuse({name: value for name, value in fields.items() if name not in kind.model_fields})
     return valid(kind, fields)
 
 

@@ -1,0 +1,1 @@
+"""Tools: what an answer says, thinks and calls, told apart."""

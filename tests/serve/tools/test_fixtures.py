@@ -1,0 +1,77 @@
+"""Answers of many models, as a conformance suite has them: what they say, think and call, however they are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from canitoolcall.fixtures import Fixture, default_fixtures_dir
+
+from jdisagg.serve.tools.choose import Parsers
+from jdisagg.serve.tools.said import Reader, Said
+
+FAMILIES = {
+    "qwen3-hermes": Parsers("hermes", "think"),
+    "llama": Parsers("llama3"),
+    "mistral": Parsers("mistral", "mistral"),
+    "deepseek": Parsers("deepseek", "think"),
+    "gemma4": Parsers("gemma4", "gemma4"),
+    "gpt-oss": Parsers("gpt_oss", "gpt_oss"),
+}
+UNKNOWN = ("v32.jsonl", "v4.jsonl", "v41.jsonl")  # DeepSeek's DSML, which no parser here reads
+OTHERS = {"deepseek": "DSML", "mistral": "<think>"}
+
+
+def fixtures(family: str) -> Iterator[Fixture]:
+    for path in sorted((default_fixtures_dir() / family).glob("*.jsonl")):
+        if path.name in UNKNOWN:
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            each = Fixture.from_dict(json.loads(line))
+            if OTHERS.get(family, "\0") not in each.raw_output:
+                yield each
+
+
+CASES = [each for family in FAMILIES for each in fixtures(family)]
+
+
+def reader_of(each: Fixture) -> Reader:
+    parsers = FAMILIES[each.family]
+    if "Llama-4" in each.models[0]:
+        parsers = Parsers("llama4")
+    reader = parsers.reader({tool["function"]["name"] for tool in each.tools}, each.generation_prompt or "")
+    assert reader is not None
+    return reader
+
+
+def cuts(text: str, seed: int) -> Iterator[str]:
+    """Seed 0: all at once, 1: a character each, else random."""
+    generator, at = random.Random(seed), 0
+    while at < len(text):
+        size = len(text) if seed == 0 else 1 if seed == 1 else generator.randint(1, 12)
+        yield text[at : at + size]
+        at += size
+
+
+def read(each: Fixture, seed: int) -> tuple[str, str, list[dict[str, Any]]]:
+    reader = reader_of(each)
+    told: list[Said] = [reader.feed(part) for part in cuts(each.raw_output, seed)]
+    told.append(reader.end(not each.truncated))
+    calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for said in told for call in said.calls]
+    return "".join(said.content for said in told), "".join(said.reasoning for said in told), calls
+
+
+@pytest.mark.parametrize("each", CASES, ids=[each.id for each in CASES])
+def test_an_answer_is_read_as_it_was_meant_and_alike_however_it_is_cut(each: Fixture):
+    content, reasoning, calls = read(each, 0)
+    if each.expected is None:
+        assert not calls
+    else:
+        assert calls == [{"name": call.name, "arguments": call.arguments} for call in each.expected.tool_calls]
+        assert content.strip() == (each.expected.content or "").strip()
+        assert reasoning.strip() == (each.expected.reasoning_content or "").strip()
+    for seed in range(1, 6):
+        assert read(each, seed) == (content, reasoning, calls)
