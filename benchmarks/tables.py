@@ -279,6 +279,20 @@ def prefill_stages() -> str:
     return f"{origin(report)}\n\n{rows_of(['prompt tokens', 'at once', *meshes], rows)}"
 
 
+def aot_pods() -> str:
+    """What spanning steps of Llama-3-70B send, as compiled."""
+    report, rows = result("aot_pods"), []
+    for each in report["steps"]:
+        sums = ", ".join(f"{count} {name}" for name, count in each["collectives"].items())
+        sent = (f"{each[key] / 2**20:,.1f}" for key in ("inside_bytes", "between_bytes"))
+        times = (f"{1e3 * each[key]:.2f}" for key in ("links_s", "floor_s"))
+        step = {"prefill": "a chunk", "ring plain": "a dispatch"}[each["kind"]]
+        full = f"{each['device_bytes'] / 2**30:.1f} of {each['limit_bytes'] / 2**30:.1f}"
+        rows.append([each["target"], f"`{each['mesh']}`", step, sums, *sent, *times, full])
+    head = ["target", "mesh", "step", "collectives", "MiB inside", "to other hosts", "links, ms", "floor, ms", "GiB"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def role_flip() -> str:
     report, rates = result("role_flip_cpu"), ("before_tokens_per_s", "meanwhile_tokens_per_s", "failed")
     keys = ("drained_s", "reshard_s", "compile_s", "warm_s", "whole_s")
@@ -317,6 +331,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.topology,
         ring,
         prefill_stages,
+        aot_pods,
         simulated_tables.early_rejection,
         simulated_tables.autoscale,
         role_flip,
