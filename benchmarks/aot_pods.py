@@ -1,4 +1,4 @@
-"""Llama-3-70B on slices and hosts that are not here: `jdisagg.aot` of meshes whose workers span hosts, compiled one by one.
+"""Llama-3-70B on slices and hosts that are not here: `jdisagg.aot` of meshes whose workers span hosts, pod by pod.
 
 Of each worker's largest step are told its collectives, what its busiest device sends over NVLink or ICI and to other
 hosts, the least time that takes, and the floor of its arithmetic and its memory.
