@@ -81,6 +81,7 @@ def new_worker(config: WorkerConfig) -> Worker:
     worker = Worker(config)
     worker.pool.__class__ = NotedPool
     worker.pool.out = worker.out  # type: ignore[attr-defined]
+    worker.tiers.steps = None  # what computing costs is never learnt: whatever can be fetched is
     return worker
 
 
@@ -229,6 +230,8 @@ def _worker_waits(worker: Worker) -> Iterator[tuple[str, float]]:
     for owner, reservation in worker.decode_side.sequences.items():
         if reservation.handoff.state is State.COMMITTED:
             yield timer_of(Timer.PARTS, owner), math.inf
+    for fetch in worker.tiers.fetches.under_way.values():
+        yield timer_of(Timer.FETCH, fetch.owner), fetch.deadline_s
     for owner, prompt in worker.prefill_side.sequences.items():
         if prompt.decode_worker != worker.config.worker:
             yield timer_of(Timer.RENEW, owner), math.inf

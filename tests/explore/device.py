@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jdisagg.core.events import StepDone
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled
 from jdisagg.core.steps import Admission, DecodeRows, Gate, KVTransfer, PrefillChunk, StepPlan
+from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.shared_pages import KEEPER
 
@@ -58,6 +59,8 @@ class Device(NamedTuple):
     contents: tuple[Content | None, ...]
     slots: tuple[Seat | None, ...]
     held: tuple[Held, ...] = ()
+    below: tuple[tuple[Tier, int, Content], ...] = ()  # what its tiers hold
+    coming: tuple[PageMove, ...] = ()  # from other workers
 
 
 def fresh_device(config: WorkerConfig) -> Device:

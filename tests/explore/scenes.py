@@ -18,6 +18,7 @@ class Budget(NamedTuple):
     loss: int = 0  # a message or KV never arrives
     dup: int = 0  # it arrives, and again at any later time
     flip: int = 0  # KV arrives broken, and the digest tells
+    torn: int = 0  # pages that were on their way between tiers come broken
     burst: int = 0  # a transfer fails, and its source is told
     fail: int = 0  # a plan fails, and every plan that is sent before its worker hears of it
     late: int = 0  # it is overtaken by whatever comes behind it

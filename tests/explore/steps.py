@@ -13,6 +13,7 @@ from typing import Any
 from jdisagg.core import events as ev
 from jdisagg.core.messages import Ack
 from jdisagg.core.request import Attempt, FinishReason, RequestId, WorkerId
+from tests.explore.below import PagesLent, landed
 from tests.explore.device import Violation, fresh_device, name, need
 from tests.explore.moves import Over, Post, Timer, Told
 from tests.explore.world import CUT, GONE, REJECTED, RUNNING, Action, Client, State, World
@@ -86,6 +87,11 @@ class Draft:
         assert isinstance(event, ev.KVArrived)
         junk = tuple(content._replace(owner=JUNK) for content in shipment)
         self._deliver_item(self.world.item(to, replace(event, intact=False), junk))
+
+    def _torn(self, action: Action) -> None:
+        to, event, shipment = self.world.items[self._pop(action)]
+        assert isinstance(event, ev.PagesMoved)
+        self._deliver_item(self.world.item(to, replace(event, good=(False,) * len(event.good)), shipment))
 
     def _burst(self, action: Action) -> None:
         event = self.world.items[self._pop(action)].event
@@ -173,9 +179,23 @@ class Draft:
 
     # ------------------------------------------------------------ events and their effects
 
-    def _deliver_item(self, item: int) -> None:
-        number = self.world.items[item].to
+    def _landed(self, item: int) -> int | None:
+        """Pages that another worker has lent are looked at by the machine first."""
+        to, event, shipment = self.world.items[item]
+        if not isinstance(event, PagesLent):
+            return item
+        found = landed(self.world.devices[self.devices[to - 1]], event, len(shipment))
+        if found is None:
+            return None
+        self.devices[to - 1] = self.world.device(found[0])
+        return self.world.item(to, found[1], shipment)
+
+    def _deliver_item(self, delivered: int) -> None:
+        number = self.world.items[delivered].to
         if self.actors[number] == GONE:
+            return
+        item = self._landed(delivered)
+        if item is None:
             return
         reaction = self.world.react(self.actors[number], item, self.now_s)
         self._check_lease(self.actors[number], reaction.after, self.world.items[item].event)
@@ -196,7 +216,7 @@ class Draft:
             ends_s = armed.get(key, math.inf)
             need(key in armed and ends_s <= deadline_s, f"{self.world.names[number]} waits without a deadline: {key}")
 
-    def _check_lease(self, before: int, after: int, event: ev.Event) -> None:
+    def _check_lease(self, before: int, after: int, event: ev.Event | PagesLent) -> None:
         """No lease ends while its source lives, where nothing went wrong."""
         if isinstance(event, ev.TimerFired) and self.budget == self.world.scene.budget:
             notes = self.world.cast.notes
@@ -204,7 +224,7 @@ class Draft:
             alive = {owner for actor in self.actors if actor != GONE for owner in notes[actor].prompts}
             need(not ended & alive, f"{event.key}: a lease ends while the prompt's source lives")
 
-    def _check_beliefs(self, number: int, event: ev.Event) -> None:
+    def _check_beliefs(self, number: int, event: ev.Event | PagesLent) -> None:
         """Whoever believes that a reservation is complete is right."""
         if self.budget.dup < self.world.scene.budget.dup:
             # a copy of Reserve may make a second reservation of one that is over, which waits for its lease to end

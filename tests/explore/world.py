@@ -15,8 +15,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jdisagg.core import events as ev
+from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
+from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import WorkerConfig
+from tests.explore import below
 from tests.explore.actors import ActorPatch, Part, StateTable, new_router, new_worker
 from tests.explore.device import Content, Device, Machine, fresh_device, need
 from tests.explore.moves import Moves, Post, Timer
@@ -51,7 +54,7 @@ class Item(NamedTuple):
     """An event on its way to an actor."""
 
     to: int
-    event: ev.Event
+    event: ev.Event | below.PagesLent
     shipment: tuple[Content, ...] = ()  # what KVArrived brings
 
 
@@ -113,7 +116,7 @@ class World:
     def _part(self, value: Any, owner: int = 0) -> Part:
         return self.cast.part(shape_of(value), owner)
 
-    def item(self, to: int, event: ev.Event, shipment: tuple[Content, ...] = ()) -> int:
+    def item(self, to: int, event: ev.Event | below.PagesLent, shipment: tuple[Content, ...] = ()) -> int:
         item = Item(to, event, shipment)
         number = self._item_ids.get(item)
         if number is None:
@@ -255,6 +258,9 @@ class World:
                 kinds = [("loss", left.loss), ("dup", left.dup), ("late", left.late and len(state.queues[at]) > 0)]
                 yield from (Action(kind, at) for kind, some in kinds if some)
                 yield from self._kv_faults(state, at)
+        if left.torn:
+            heads = [(at, self.items[queue[0]].event) for at, queue in enumerate(state.queues) if queue]
+            yield from (Action("torn", at) for at, event in heads if isinstance(event, ev.PagesMoved))
         if left.fail:
             yield from (Action("fail", at) for at, queue in enumerate(state.queues) if queue and self._plans(state, at))
         if left.early:
@@ -274,7 +280,7 @@ class World:
                 yield Action("again", number)
 
     def _kv_faults(self, state: State, at: int) -> Iterator[Action]:
-        if self.queue_names[at][0] == "kv":
+        if isinstance(self.items[state.queues[at][0]].event, ev.KVArrived):
             kinds = [("flip", state.budget.flip), ("burst", state.budget.burst)]
             yield from (Action(kind, at) for kind, some in kinds if some)
 
@@ -282,7 +288,7 @@ class World:
         """Whether the head of a queue leads to a plan."""
         item = state.queues[at][0]
         actor = state.actors[self.items[item].to]
-        if actor == GONE:
+        if actor == GONE or isinstance(self.items[item].event, below.PagesLent):
             return False
         moves = self.react(actor, item, state.now_s).moves
         return any(isinstance(move, tuple) and move[0] == "step" for move in moves)
@@ -296,6 +302,7 @@ class World:
         known = self._reactions.get((actor, item, now_s))
         if known is None:
             number, event, shipment = self.items[item]
+            assert not isinstance(event, below.PagesLent), "machines take it first"
             after, effects = self.cast.step(number, actor, event, now_s)
             moves = Moves(number, self.names, self.item, shipment).take(effects)
             self._check_answered(event, effects)
@@ -329,7 +336,26 @@ class World:
             return fresh_device(rest[0]), [Post(("news", number, number), self.item(number, ev.Reshaped(rest[0])))]
         if kind == "ship":
             return device, [self._ship(number, device, rest[0])]
+        if kind == "move_pages":
+            device, contents = below.begin(machine, device, rest[0])
+            return device, self._moved(number, rest[0], contents)
+        if kind == "insert_pages":
+            pages, good, shipment = rest
+            return below.insert(device, pages, good, shipment, machine.config.worker), []
+        if kind == "drop_pages":
+            return below.forget(device, rest[0]), []
         return getattr(machine, kind)(device, *rest), []
+
+    def _moved(self, number: int, move: PageMove, contents: tuple[Content, ...]) -> list[Post]:
+        """What comes of a move, and where: of one from another worker, nothing until that has sent it."""
+        if move.source is Tier.PEER:
+            return []
+        over, news = ev.PagesMoved(move, (True,) * len(move.source_pages)), ("news", number, number)
+        if move.destination is not Tier.PEER:
+            return [Post(news, self.item(number, over, contents))]
+        assert move.asked is not None, "pages are lent to who asked for them"
+        to, lent = self.names.index(move.peer), below.PagesLent(move.asked, WorkerId(self.names[number]))
+        return [Post(news, self.item(number, over)), Post(("kv", number, to), self.item(to, lent, contents))]
 
     def _ship(self, number: int, device: Device, transfer: KVTransfer) -> Post:
         to = self.names.index(transfer.destination)
