@@ -91,6 +91,7 @@ ALL = (
         "benchmarks.role_flip",
         "--model=tests/fixtures/conformance/llama3 --before_s=4 --drain_s=2",
     ),
+    Benchmark("takeover", "benchmarks.takeover", "--rounds=2", "--rounds=1"),
     Benchmark("scale", "benchmarks.scale", "", "--workers=16,32 --streams=64 --followed=20"),
     Benchmark("group_stream_cpu", "benchmarks.group_stream", "--rounds=3000", "--rounds=20"),
     Benchmark("processes_cpu", "benchmarks.processes", "--rounds=4 --num_requests=8"),

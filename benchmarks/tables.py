@@ -304,6 +304,17 @@ def role_flip() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
+def takeover() -> str:
+    """How long a stream stood still, killing after killing."""
+    report = result("takeover")
+    rows = [
+        [f"{1e3 * each['usual_s']:.1f}", f"{each['longest_s']:.2f}", f"{report['peer_silence_s']:g}", each["finish"]]
+        for each in report["rows"]
+    ]
+    head = ["usual gap, ms", "longest, s", "--peer_silence_s", "the stream's end"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def kernels() -> str:
     return kernels_table.tables(kernels_table.read_records())
 
@@ -335,6 +346,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.early_rejection,
         simulated_tables.autoscale,
         role_flip,
+        takeover,
         simulated_tables.scale,
         simulated_tables.scale_failures,
         soak,
