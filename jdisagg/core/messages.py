@@ -48,7 +48,7 @@ class Reserve:
     cache_salt: str = ""
     page_names: bytes = b""  # of the prompt's full pages of the decode worker's size, one behind the other; none: empty
     holders: tuple[Holder, ...] = ()  # where the prompt is computed here, as in StartPrefill
-    ahead: bool = False  # promise a place only: pages are taken when the source claims them
+    reserve: Reserving = Reserving.EARLY  # else promise a place only: pages are taken when the source claims them
 
     @property
     def request_id(self) -> RequestId:

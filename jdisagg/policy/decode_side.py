@@ -177,4 +177,11 @@ class DecodeSide:
         """It gives back all it holds; the router begins it again with the tokens that are out."""
         detail = f"no free page of {self.pool.num_pages} for a request of higher rank"
         self.out.tell_router(Preempted(sequence.owner, tuple(sequence.output), detail))
+        self.park(sequence)
         self.end(sequence.owner, Signal.RELEASE, good=True)
+
+    def park(self, sequence: DecodeSequence) -> None:
+        """What is full of it is copied below, where there is a below: it goes on from there, here or elsewhere."""
+        if self.config.has_tiers and admitted(sequence) and sequence.pages:
+            names = self.shared.names_with(sequence.asked, sequence.tail, sequence.output[:-1])
+            self.shared.parking(names, sequence.pages[: len(names)])

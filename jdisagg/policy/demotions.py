@@ -24,6 +24,8 @@ LOW, HIGH = 0.25, 0.5  # of HBM's pages that are free, or lie below as well: fro
 LOW_DRAM, HIGH_DRAM = 0.1, 0.2  # so, of DRAM's, for the disk
 AHEAD_PAGES = 16  # under way at once to one tier, of those that go ahead of need
 MOST_PAGES = 64  # so, with those that have to go at once
+PARKED_PAGES = 1024  # so, with those of sequences that had to yield, or whose worker leaves
+PARKED_USES = 4  # that it is worth to a page that its sequence is to come back for it
 LOOKED_AT = 256  # pages, the least recently used ones, among which those are sought that are to go down
 DISK_USES = 2  # what disk admits was used so often
 REMEMBERED = 1 << 16  # names of pages that went down, or into the pool, of late
@@ -49,6 +51,7 @@ class Demotions:
         usable: Callable[[Tier, float], bool],
     ) -> None:
         """usable: whether a tier takes pages at a time."""
+        shared.parking = self.park
         self.shared, self.tiers, self.out, self._usable = shared, tiers, out, usable
         self.under_way: dict[Attempt, PageMove] = {}
         self._owners = count(1)
@@ -62,13 +65,26 @@ class Demotions:
     def follow(self, shared: SharedPages) -> None:
         """Another HBM, which holds nothing yet. What left the last one is on its way still."""
         self.shared, self._going_down = shared, False
-        shared.leaving = self.make_way
+        shared.leaving, shared.parking = self.make_way, self.park
 
     # ------------------------------------------------------------ from HBM
 
     def make_way(self, nodes: list[Node]) -> None:
         """These pages make room now."""
         self._go_down(nodes, MOST_PAGES)
+
+    def park(self, names: Sequence[PageHash], pages: Sequence[int]) -> None:
+        """The full pages of a sequence that is to go on later, here or on another worker: copied now, and kept longer
+        than what nobody is known to ask for again."""
+        found = zip(names, pages, strict=False)
+        parked = [Leaving(name, page, PARKED_USES, depth) for depth, (name, page) in enumerate(found)]
+        upper = next(iter(self.tiers), Tier.POOL)
+        if upper is not Tier.POOL and self._takes(upper):
+            for name in names:
+                self.tiers[upper].used(name, PARKED_USES)
+            self._keep(upper, parked, PARKED_PAGES)
+        if self._takes(Tier.POOL):
+            self._pool(parked, PARKED_PAGES)
 
     def tend(self, now_s: float) -> None:
         """Copies ahead of need what the watermarks say."""

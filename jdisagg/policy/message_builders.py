@@ -20,7 +20,7 @@ def reserve_for(
     page_names: tuple[PageHash, ...] = (),
     holders: tuple[Holder, ...] = (),
     *,
-    ahead: bool = False,
+    reserve: Reserving = Reserving.EARLY,
 ) -> Reserve:
     return Reserve(
         attempt=attempt,
@@ -34,7 +34,7 @@ def reserve_for(
         cache_salt=request.cache_salt,
         page_names=packed(page_names),
         holders=holders,
-        ahead=ahead,
+        reserve=reserve,
     )
 
 
@@ -50,7 +50,8 @@ def reserve(
     assert row.prefill is not None, "a reservation is for what some worker computes"
     names = row.page_names(decode.page_size) if decode.prefix_caching else ()
     request = row.to_prefill()
-    return reserve_for(row.attempt, request, row.num_before, row.prefill, config.lease_s, names, holders, ahead=ahead)
+    when = config.reserve if ahead else Reserving.EARLY
+    return reserve_for(row.attempt, request, row.num_before, row.prefill, config.lease_s, names, holders, reserve=when)
 
 
 def start_prefill(

@@ -89,9 +89,7 @@ class Promises:
         """Pages when it comes, and when it leaves, as long after as answers like it take for what is left of them."""
         config, told, prompt_tokens = peer.config, len(row.output), len(row.request.prompt)
         left = max(1, self.lengths.quantile(key_of(row.request), SHARE, told) - told)
-        before = row.num_before if row.epoch else told
-        granted = before + max(1, min(row.request.sampling.max_tokens - before, config.reserve_tokens))
-        first = config.pages_for(prompt_tokens + max(granted, told) - 1)
+        first = config.pages_for(prompt_tokens + told)
         last = config.pages_for(prompt_tokens + told + left - 1)
         return Stay(comes_s, comes_s + gap_s * left, first, max(first, last), here)
 

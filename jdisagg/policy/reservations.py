@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from jdisagg.core.messages import Refused, Reserve, Reserved
 from jdisagg.core.request import Attempt
+from jdisagg.core.router_config import Reserving
 from jdisagg.policy.claims import Claims
 from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, State
 from jdisagg.policy.page_pool import PageState
-from jdisagg.policy.planning import order_of, predicted_pages
+from jdisagg.policy.planning import order_of, pages_to_reserve
 from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.tiers import Tiers
 
@@ -31,7 +32,7 @@ class Reservations:
         owner = message.attempt
         if owner in self.waiting:
             return  # said twice
-        if message.ahead:
+        if message.reserve is not Reserving.EARLY:
             self.claims.promise(message, now_s)
         elif owner not in self.side.sequences and self._has_room(message) and self._fetch(message, now_s):
             self.waiting[owner] = message
@@ -68,7 +69,7 @@ class Reservations:
         return 0 if self.claims.waiting else self.side.reservable_pages
 
     def _has_room(self, message: Reserve) -> bool:
-        _, cost = self.shared.room_for(self._readable(message), predicted_pages(message, self.config))
+        _, cost = self.shared.room_for(self._readable(message), pages_to_reserve(message, self.config))
         return self.free_slots >= 1 and cost <= self.free_pages
 
     def _answer(self, message: Reserve, now_s: float) -> None:
@@ -92,7 +93,7 @@ class Reservations:
     def _take(self, sequence: DecodeSequence) -> bool:
         """Pages for a place that was promised."""
         names = self._readable(sequence.asked)
-        _, cost = self.shared.room_for(names, predicted_pages(sequence.asked, self.config))
+        _, cost = self.shared.room_for(names, pages_to_reserve(sequence.asked, self.config))
         if self.side.free_slots < 1 or cost > self.side.reservable_pages:
             return False
         self._fill(sequence)
@@ -102,7 +103,7 @@ class Reservations:
         """What is kept of its prompt is locked, and the rest of its pages are taken."""
         held = self.shared.lock(self._readable(sequence.asked))
         found = len(held.pages)
-        total = predicted_pages(sequence.asked, self.config)
+        total = pages_to_reserve(sequence.asked, self.config)
         pages = self.shared.take(total - found, sequence.owner, PageState.IN_FLIGHT)
         assert pages is not None, "reservable pages are there to be taken"
         sequence.handoff.take(Signal.RESERVE)

@@ -26,6 +26,10 @@ def stays_nowhere(nodes: list[Node]) -> None:
     """Where there is no tier below."""
 
 
+def parked_nowhere(names: Sequence[PageHash], pages: Sequence[int]) -> None:
+    """So."""
+
+
 class SharedPages:
     """The pages of one tier of one worker. Without `config.prefix_caching` nothing is ever kept or found."""
 
@@ -33,6 +37,8 @@ class SharedPages:
         self.config, self.pool, self.cache = config, pool, PrefixCache()
         self.changes = CacheChanges(self.cache)
         self.leaving: Callable[[list[Node]], None] = stays_nowhere  # hears of pages that are about to make room
+        # Hears of the names and pages of sequences that are to go on later.
+        self.parking: Callable[[Sequence[PageHash], Sequence[int]], None] = parked_nowhere
 
     @property
     def available(self) -> int:

@@ -157,6 +157,7 @@ class Worker:
         match message:
             case Leave():
                 self.leaving.asked(self.out, message, self.config)
+                park_all(self)
             case Reserve():
                 self.reservations.reserve(message, now_s)
             case StartPrefill():
@@ -176,7 +177,7 @@ class Worker:
             case Adopt():
                 self.keeping.adopt(message)
             case Abort():
-                self._aborted(message, sender)
+                aborted(self, message, sender)
             case AbortAck():
                 return  # this end is gone already
             case FetchPages() | NoPages():
@@ -191,15 +192,6 @@ class Worker:
         self.reservations.forget(owner)
         prompt_ended = self.prefill_side.end(owner, signal)
         return self.decode_side.end(owner, signal, good=good) or prompt_ended
-
-    def _aborted(self, message: Abort, sender: WorkerId) -> None:
-        """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
-        owner = message.attempt
-        cancelled = sender == ROUTER  # what it had is whole; another's abort may tell of a failure
-        self.keeping.aborted(owner)
-        if self.end(owner, Signal.ABORT, good=cancelled) and not cancelled:
-            self.out.abort(owner, f"{sender}: {message.detail}", message.reason)
-        self.out.send(sender, AbortAck(owner))
 
     def _timer(self, kind: Timer, owner: Attempt, now_s: float) -> None:
         match kind:
@@ -274,6 +266,25 @@ def tell_changes(worker: Worker) -> None:
     """To the router: of what is kept, as far as that follows it."""
     for changed in filter(None, [changes.since_told() for changes in changes_of(worker)]):
         worker.out.tell_router(changed)
+
+
+def aborted(worker: Worker, message: Abort, sender: WorkerId) -> None:
+    """Gives back what the handoff holds here. Where the other end says so, the router is to know at once."""
+    owner = message.attempt
+    cancelled = sender == ROUTER  # what it had is whole; another's abort may tell of a failure
+    worker.keeping.aborted(owner)
+    if cancelled and worker.leaving.standing is Standing.LEAVING and owner in worker.decode_side.sequences:
+        worker.decode_side.park(worker.decode_side.sequences[owner])  # it goes on elsewhere
+    if worker.end(owner, Signal.ABORT, good=cancelled) and not cancelled:
+        worker.out.abort(owner, f"{sender}: {message.detail}", message.reason)
+    worker.out.send(sender, AbortAck(owner))
+
+
+def park_all(worker: Worker) -> None:
+    """It is to leave: what others may fetch from the pool, they need not compute if this is recalled."""
+    if worker.config.shared_pool:
+        for sequence in worker.decode_side.sequences.values():
+            worker.decode_side.park(sequence)
 
 
 def expire(worker: Worker, owner: Attempt, now_s: float) -> None:

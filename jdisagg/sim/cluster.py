@@ -23,7 +23,7 @@ from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.tiers import DropPages, MovePages, PagesMoved, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel
-from jdisagg.sim.device import Device, Span, done
+from jdisagg.sim.device import Device, Span
 from jdisagg.sim.fast_forward import StepEnds
 from jdisagg.sim.held_steps import HeldSteps
 from jdisagg.sim.links import FairLinks
@@ -32,6 +32,7 @@ from jdisagg.sim.outcome import SLO, Outcome
 from jdisagg.sim.prefix_lookups import PrefixLookups
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.spans import Place, SpanLog, Work, WorkSpan
+from jdisagg.sim.stops import Stops
 from jdisagg.sim.tiers import SimulatedTiers
 from jdisagg.sim.traces import Trace
 
@@ -67,7 +68,7 @@ class Cluster(Simulation):
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.log = dict(costs), log
         self.network = Network(links or FairLinks(), latency_s)
-        self._held, self._steps = HeldSteps(), StepEnds(fast_forward)
+        self._held, self._steps, self._stops = HeldSteps(), StepEnds(fast_forward), Stops()
         self._lookups, self.tiers = PrefixLookups(workers), tiers
 
     @property
@@ -82,14 +83,17 @@ class Cluster(Simulation):
         clients: int = 0,
         think_s: float = 0.0,
         asks: SLO | None = None,
+        limit: int = 0,
     ) -> Outcome:
         """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`).
 
         clients: that many keep one request each, whatever the trace's times are: the next comes `think_s` after the
-        last one has ended. asks: the objectives that each request states; who is predicted to miss them is rejected.
+        last ended. asks: objectives that each request states; who is predicted to miss them is rejected. limit: tokens
+        that each asks for; it ends by a stop that nobody foresees. 0: as long as it asks for.
         """
-        if asks is not None:  # predictions hang on how far each request has come: every step is looked at
-            self.requests.asks, self._steps = asks, StepEnds(False)
+        if limit or asks is not None:  # predictions hang on how far each request has come: every step is looked at
+            self.requests.asks, self.requests.limit, self._steps = asks, limit, StepEnds(False)
+            self._stops = Stops(self.requests.lengths)
         self._run(trace, until_s, clients, think_s)
         records = list(self.requests.records.values())
         span_s = max((record.end_s for record in records), default=0.0)
@@ -162,7 +166,7 @@ class Cluster(Simulation):
         self._note_step(actor, plan, span)
         self._at_layers(actor, effect.ships, span)
         if plan.decode is None:
-            self._at(span.done_s, actor, done(plan))
+            self._at(span.done_s, actor, self._stops.done(actor, plan))
 
     def _note_step(self, actor: WorkerId, plan: StepPlan, span: Span) -> None:
         if plan.prefill is not None:
@@ -180,7 +184,7 @@ class Cluster(Simulation):
         if actor in self._steps.foreseen:
             self._catch_up(actor, self.now_s)
             del self._steps.foreseen[actor]
-        self._deliver(actor, done(self.devices[actor].flight.popleft().plan))
+        self._deliver(actor, self._stops.done(actor, self.devices[actor].flight.popleft().plan))
 
     def _catch_up(self, actor: WorkerId, at_s: float) -> bool:
         """The worker's quiet steps that have ended by now end in its books; whether there were any."""

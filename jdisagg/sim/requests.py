@@ -10,6 +10,7 @@ from jdisagg.core.events import EmitTokens, Finish, Reject
 from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.sim.outcome import SLO, Record
 from jdisagg.sim.sequence import NamedPrompts, Sequence
+from jdisagg.sim.stops import STOP_TOKEN
 from jdisagg.sim.traces import Trace
 
 
@@ -34,6 +35,8 @@ class Requests:
         self.records: dict[RequestId, Record] = {}
         self.closed, self.think_s = False, 0.0
         self.asks: SLO | None = None  # what each states as its objectives
+        self.limit = 0  # output tokens that each asks for where its length is not foreseen; 0: it is
+        self.lengths: dict[RequestId, int] = {}  # then, how long each turns out
         self._coming: Iterator[Request] = iter(())
 
     def begin(self, trace: Trace, closed: bool, think_s: float) -> None:
@@ -48,7 +51,13 @@ class Requests:
         if self.asks is not None:
             request = replace(request, ttft_s=self.asks.ttft_s, tpot_s=self.asks.tpot_s)
         self.book(request, request.arrival_s)
-        return request
+        return self._unforeseen(request) if self.limit else request
+
+    def _unforeseen(self, request: Request) -> Request:
+        """It asks for up to the limit, and ends by a stop."""
+        length = self.lengths[request.request_id] = request.sampling.max_tokens
+        limited = replace(request.sampling, max_tokens=max(self.limit, length), stop_token_ids=(STOP_TOKEN,))
+        return replace(request, sampling=limited)
 
     def book(self, request: Request, arrival_s: float) -> None:
         sizes = len(request.prompt), request.sampling.max_tokens

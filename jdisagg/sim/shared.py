@@ -22,7 +22,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ONE_TOKEN, ClusterSpec
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
-from jdisagg.sim.device import Span, done
+from jdisagg.sim.device import Span
 from jdisagg.sim.network import NETWORK, PartPacked
 from jdisagg.sim.tiers import SimulatedTiers
 
@@ -160,7 +160,7 @@ class SharedCluster(Cluster):
                 self._leave(waiting.pop(0))
             if job.ended:
                 self._ended(actor, plan, job)
-                self._at(self.now_s, actor, done(plan))
+                self._at(self.now_s, actor, self._stops.done(actor, plan))
 
         if plan.decode is None:
             self._start(Job(PREFILL, parts, on_progress))

@@ -25,7 +25,7 @@ PREFILL = worker("prefill-0", Role.PREFILL)
 def promised(bench: Bench, each: Request, **fields: Any) -> Bench:
     bench.epochs[each.request_id] = len(bench.epochs) + 1
     bench.requests[each.request_id] = each
-    reserve = reserve_for(bench.attempt(each.request_id), each, 0, OTHER, 100.0, ahead=True)
+    reserve = reserve_for(bench.attempt(each.request_id), each, 0, OTHER, 100.0, reserve=Reserving.LATE)
     bench.says(replace(reserve, **fields))
     return bench
 
