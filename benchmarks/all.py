@@ -83,6 +83,12 @@ ALL = (
         "tiers_cpu", "benchmarks.tiers", "--model=smollm2 --prompt_tokens=512", "--rounds=2 --records=4 --record_kb=64"
     ),
     Benchmark("topology", "benchmarks.topology", "--requests=300", "--requests=20"),
+    Benchmark(
+        "mooncake_tiers",
+        "benchmarks.mooncake_tiers",
+        "--data_dir={data_dir}",
+        "--requests=20 --kept=1 --nodes=2",
+    ),
     Benchmark("early_rejection", "benchmarks.early_rejection", "", "--rates=16 --requests=20"),
     Benchmark("soak_cpu", "benchmarks.soak"),
     Benchmark("autoscale", "benchmarks.autoscale", "--data_dir={data_dir}"),

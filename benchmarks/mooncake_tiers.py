@@ -38,10 +38,11 @@ from tests.published.prefix_replay import mooncake_70b
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("data_dir", "", "folder of the public traces; empty: the first 300 requests", flag_values=FLAGS)
 flags.DEFINE_integer("requests", 0, "the trace's first so many; 0: all", 0, flag_values=FLAGS)
-flags.DEFINE_list("parts", ["kept", "routed", "refused"], "which questions", flag_values=FLAGS)
+flags.DEFINE_list("parts", ["kept", "routed"], "which questions: kept, routed, refused", flag_values=FLAGS)
 flags.DEFINE_list("kept", ["1", "3", "10", "50"], "million tokens that one node keeps", flag_values=FLAGS)
 flags.DEFINE_list("nodes", ["6", "9"], "prefill nodes, and as many that decode", flag_values=FLAGS)
 flags.DEFINE_list("hastes", ["1.5", "2"], "times as fast as recorded, where some are refused", flag_values=FLAGS)
+flags.DEFINE_integer("routed", 3000, "requests that are routed in each way", 1, flag_values=FLAGS)
 flags.DEFINE_integer("hasty", 2000, "requests that come faster than recorded", 1, flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 
@@ -155,6 +156,7 @@ def kept_rows(work: Trace) -> Iterator[Kept]:
 
 def routed_rows(work: Trace) -> Iterator[Routed]:
     """Prompts alone: decoding would take most of the time, and nothing from the first token."""
+    work = work.rows(np.arange(min(FLAGS.routed, len(work))))
     prompts = replace(work, output_tokens=np.ones_like(work.output_tokens))
     tokens = int(work.input_tokens.sum())
     for nodes in map(int, FLAGS.nodes):

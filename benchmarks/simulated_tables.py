@@ -53,6 +53,32 @@ def early_rejection() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
+def mooncake_kept() -> str:
+    report = result("mooncake_tiers")
+    rows = [
+        [f"{each['million_tokens']:g} million", *(percent(each[key], 1) for key in ("by_price", "by_age", "published"))]
+        for each in report["kept"]
+    ]
+    head = ["tokens that one node keeps", "found, given up by price", "least recently used first", "published"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def mooncake_routed() -> str:
+    """Of the run behind `mooncake_kept`."""
+    rows = [
+        [
+            each["nodes"],
+            each["system"],
+            *(f"{each[key]:.2f}" for key in ("ttft_mean_s", "ttft_p99_s")),
+            *(percent(each[key], 1) for key in ("found", "from_dram", "from_pool", "from_peers")),
+            f"{each['published_s']:.2f}",
+        ]
+        for each in result("mooncake_tiers")["routed"]
+    ]
+    head = ["nodes", "routed", "TTFT mean, s", "p99, s", "found", "read from DRAM", "pool", "other nodes"]
+    return rows_of([*head, "published, s"], rows)
+
+
 def autoscale() -> str:
     report, rows = result("autoscale"), []
     for each in report["rows"]:

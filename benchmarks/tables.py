@@ -344,6 +344,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
         prefill_stages,
         aot_pods,
         simulated_tables.early_rejection,
+        simulated_tables.mooncake_kept,
+        simulated_tables.mooncake_routed,
         simulated_tables.autoscale,
         role_flip,
         takeover,

@@ -108,14 +108,15 @@ class DiskStore:
     # ------------------------------------------------------------ pages
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """A file system takes one write to a file at a time: threads make digests beside it."""
-        digests = self._threads.map(digest_of, records)
-        return tuple(self._put(*each) for each in zip(pages, names, records, digests, strict=True))
+        """In the caller's thread: a file system takes one write to a file at a time, and digests made in other threads
+        beside it cost more in switching than they save."""
+        return tuple(self._put(*each) for each in zip(pages, names, records, strict=True))
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
         return tuple(self._threads.map(self._get, pages, names, records))
 
-    def _put(self, page: int, name: bytes, record: np.ndarray, digest: bytes) -> bool:
+    def _put(self, page: int, name: bytes, record: np.ndarray) -> bool:
+        digest = digest_of(record)
         try:
             _write_all(self._file, bytes(ENTRY.size), self._entry_at(page))
             _write_all(self._file, record, self._record_at(page))
