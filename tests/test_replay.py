@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.journal import Header, Journal
-from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.router_config import RouterConfig, Routing
+from jdisagg.core.tiers import Tier
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.replay import main
-from tests.sim.cases import check_ended, colocated, pair, request
+from tests.policy.test_tiers import ask, several
+from tests.sim.cases import check_ended, colocated, pair, request, run_all
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 
@@ -36,6 +38,20 @@ def test_a_recorded_run_replays_to_the_same_decisions(tmp_path, capsys, workers,
     events = record(tmp_path / "run.jsonl", workers, faults)
     assert main(["replay", str(tmp_path / "run.jsonl")]) == 0
     assert capsys.readouterr().out == f"{events} events, same decisions\n" and events > 100
+
+
+@pytest.mark.parametrize("how", [[], ["--virtual"]])
+def test_a_run_with_pages_that_go_down_come_up_and_are_lent_replays_to_the_same_decisions(tmp_path, capsys, how):
+    path, limits = tmp_path / "run.jsonl", RouterConfig(routing=Routing.ROUND_ROBIN)
+    workers = several(Role.COLOCATED, prefix_caching=True, num_pages=16, dram_pages=64, peer_fetch=True)
+    with path.open("w", encoding="utf-8") as file:
+        journal = Journal(Header(limits, tuple(workers)), limit=5, sink=lambda line: file.write(line + "\n"))
+        world = World(workers, limits, journal=journal)
+        run_all(world, [ask(f"r{number}", number % 3, 0.5 * number) for number in range(12)])
+    moved = world.yard.moved
+    assert moved[Tier.HBM, Tier.DRAM] and moved[Tier.DRAM, Tier.HBM] and moved[Tier.PEER, Tier.HBM]
+    assert main(["replay", str(path), *how]) == 0
+    assert f"{journal.num_recorded} events, same decisions" in capsys.readouterr().out
 
 
 def test_the_first_decision_that_differs_is_named(tmp_path, capsys):

@@ -177,7 +177,7 @@ class World:
                 return
             arrived = self.yard.arrive(actor, self.machines[move.peer], move, took_s)
             if arrived is not None:
-                self._at(self.now_s + took_s, move.peer, arrived)
+                self._at(self.now_s + took_s + self.costs.message_s, move.peer, arrived)
 
     def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
         self.machines[actor].insert(self.yard.read.pop((actor, effect.move)))

@@ -25,21 +25,19 @@ def test_pages_cross_from_process_to_process_and_a_lender_that_is_stopped_or_kil
     cluster.mesh = "colocated:tp1"
     lending = ("--peer_fetch", "--routing=round_robin", "--transport=tcp", "--peer_silence_s=20")
     cluster.start("router,colocated", *lending)
-    others = [cluster.start("colocated", *lending)]
+    other = cluster.start("colocated", *lending)
     cluster.await_ready()
     until(lambda: len(cluster.pages()) == 2, "two workers")
-    others.append(cluster.start("colocated", *lending))
-    until(lambda: len(cluster.pages()) == 3, "three workers")
 
-    first, *rest = [cluster.ask(prompt=prompt(1), **SHORT).text for _ in range(3)]
-    assert first and rest == [first, first]
+    first, *rest = [cluster.ask(prompt=prompt(1), **SHORT).text for _ in range(2)]
+    assert first and rest == [first]
     until(lambda: fetched(cluster) > 0, "pages that came from another process", 30)
 
     cluster.ask(prompt=prompt(2), **SHORT)  # the router's own worker's turn
     at_second = cluster.ask(prompt=prompt(3), **SHORT)
-    others[0].send(signal.SIGSTOP)
+    other.send(signal.SIGSTOP)
     assert cluster.ask(prompt=prompt(3), **SHORT).text == at_second.text, "asked of one that does not answer, computed"
-    others[0].kill()
-    until(lambda: len(cluster.pages()) == 2, "the router to miss it")
+    other.kill()
+    until(lambda: len(cluster.pages()) == 1, "the router to miss it")
     assert cluster.ask(prompt=prompt(3), **SHORT).text == at_second.text
     cluster.await_all_free()
