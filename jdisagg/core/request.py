@@ -43,6 +43,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; n: the chosen token's and the n likeliest
     prompt_logprobs: int | None = None
     synchronous: bool = False  # every token is read by the host before the next is drawn (as a grammar's mask needs)
+    speculative: bool = True  # whether several tokens of it may be drawn in one step, of a draft
     grammar: str = ""  # that the answer must follow, in llguidance's words; one that has any is synchronous
 
     @property

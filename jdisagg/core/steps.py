@@ -14,10 +14,14 @@ from jdisagg.core.worker_config import RAW
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The tokens that drawing looks back at: penalties at all of them, a grammar at the output alone."""
+    """The tokens that drawing looks back at: penalties and drafts at all of them, a grammar at the output alone."""
 
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.prompt + self.output
 
 
 @dataclass(frozen=True, slots=True)

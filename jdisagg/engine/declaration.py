@@ -16,6 +16,7 @@ from jdisagg.parallel.submesh import WHOLE, Program, Signature, Submesh, signatu
 
 UNITS = {  # of sizes; else tokens
     "decode": "pages",
+    "verify": "pages",
     "ring": "pages",
     "pack": "pages",
     "check": "pages",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,14 @@ class Microbatch:
         return found  # pyright: ignore[reportReturnType]
 
 
+class Drawing(Protocol):
+    """What a step's decode rows draw, on its way to the host."""
+
+    def read(self) -> DrawnRows:
+        """Blocks until it is there; see `StepDone`."""
+        ...
+
+
 @dataclass(frozen=True)
 class PendingRows:
     """What a step's decode rows draw, on its way to the host."""
@@ -208,7 +217,7 @@ class Decoder(DrawPrograms):
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         """The microbatch as the step finds it: what changes is sent."""
-        assert not plan.widths or max(plan.widths) == 1, "no program verifies a draft"
+        assert not plan.widths or max(plan.widths) == 1, f"rows of {plan.widths} tokens where no program takes a draft"
         batch = self.microbatches[plan.microbatch]
         batch.send_changes(plan, self.steer, self.set_row)
         return batch
@@ -217,7 +226,7 @@ class Decoder(DrawPrograms):
         """Page table i32[B, width] and state i32[4, B] where the group is."""
         return batch.table_on(group.submesh, width), group.submesh.spread(batch.state)
 
-    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> PendingRows:
+    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
         """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""
         asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
         tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), asked)

@@ -86,7 +86,9 @@ class LayerGroupPrograms:
         return PagedLayers(pools, rows, chunks, stage.attention, self.config.experts, live)
 
     def _slots(self, pools: list[Array], table: Array, state: Array) -> DecodeRows:
-        """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`)."""
+        """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
+        slots, whose rows (a token and its draft) lie one behind the other."""
+        table = jnp.repeat(table, state.shape[1] // table.shape[0], axis=0)
         return decode_rows(table, state[1], running(state), pools[0].shape[3])
 
     def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:

@@ -9,7 +9,7 @@ mixed load by machines that were never warmed and holds what they compile to thi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import RAW, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
+from jdisagg.engine.draft_declarations import declared_drafts
+from jdisagg.engine.drafting import DraftPrograms, history_length
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
 from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
@@ -46,18 +48,19 @@ class ProgramTable:
     transfer_programs: Mapping[Submesh, TransferPrograms]
     first_draws: FirstDrawPrograms | None  # None where it computes no prompts
     draws: DrawPrograms | None  # None where it does not decode
+    drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None where no row draws more than one token
 
     @property
     def owned(self) -> list[Program]:
         """The jitted functions, each with all that it was compiled for."""
-        owners = (*self.layer_groups, *self.transfer_programs.values(), self.first_draws, self.draws)
+        owners = (*self.layer_groups, *self.transfer_programs.values(), self.first_draws, self.draws, self.drafts)
         return [program for owner in owners if owner is not None for program in owner.programs]
 
     @property
     def shapes(self) -> tuple[StageShape, ...]:
         """What the other end of a shipment must know."""
-        kv = self.layout
-        return tuple(StageShape(each.layers, each.submesh.tp, kv.page_size, kv.dtype) for each in self.layer_groups)
+        held = self.layout.page_size, self.layout.dtype
+        return tuple(StageShape(each.layers, each.submesh.tp, *held) for each in self.layer_groups)
 
     def steps(self) -> list[DeclaredProgram]:
         """Every step that the worker may take, layer group by layer group, and what is drawn after it."""
@@ -66,8 +69,13 @@ class ProgramTable:
             found += [each for tokens in self.config.prefill_buckets for each in self._prefills(tokens)]
             found += declared_first_draws(self.first_draws, self._drawn(self.config.max_chunk_seqs))
         if self.draws is not None:
-            found += [each for width in self.config.table_buckets for each in self._decodes(width)]
-            found += declared_draws(self.draws, self._drawn(self.config.slots_per_microbatch))
+            slots = self.config.slots_per_microbatch
+            found += [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]
+            found += declared_draws(self.draws, self._drawn(slots))
+            if self.drafts is not None:
+                rows, length = slots * (1 + self.config.draft_tokens), history_length(self.config)
+                found += [each for width in self.config.table_buckets for each in self._decodes("verify", width, rows)]
+                found += declared_drafts(self.drafts, self._drawn(slots), self._drawn(rows), length)
         if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
             found += [each for tokens in self.config.prefill_buckets for each in self._mixed(tokens)]
         return found
@@ -109,8 +117,6 @@ class ProgramTable:
         group = self.layer_groups[stage]
         return (len(group.layers) if layers is None else layers) * local_bytes(self._pool(group.submesh))
 
-    # ------------------------------------------------------------ one kind after the other
-
     def _pool(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
         return abstract_pool(self.layout, self.config.num_pages, submesh)
 
@@ -118,7 +124,7 @@ class ProgramTable:
         group = self.layer_groups[stage]
         windows = tuple({self.model.window(layer) for layer in group.layers})
         sums = group.params.num_reductions if group.submesh.tp > 1 else 0
-        gathers = _gathers(group) if kind in ("decode", "mixed") and group.is_last else {}
+        gathers = _gathers(group) if kind in ("decode", "verify", "mixed") and group.is_last else {}
         return DeclaredProgram(
             kind,
             stage,
@@ -130,7 +136,8 @@ class ProgramTable:
             abstract(group.params.leaves),
             [self._pool(group.submesh)] * len(group.layers),
             (group.is_first, group.is_last, windows),
-            self._activation_bytes(rows, group.submesh.tp) + (logit_bytes(self.model, rows) if gathers else 0),
+            activation_bytes(self.model, self.dtype, rows, group.submesh.tp)
+            + (logit_bytes(self.model, rows) if gathers else 0),
             self.pool_bytes(stage),
             {**({"all-reduce": sums} if sums else {}), **gathers},
         )
@@ -161,12 +168,13 @@ class ProgramTable:
                 collectives=_gathers(last),
             )
 
-    def _decodes(self, width: int) -> Iterator[DeclaredProgram]:
+    def _decodes(self, kind: str, width: int, rows: int) -> Iterator[DeclaredProgram]:
+        """Of so many rows: one a slot, or more where drafts are verified."""
         slots = self.config.slots_per_microbatch
         for stage, group in enumerate(self.layer_groups):
             submesh = group.submesh
-            batch = (whole(submesh, (slots, width)), whole(submesh, (4, slots)), self._activations(group, slots))
-            yield self._layers("decode", stage, width, slots, group.decode_program, batch)
+            batch = (whole(submesh, (slots, width)), whole(submesh, (4, rows)), self._activations(group, rows))
+            yield self._layers(kind, stage, width, rows, group.decode_program, batch)
 
     def _mixed(self, tokens: int) -> Iterator[DeclaredProgram]:
         """Slots with the widest table, and chunks; their logits are made with the layers."""
@@ -176,11 +184,6 @@ class ProgramTable:
             ints = [(slots, width), (4, slots), (3, tokens), (2, sequences + 1), (sequences, width)]
             batch = (*(whole(group.submesh, shape) for shape in ints), self._activations(group, slots + tokens))
             yield self._layers("mixed", stage, tokens, slots + tokens, group.mixed_program, batch)
-
-    def _activation_bytes(self, rows: int, tp: int) -> int:
-        """Four copies of the residual stream in f32, and two of the widest product of a layer."""
-        widest = self.model.widest_row(tp)
-        return rows * (4 * 4 * self.model.hidden_size + 2 * widest * jnp.dtype(self.dtype).itemsize)
 
     def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
         return None if group.is_first else whole(group.submesh, (rows, self.model.hidden_size), self.dtype)
@@ -252,9 +255,9 @@ def abstract_table(
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None
     draws = DrawPrograms() if config.role.decodes else None
-    return ProgramTable(
-        config, model, layout, dtype, groups, transfer_programs_of(config, submeshes), first_draws, draws
-    )
+    drafts = DraftPrograms(config.draft_tokens) if config.role.decodes and config.draft_tokens else None
+    transfers = transfer_programs_of(config, submeshes)
+    return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts)
 
 
 def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
@@ -280,6 +283,11 @@ def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
         return jax.ShapeDtypeStruct(shape, each.dtype, sharding=cut)
 
     return jax.tree.map(whole, slices)
+
+
+def activation_bytes(model: ModelConfig, dtype: DTypeLike, rows: int, tp: int) -> int:
+    """Four copies of the residual stream in f32, and two of the widest product of a layer."""
+    return rows * (4 * 4 * model.hidden_size + 2 * model.widest_row(tp) * jnp.dtype(dtype).itemsize)
 
 
 def _gathers(group: LayerGroupPrograms) -> dict[str, int]:

@@ -16,7 +16,7 @@ from jdisagg.core.stages import RingCut, ring_cut
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes
-from jdisagg.engine.programs import ProgramTable, abstract, transfer_programs_of
+from jdisagg.engine.programs import ProgramTable, abstract, activation_bytes, transfer_programs_of
 from jdisagg.engine.ring import PLAIN, RingPrograms, Slots
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
 from jdisagg.kv.ring_pools import abstract_ring_pool
@@ -70,7 +70,9 @@ class RingTable(ProgramTable):
             abstract(ring.params.leaves),
             [pool] * places,
             (ring.ring.pp, windows),
-            self._activation_bytes(rows, ring.ring.tp) + logit_bytes(self.model, rows) + self._kept_bytes(kind),
+            activation_bytes(self.model, self.dtype, rows, ring.ring.tp)
+            + logit_bytes(self.model, rows)
+            + self._kept_bytes(kind),
             self.pool_bytes(0),
             self._collectives(),
             loops=ticks(self.config),

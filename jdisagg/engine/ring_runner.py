@@ -114,6 +114,7 @@ class RingRunner:
     """One ring's slots, and its steps."""
 
     prefiller = None  # it computes no prompts
+    drafts = None  # a row's turns are its own
     decoder = None  # what draws is part of the ring's program
 
     def __init__(self, ring: Ring, config: WorkerConfig, grammars: Grammars | None = None) -> None:

@@ -15,7 +15,8 @@ from jax import Array
 from jdisagg.core.events import StepDone
 from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.decode import Decoder, Microbatch, PendingRows
+from jdisagg.engine.decode import Decoder, Drawing, Microbatch
+from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates, Stages
@@ -30,7 +31,7 @@ class Pending:
     """A step on its way; see `executor.PendingStep`."""
 
     step_id: int
-    rows: PendingRows | None
+    rows: Drawing | None
     chunks: PendingChunks | None
     counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ()  # of experts, by the programs up to this step
 
@@ -72,7 +73,9 @@ class Runner:
         self.layer_groups, self.config = layer_groups, config
         parts = layer_groups, config, vocab_size, grammars
         self.prefiller = Prefiller(*parts) if config.computes_prompts else None
-        self.decoder = Decoder(*parts) if config.role.decodes else None
+        drafting = DraftingDecoder(*parts) if config.role.decodes and config.draft_tokens else None
+        self.drafts = drafting.drafts if drafting else None
+        self.decoder = drafting or (Decoder(*parts) if config.role.decodes else None)
         self.gates = Gates()
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
@@ -137,6 +140,6 @@ class Runner:
         return tuple((group.load, group.load.taken()) for group in self.layer_groups if group.sparse)
 
 
-def draws(rows: PendingRows | None, chunks: PendingChunks | None) -> bool:
+def draws(rows: Drawing | None, chunks: PendingChunks | None) -> bool:
     """Whether reading the step waits for what its programs make."""
     return rows is not None or (chunks is not None and chunks.tokens is not None)

@@ -67,12 +67,12 @@ def pick_greedy(logits: Array) -> Array:
     return jnp.where(jnp.isfinite(largest[:, 0]), first, BROKEN).astype(jnp.int32)
 
 
-def pick(logits: Array, metadata: SamplingMetadata, counts: Counts, positions: Array) -> Array:
+def pick(logits: Array, metadata: SamplingMetadata, counts: Counts | None, positions: Array) -> Array:
     """One token a slot, i32[B]; `positions` i32[B] are the drawn tokens' own places in their sequences.
 
-    BROKEN as in `pick_greedy`.
+    counts: None where penalties are in the logits. BROKEN as in `pick_greedy`.
     """
-    logits = biased(penalised(logits, metadata, counts), metadata)
+    logits = biased(logits if counts is None else penalised(logits, metadata, counts), metadata)
     logits = without_stops(logits, metadata, positions)
     temperature = metadata.floats[:, TEMPERATURE]
     weights = truncated(weights_of(logits, temperature), metadata)

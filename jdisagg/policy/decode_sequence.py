@@ -160,8 +160,10 @@ def promised(sequence: DecodeSequence) -> bool:
     return sequence.handoff.state is State.PROMISED
 
 
-def admission(slot: int, sequence: DecodeSequence) -> Admission:
+def admission(slot: int, sequence: DecodeSequence, draft_tokens: int) -> Admission:
     assert sequence.first is not None, "an admitted sequence has its first token"
+    drafted = draft_tokens > 0 and sequence.sampling.speculative
+    drawn = (sequence.first.token,)
     return Admission(
         slot=slot,
         request_id=sequence.asked.request_id,
@@ -170,7 +172,7 @@ def admission(slot: int, sequence: DecodeSequence) -> Admission:
         pages=tuple(sequence.pages),
         sampling=sequence.sampling,
         num_output=sequence.num_output + 1,
-        history=history_of(sequence.tail, sequence.sampling, sequence.num_output, (sequence.first.token,)),
+        history=history_of(sequence.tail, sequence.sampling, sequence.num_output, drawn, drafted=drafted),
     )
 
 

@@ -76,21 +76,29 @@ def readable_pages(request: Sized, config: WorkerConfig) -> int:
 
 
 def tail_tokens(request: Sized, config: WorkerConfig) -> int:
-    """Last tokens of the prompt that its decode worker needs: all where drawing looks back at them; else those in no
-    full page, where later pages are named for their content."""
-    if request.sampling.recalls:
+    """Last tokens of the prompt that its decode worker needs: all where drawing or a draft looks back at them; else
+    those in no full page, where later pages are named for their content."""
+    if request.sampling.recalls or (config.draft_tokens and request.sampling.speculative):
         return request.prompt_tokens
     return request.prompt_tokens % config.page_size if config.prefix_caching else 0
 
 
 def history_of(
-    prompt: tuple[int, ...], sampling: SamplingParams, num_output: int, drawn: tuple[int, ...] = ()
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    num_output: int,
+    drawn: tuple[int, ...] = (),
+    *,
+    drafted: bool = False,
 ) -> History:
-    """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded."""
-    if not sampling.recalls:
+    """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded.
+
+    drafted: what it may draw next is guessed from all of them.
+    """
+    if not (sampling.recalls or drafted):
         return History()
     cut = len(prompt) - num_output
-    return History(prompt[:cut] if sampling.penalised else (), prompt[cut:] + drawn)
+    return History(prompt[:cut] if sampling.penalised or drafted else (), prompt[cut:] + drawn)
 
 
 class PromptView(NamedTuple):

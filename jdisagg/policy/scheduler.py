@@ -31,8 +31,9 @@ def left_of(sequence: DecodeSequence) -> int:
 
 
 def _width(sequence: DecodeSequence, most: int) -> int:
-    """Tokens that its row of a step may draw: with a grammar, the one that its mask is for."""
-    return 1 if sequence.sampling.grammar else min(most, left_of(sequence))
+    """Tokens that its row of a step may draw: one where that depends on those before, or no draft is wanted."""
+    sampling = sequence.sampling
+    return 1 if sampling.recalls or not sampling.speculative else min(most, left_of(sequence))
 
 
 class Scheduler:
@@ -76,7 +77,8 @@ class Scheduler:
             return False
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
-            rows = replace(rows, table_pages=self.config.table_buckets[-1])  # one mixed program a chunk size
+            # One mixed program a chunk size: its rows draw one token each.
+            rows = replace(rows, table_pages=self.config.table_buckets[-1], widths=tuple(1 for _ in rows.widths))
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
             self.steps_since_chunk = 0
@@ -120,7 +122,7 @@ class Scheduler:
             microbatch=microbatch,
             active=tuple(slot for slot, _ in active),
             table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
-            admit=tuple(admission(slot, sequence) for slot, sequence in active if not sequence.on_device),
+            admit=tuple(admission(slot, each, self.config.draft_tokens) for slot, each in active if not each.on_device),
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),

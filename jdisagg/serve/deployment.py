@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
+from jdisagg.core.errors import CheckpointError, ConfigError, FlagError, MeshError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
@@ -29,6 +29,7 @@ from jdisagg.model.weight_bytes import ring_shard_bytes, shard_bytes
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
+DRAFT_TOKENS = 3
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
 
@@ -248,6 +249,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         ring_stages=place.pp if ring else 1,
         decode_turns=settings.decode_turns if ring else 1,
         prefill_buckets=(short,) if short else chunk_sizes(settings, slots // stages if mixed else 0, page_size),
+        draft_tokens=0 if ring else drafts_of(settings.speculative),
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
@@ -265,6 +267,18 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         labels=Labels.parse(settings.labels),
         router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
     )
+
+
+def drafts_of(speculative: str) -> int:
+    """Tokens of a draft that --speculative asks for: off, ngram, or as many as ngram:5 says."""
+    kind, _, number = speculative.partition(":")
+    if speculative == "off":
+        return 0
+    if kind != "ngram" or (number and not number.isdecimal()) or number in ("0", "00"):
+        raise FlagError(
+            f"--speculative={speculative}: say off, ngram, or ngram:N for N tokens instead of {DRAFT_TOKENS}"
+        )
+    return int(number or DRAFT_TOKENS)
 
 
 def chunk_sizes(settings: Settings, rows: int, page_size: int) -> tuple[int, ...]:

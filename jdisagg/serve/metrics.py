@@ -27,7 +27,14 @@ from jdisagg.serve.request_metrics import RequestMetrics
 from jdisagg.serve.service import Capacity
 from jdisagg.serve.tier_metrics import TierMetrics
 from jdisagg.serve.troubles import Troubles
-from jdisagg.serve.worker_metrics import PoolMetrics, PrefixCacheMetrics, StepMetrics, TransferMetrics, Workers
+from jdisagg.serve.worker_metrics import (
+    DraftMetrics,
+    PoolMetrics,
+    PrefixCacheMetrics,
+    StepMetrics,
+    TransferMetrics,
+    Workers,
+)
 
 LAGS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 PACE_MARGIN = 0.5  # how much faster than it ever was a stack may yet prove
@@ -56,6 +63,7 @@ class Metrics:
                 self._requests,
                 self.troubles,
                 StepMetrics(families),
+                DraftMetrics(families, self._workers),
                 PrefixCacheMetrics(families, self._workers),
                 TransferMetrics(families, workers, page_bytes),
                 self._pools,

@@ -13,6 +13,7 @@ from jdisagg.core.events import (
     RunStep,
     Send,
     ShipKV,
+    StepDone,
     WorkerJoined,
     WorkerLost,
 )
@@ -64,6 +65,35 @@ class StepMetrics:
         assert isinstance(item.message, Ended)
         if item.message.reason is FinishReason.ERROR:
             self._nan_logits.of(actor).inc()
+
+
+class DraftMetrics:
+    """Tokens that were guessed, and those of them that were drawn."""
+
+    def __init__(self, families: Families, workers: Workers) -> None:
+        self._workers = workers
+        self._drafts = families.counter("spec_decode_drafts", "Rows that might draw a draft", "worker")
+        self._draft_tokens = families.counter(
+            "spec_decode_draft_tokens", "Tokens that rows might draw beyond the next one", "worker"
+        )
+        self._accepted = families.counter("spec_decode_accepted_tokens", "Tokens that they drew beyond it", "worker")
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {RunStep: self._step, StepDone: self._done}
+
+    def _drafting(self, actor: str) -> bool:
+        """A ring's rows draw several tokens as well, and guess none."""
+        return actor in self._workers and self._workers[actor].draft_tokens > 0
+
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        if item.plan.decode is not None and self._drafting(actor):
+            wide = [width - 1 for width in item.plan.decode.widths if width > 1]
+            self._drafts.of(actor).inc(len(wide))
+            self._draft_tokens.of(actor).inc(sum(wide))
+
+    def _done(self, actor: str, item: StepDone, now_s: float) -> None:
+        if self._drafting(actor):
+            self._accepted.of(actor).inc(sum(len(drawn) - 1 for _, drawn in item.decode if drawn))
 
 
 class PrefixCacheMetrics:

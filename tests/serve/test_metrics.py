@@ -61,7 +61,7 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
 @pytest.fixture(scope="module")
 def ran() -> Iterator[ToyStack]:
     """A short real run, and the things that go wrong too seldom to wait for."""
-    decoder = replace(worker_config("decode-0", Role.DECODE, 256), dram_pages=64)
+    decoder = replace(worker_config("decode-0", Role.DECODE, 256), dram_pages=64, draft_tokens=2)
     with toy_stack(configs=(worker_config("prefill-0", Role.PREFILL, 256), decoder)) as stack:
         now_s = stack.service.now_s()
         timed = [
@@ -109,8 +109,20 @@ def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
     assert found["jdisagg_inter_token_latency_seconds_count", ""] == 44
     assert found["jdisagg_rejects_total", ""] == 1
     assert found["jdisagg_requests_running", ""] == found["jdisagg_requests_waiting", ""] == 0
-    assert found["jdisagg_decode_runs_total", "worker=decode-0"] >= 11
+    rows = found["jdisagg_decode_batch_sequences_sum", "worker=decode-0"]
+    guessed = found["jdisagg_spec_decode_accepted_tokens_total", "worker=decode-0"]
+    assert rows + guessed >= 44 and found["jdisagg_decode_runs_total", "worker=decode-0"] >= 11 - guessed
     assert found["jdisagg_nan_logits_total", "worker=decode-0"] == 1  # a sequence that ended by length is none
+
+
+def test_guessed_tokens_are_counted_and_those_of_them_that_were_drawn(ran: ToyStack) -> None:
+    found = read(ran.metrics)
+    drafts, tokens, accepted, steps = (
+        found[f"jdisagg_{name}_total", "worker=decode-0"]
+        for name in ("spec_decode_drafts", "spec_decode_draft_tokens", "spec_decode_accepted_tokens", "decode_runs")
+    )
+    assert 0 < accepted < tokens <= 2 * drafts and steps <= 44
+    assert ("jdisagg_spec_decode_drafts_total", "worker=prefill-0") not in found
 
 
 def test_moves_between_tiers_are_counted_by_their_ends(ran: ToyStack) -> None:

@@ -257,6 +257,7 @@ def _sampling(
         **asked,
         "synchronous": True if asked["grammar"] else None,
         "min_tokens": body.min_tokens,
+        "speculative": body.speculative,
         "temperature": body.temperature,
         "top_k": body.top_k,
         "top_p": body.top_p,

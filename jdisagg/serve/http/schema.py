@@ -115,6 +115,7 @@ class GenerationFields(FormFields, BaseModel):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    speculative: bool | None = None  # false: one token a step, where the server guesses several
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     ttft_s: Objective | None = None  # asked for: seconds to the first token
     tpot_s: Objective | None = None  # so, the mean gap between tokens

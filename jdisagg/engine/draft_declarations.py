@@ -1,0 +1,24 @@
+"""The programs around a step that verifies drafts, declared; those through the layers are in `programs.py`."""
+
+from __future__ import annotations
+
+from jdisagg.engine.declaration import DeclaredProgram, local_bytes
+from jdisagg.engine.drafting import DraftPrograms
+from jdisagg.engine.draw_declarations import Drawn
+
+
+def declared_drafts(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: int) -> list[DeclaredProgram]:
+    """As `DraftingDecoder`: `slots` that draw, and `rows` of them all, tokens and drafts; length: of a history."""
+    number = slots.rows
+    history, state, wide = slots.ints(number, length), slots.ints(4, number), slots.ints(4, rows.rows)
+    size, held = local_bytes(history), (history, state, wide)
+    logits = rows.logits
+    return [
+        slots.program("draw guess", programs.widen, (history, state, slots.ints(number))),
+        slots.program("draw note", programs.note, (history, state), size),
+        slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size),
+        rows.program("draw firsts", programs.firsts, (logits,)),
+        rows.program("draw verify greedy", programs.verify_greedy, (*held, logits, slots.metadata), size),
+        rows.program("draw verify", programs.verify, (*held, logits, slots.logits, slots.metadata, slots.counts), size),
+        rows.program("draw verify logprobs", programs.logprobs, (logits, slots.ints(rows.rows))),
+    ]

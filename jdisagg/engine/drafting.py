@@ -1,0 +1,266 @@
+"""Decode rows that verify a draft: what may follow is guessed from the sequence's own tokens, and several guesses are
+checked by one step.
+
+Speculative decoding (Leviathan et al., ICML 2023) with n-gram drafts (prompt lookup: Saxena 2023). All of it runs where
+tokens are drawn, so that steps follow each other without the host, as those of one token do. Of each slot the device
+holds the tokens so far; the longest end of them that stood there before, of MOST_ALIKE tokens down to LEAST_ALIKE, says
+what came after it then. A step feeds the last token and the draft as so many rows, one position behind the other, and
+draws at each. A draw is a function of the request's seed and the position (`sampling.py`), and the draft is certain of
+its token, so the draft is taken as far as it is what was drawn: rejection sampling of such a draft takes a token just
+as often, and here the tokens are those that steps of one would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jdisagg.core.request import Sampled
+from jdisagg.core.steps import Admission, DecodeRows
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.decode import (
+    ENABLED,
+    MASKED,
+    POSITION,
+    STOPPED,
+    TOKEN,
+    Decoder,
+    Drawing,
+    DrawnRows,
+    Microbatch,
+    advanced,
+)
+from jdisagg.engine.layer_group import LayerGroup, running
+from jdisagg.engine.sampling import Counts, SamplingMetadata, penalised, pick, pick_greedy, token_logprobs
+from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
+from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.parallel.submesh import Program
+
+MOST_ALIKE, LEAST_ALIKE = 4, 2  # tokens at the end of a sequence that must have stood there before
+NO_GUESS = -1
+
+
+def guessed(history: Array, state: Array, drafts: int) -> Array:
+    """What may follow each slot's token, i32[B, drafts]; NO_GUESS where its end never stood there before.
+
+    history i32[B, S]: tokens by position, that of `state` included. A guess that runs into the present goes on with
+    what it has guessed itself: what repeats is thought to go on repeating.
+    """
+    position, places = state[POSITION][:, None], jnp.arange(history.shape[1])[None, :]
+    alike, ends = jnp.ones(history.shape, jnp.bool_), jnp.full(state.shape[1:], NO_GUESS, jnp.int32)
+    for back in range(MOST_ALIKE):
+        last = jnp.take_along_axis(history, jnp.maximum(position - back, 0), axis=1)
+        alike = alike & (jnp.roll(history, back, axis=1) == last) & (places >= back) & (position >= back)
+        if back + 1 >= LEAST_ALIKE:
+            found = jnp.max(jnp.where(alike & (places < position), places, NO_GUESS), axis=1)
+            ends = jnp.where(found >= 0, found, ends).astype(jnp.int32)
+    period = jnp.maximum(position - ends[:, None], 1)
+    following = ends[:, None] + 1 + jnp.arange(drafts)[None, :] % period
+    guess = jnp.take_along_axis(history, jnp.clip(following, 0, history.shape[1] - 1), axis=1)
+    return jnp.where(ends[:, None] >= 0, guess, NO_GUESS)
+
+
+def widened(history: Array, state: Array, widths: Array, drafts: int) -> Array:
+    """The state i32[4, B * (1 + drafts)] of a step's rows, those of a slot one behind the other: its token and its
+    draft. `widths` i32[B] is how many of them may draw."""
+    guess = guessed(history, state, drafts)
+    tokens = jnp.concatenate([state[TOKEN][:, None], guess], axis=1)
+    ahead = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
+    enabled = (state[ENABLED][:, None] == 1) & (ahead < widths[:, None]) & (tokens >= 0)
+    stopped = jnp.broadcast_to(state[STOPPED][:, None], tokens.shape)
+    rows = jnp.maximum(tokens, 0), state[POSITION][:, None] + ahead, stopped, enabled.astype(jnp.int32)
+    return jnp.stack([each.reshape(-1) for each in rows])
+
+
+def noted(history: Array, state: Array) -> Array:
+    """The history with each running slot's token at its position."""
+    slots = jnp.arange(history.shape[0])
+    places = jnp.where(running(state), state[POSITION], history.shape[1])
+    return history.at[slots, places].set(state[TOKEN], mode="drop")
+
+
+def with_tokens(history: Array, row: Array, tokens: Array) -> Array:
+    """The history, one slot's tokens i32[S] put in its place."""
+    return history.at[row].set(tokens)
+
+
+def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingMetadata) -> Any:
+    """(history, state, tokens i32[B, 1 + drafts]) after these were drawn, i32[B * (1 + drafts)], by rows as `wide`:
+    as far as each row was fed what the one before it drew; MASKED behind that."""
+    fed, drawn = wide[TOKEN].reshape(state.shape[1], -1), tokens.reshape(state.shape[1], -1)
+    enabled, going, reported = wide[ENABLED].reshape(fed.shape) == 1, state, []
+    for column in range(fed.shape[1]):
+        on = enabled[:, column] if column == 0 else enabled[:, column] & (fed[:, column] == reported[-1])
+        going, told = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
+        reported.append(told)
+        history = noted(history, going)
+    return history, going.at[ENABLED].set(state[ENABLED]), jnp.stack(reported, axis=1)
+
+
+def repeated(metadata: SamplingMetadata, rows: int) -> SamplingMetadata:
+    """That of each slot for each of its rows."""
+    times = rows // metadata.ints.shape[0]
+    return SamplingMetadata(*(jnp.repeat(each, times, axis=0) for each in metadata))
+
+
+def verified_greedy(history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata) -> Any:
+    return taken(history, state, wide, pick_greedy(logits), metadata)
+
+
+def verified(
+    history: Array,
+    state: Array,
+    wide: Array,
+    logits: Array,
+    first: Array,
+    metadata: SamplingMetadata,
+    counts: Counts,
+) -> Any:
+    """As `taken`, of logits f32[B * (1 + drafts), V]; `first` f32[B, V] takes the place of each slot's first ones, and
+    penalties count there alone: a slot that has some draws one token a step."""
+    own = repeated(metadata, logits.shape[0])
+    by_slot = logits.reshape(state.shape[1], -1, logits.shape[1])
+    logits = by_slot.at[:, 0].set(penalised(first, metadata, counts)).reshape(logits.shape)
+    return taken(history, state, wide, pick(logits, own, None, wide[POSITION] + 1), metadata)
+
+
+def firsts(logits: Array, times: int) -> Array:
+    """f32[B, V]: the logits of each slot's first row of `times`."""
+    return logits.reshape(-1, times, logits.shape[1])[:, 0]
+
+
+@dataclass(frozen=True)
+class PendingDrafts:
+    """What rows with drafts draw, on its way to the host."""
+
+    plan: DecodeRows
+    first_slot: int
+    tokens: Array  # i32[B, 1 + drafts], MASKED behind what was taken
+    wanted: list[int | None]  # SamplingParams.logprobs of the active slots
+    logprobs: tuple[Array, Array, Array] | None  # of B * (1 + drafts) rows
+
+    def read(self) -> DrawnRows:
+        """Blocks until they are there; see `StepDone`."""
+        rows = [slot - self.first_slot for slot in self.plan.active]
+        drawn, width = np.asarray(self.tokens), self.tokens.shape[1]
+        parts = None if self.logprobs is None else [np.asarray(each) for each in self.logprobs]
+        told: list[tuple[Sampled, ...] | None] = []
+        for row, number in zip(rows, self.wanted, strict=True):
+            tokens = [int(token) for token in drawn[row] if token != MASKED]
+            own = slice(row * width, row * width + len(tokens))
+            told.append(
+                tuple(sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])) or None
+            )
+        return tuple(zip(self.plan.active, told, strict=True))
+
+
+class DraftPrograms:
+    """Those of steps with drafts, beside those of steps of one token."""
+
+    def __init__(self, drafts: int) -> None:
+        self.widen = Program(partial(widened, drafts=drafts))
+        self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
+        self.note, self.set_tokens = Program(noted, donate=(0,)), Program(with_tokens, donate=(0,))
+        self.firsts, self.logprobs = Program(partial(firsts, times=1 + drafts)), Program(token_logprobs)
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens, self.firsts, self.logprobs]
+
+
+class Guesses:
+    """What drafts of one microbatch are made of, where its tokens are drawn."""
+
+    def __init__(self, batch: Microbatch, length: int) -> None:
+        self.history: Array = batch.put(np.zeros((batch.size, length), np.int32))
+        self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
+        self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
+        self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
+
+    def tokens_of(self, admission: Admission) -> np.ndarray:
+        """i32[S]: the tokens of one that takes a slot, by position."""
+        row, held = np.zeros(self.history.shape[1], np.int32), admission.history.whole
+        row[: len(held)] = held
+        return row
+
+    def send_widths(self, batch: Microbatch, plan: DecodeRows) -> None:
+        widths = np.zeros(batch.size, np.int32)
+        widths[[slot - batch.first_slot for slot in plan.active]] = plan.widths
+        if not np.array_equal(widths, self.sent):
+            self.widths, self.sent = batch.put(widths), widths
+
+
+class DraftingDecoder(Decoder):
+    """A `Decoder` whose rows may draw as many tokens as their widths say."""
+
+    def __init__(
+        self,
+        layer_groups: Sequence[LayerGroup],
+        config: WorkerConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        super().__init__(layer_groups, config, vocab_size, grammars)
+        self.drafts = DraftPrograms(config.draft_tokens)
+        self.guesses = [Guesses(batch, history_length(config)) for batch in self.microbatches]
+
+    def begin(self, plan: DecodeRows) -> Microbatch:
+        batch, guesses = self.microbatches[plan.microbatch], self.guesses[plan.microbatch]
+        batch.send_changes(plan, self.steer, self.set_row)
+        for admission in plan.admit:
+            row = np.asarray(admission.slot - batch.first_slot, np.int32), guesses.tokens_of(admission)
+            guesses.history = self.drafts.set_tokens(guesses.history, *batch.put(row))
+        guesses.wide = None
+        if max(plan.widths, default=1) > 1:
+            guesses.send_widths(batch, plan)
+            guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths)
+        return batch
+
+    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
+        """Page table i32[B, width] and state i32[4, B], or i32[4, B * (1 + drafts)], where the group is."""
+        table, state = super().inputs(group, batch, width)
+        wide = self._guesses_of(batch).wide
+        return table, state if wide is None else group.submesh.spread(wide)
+
+    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+        guesses = self._guesses_of(batch)
+        if guesses.wide is None:
+            pending = super().finish(batch, plan, logits)
+            guesses.history = self.drafts.note(guesses.history, batch.state)
+            return pending
+        asked = batch.asked(plan.active)
+        tokens = self._verify(batch, guesses, guesses.wide, logits, plan)
+        wanted, logprobs = [sampling.logprobs for sampling in asked], None
+        if any(number is not None for number in wanted):
+            logprobs = self.drafts.logprobs(logits, tokens.reshape(-1))
+        for array in (tokens, *(logprobs or ())):
+            array.copy_to_host_async()
+        return PendingDrafts(plan, batch.first_slot, tokens, wanted, logprobs)
+
+    def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
+        asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
+        held = guesses.history, batch.state, wide, logits
+        if allowed is None and all(is_plain(sampling) for sampling in asked):
+            guesses.history, batch.state, tokens = self.drafts.verify_greedy(*held, batch.metadata)
+            return tokens
+        first = self.drafts.firsts(logits)
+        if allowed is not None:
+            first = self.mask(first, allowed)
+        guesses.history, batch.state, tokens = self.drafts.verify(*held, first, batch.metadata, batch.counts)
+        if any(sampling.penalised for sampling in asked):
+            batch.counts = self.count(batch.counts, tokens[:, 0])
+        return tokens
+
+    def _guesses_of(self, batch: Microbatch) -> Guesses:
+        return self.guesses[batch.first_slot // batch.size]
+
+
+def history_length(config: WorkerConfig) -> int:
+    """Positions that a sequence may have, and a draft behind them."""
+    return config.table_buckets[-1] * config.page_size + config.draft_tokens

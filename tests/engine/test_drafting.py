@@ -1,0 +1,147 @@
+"""Rows that verify a draft draw the tokens that rows of one token would have drawn, in fewer steps."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.worker_config import Role
+from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
+from jdisagg.engine.drafting import LEAST_ALIKE, MOST_ALIKE, NO_GUESS, guessed, noted, taken, widened
+from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.sampling_metadata import SamplingRows
+from tests.engine.stacks import (
+    GREEDY,
+    HALVES,
+    LONGEST,
+    Steps,
+    first_tokens,
+    open_machine,
+    prefill_machine,
+    prefill_plans,
+    run_prefill,
+    ship_all,
+    tokens_of,
+)
+from tests.steps import decode_plan
+
+DRAFTS = 3
+
+
+def state_of(tokens: list[list[int]]) -> tuple[jax.Array, jax.Array]:
+    """(history, state) of slots that hold these tokens, the last of each fed next."""
+    history = np.zeros((len(tokens), LONGEST), np.int32)
+    for row, each in enumerate(tokens):
+        history[row, : len(each)] = each
+    ends, ones = [len(each) - 1 for each in tokens], [1] * len(tokens)
+    return jnp.asarray(history), jnp.asarray([[each[-1] for each in tokens], ends, [0] * len(tokens), ones], jnp.int32)
+
+
+def expected_guess(tokens: list[int]) -> list[int]:
+    """The definition of `guessed`, in plain Python."""
+    for alike in range(MOST_ALIKE, LEAST_ALIKE - 1, -1):
+        for end in range(len(tokens) - 2, alike - 2, -1):
+            if tokens[end - alike + 1 : end + 1] == tokens[-alike:] and len(tokens) >= alike:
+                period = len(tokens) - 1 - end
+                return [tokens[end + 1 + i % period] for i in range(DRAFTS)]
+    return [NO_GUESS] * DRAFTS
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=4, max_size=4))
+def test_a_guess_is_what_followed_the_longest_end_that_stood_there_before(tokens: list[list[int]]):
+    assert np.asarray(guessed(*state_of(tokens), DRAFTS)).tolist() == [expected_guess(each) for each in tokens]
+
+
+@given(st.data())
+def test_a_draft_is_taken_as_far_as_it_is_what_is_drawn(data: st.DataObject):
+    """Draws are a function of the position, as those of a request are."""
+    token = st.integers(0, 2)
+    tokens = data.draw(st.lists(st.lists(token, min_size=2, max_size=8), min_size=3, max_size=3))
+    answers = np.array(data.draw(st.lists(st.lists(token, min_size=16, max_size=16), min_size=3, max_size=3)), np.int32)
+    widths = data.draw(st.lists(st.integers(1, 1 + DRAFTS), min_size=3, max_size=3))
+    rows = SamplingRows(3)
+    rows.set(1, replace(GREEDY, stop_token_ids=(2,)), 0)
+    metadata, (history, state) = rows.on(jax.device_put), state_of(tokens)
+
+    wide = widened(history, state, jnp.asarray(widths, jnp.int32), DRAFTS)
+    places = np.asarray(wide[POSITION]).reshape(3, -1) + 1
+    drawn = jnp.asarray(np.take_along_axis(answers, places, axis=1).reshape(-1))
+    found, after, reported = taken(history, state, wide, drawn, metadata)
+
+    guess = np.asarray(guessed(history, state, DRAFTS))
+    for row in range(3):
+        told = [each for each in np.asarray(reported)[row].tolist() if each != MASKED]
+        assert 1 <= len(told) <= widths[row]
+        assert told == answers[row, len(tokens[row]) : len(tokens[row]) + len(told)].tolist()
+        assert told[:-1] == guess[row, : len(told) - 1].tolist()
+        if len(told) < widths[row] and not np.asarray(after)[STOPPED, row]:
+            assert guess[row, len(told) - 1] != told[-1], "what was guessed rightly goes on"
+    one, kept = state, history
+    for step in range(1 + DRAFTS):
+        still = jnp.asarray(np.asarray(reported)[:, step] != MASKED)
+        masked = one.at[ENABLED].set(still.astype(jnp.int32))
+        drawn = jnp.asarray(answers[np.arange(3), np.asarray(one[POSITION]) + 1])
+        one, _ = advanced(masked, drawn, metadata)
+        kept = noted(kept, one)
+    assert np.array_equal(np.asarray(after)[:ENABLED], np.asarray(one)[:ENABLED])
+    assert np.array_equal(found, kept) and np.asarray(after)[TOKEN].tolist() == np.asarray(one)[TOKEN].tolist()
+
+
+@cache
+def drafting_machine(pp: int) -> MeshExecutor:
+    size = 4 // pp
+    layers = [range(start, start + size) for start in range(0, 4, size)]
+    machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp :], pp=pp, draft_tokens=DRAFTS)
+    machine.warm()
+    return machine
+
+
+def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: list[SamplingParams], most: int) -> list:
+    """What each prompt draws, by rows that may draw `most` a step, each step read before the next; and the rows."""
+    source = prefill_machine(1)
+    source.warm(peers=[machine])
+    firsts = first_tokens(run_prefill(source, prefill_plans(prompts, sampling)))
+    ship_all(source, machine, [len(prompt) for prompt in prompts])
+    admitted = Steps(machine).admissions(prompts, firsts, sampling)
+    rows, steps, count, active = [[first] for first in firsts], 0, 0, tuple(range(len(prompts)))
+    while any(len(row) < 24 for row in rows):
+        active = tuple(slot for slot in active if len(rows[slot]) < 24)
+        left = [1 if sampling[slot].penalised else min(most, 24 - len(rows[slot])) for slot in active]
+        plan = decode_plan(steps, 0, active, 12, admitted if steps == 0 else (), widths=tuple(left) if most > 1 else ())
+        for slot, drawn in machine.run(plan).read().decode:
+            assert drawn is not None
+            rows[slot] += drawn
+        steps, count = steps + 1, count + len(active)
+    return [rows, count]
+
+
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tokens_are_those_of_rows_of_one_token_and_steps_are_fewer(pp: int):
+    prompts = [(5, 6, 7, 5, 6, 7, 5, 6), tuple(range(20)), (1, 2) * 8, (9, 3, 4)]
+    sampling = [
+        *(GREEDY, replace(GREEDY, temperature=0.4, seed=7, logprobs=2)),
+        *(replace(GREEDY, logprobs=3), replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.2)),
+    ]
+    machine = drafting_machine(pp)
+    before = machine.recompiles()
+    (plain, many), (drafted, few) = (answers(machine, prompts, sampling, most) for most in (1, 1 + DRAFTS))
+    assert tokens_of(drafted) == tokens_of(plain)
+    for row, same in zip(drafted[1:3], plain[1:3], strict=True):
+        assert [each.logprob for each in row] == pytest.approx([each.logprob for each in same], abs=1e-5)
+        assert [len(each.top) for each in row] == [len(each.top) for each in same]
+    assert machine.recompiles() == before == 0
+    free = [replace(each, repetition_penalty=1.0, presence_penalty=0.0) for each in sampling]
+    (plain, many), (drafted, few) = (answers(machine, prompts, free, most) for most in (1, 1 + DRAFTS))
+    assert tokens_of(drafted) == tokens_of(plain) and few < 0.8 * many
+
+
+def test_a_decode_machine_without_drafts_refuses_rows_of_several_tokens():
+    machine = open_machine(Role.DECODE, HALVES, jax.devices()[6:], pp=2)
+    with pytest.raises(AssertionError, match="no program takes a draft"):
+        machine.run(decode_plan(0, 0, (0,), 12, widths=(2,)))
