@@ -1,0 +1,39 @@
+"""A worker that is slower than its like is given less: its pace is measured, and weighs where pairs are predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import Routing
+from jdisagg.sim.arithmetic import model
+from jdisagg.sim.cluster import PATIENT
+from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec
+from jdisagg.sim.cost_models import Model, Roofline
+from jdisagg.sim.hardware import hardware
+from jdisagg.sim.shared import simulated
+from tests.sim.test_scaled import even
+
+
+def served_by(routing: Routing, slow: str) -> Counter[str]:
+    """Requests of each worker in its role, where `slow` stands on an older chip than its like."""
+    shape = Model(model("llama3-8b"), "bfloat16")
+    mesh = MeshSpec.parse("prefill:2xtp1,decode:2xtp1")
+    given = cluster_spec(mesh, Sizes(4200, num_slots=64), by_roofline(lambda tp: Roofline(shape, hardware("b200"), tp)))
+    costs = given.costs | {WorkerId(slow): Roofline(shape, hardware("a100"), 1)}
+    cluster = simulated(replace(given, costs=costs), router=replace(PATIENT, routing=routing))
+    outcome = cluster.run(even(400, 60.0, (1500, 100)))
+    assert all(each.served for each in outcome.records)
+    return Counter(name for each in outcome.records for name in (each.prefill_worker, each.decode_worker))
+
+
+@pytest.mark.parametrize(("slow", "quick"), [("decode-1", "decode-0"), ("prefill-1", "prefill-0")])
+def test_the_slower_of_two_is_given_less_where_pairs_are_predicted(slow: str, quick: str):
+    served = served_by(Routing.PREDICTED, slow)
+    assert 0 < served[slow] < served[quick] / 2
+    equal = served_by(Routing.ROUND_ROBIN, slow)
+    assert equal[slow] == equal[quick]
