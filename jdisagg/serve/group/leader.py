@@ -129,7 +129,7 @@ class GroupKV(RemoteKV):
         failed: Callable[[Exception], None],
     ) -> None:
         """`tell` is called once all have offered, on the thread of the last."""
-        replies = self.members.ask({"offer": encode(transfer)})
+        replies = self.members.ask({"offer": encode(transfer), "raw": machine.error_monitor.lead()})
         moves, pieces = self.offers(machine, transfer, peer)
 
         def all_offered(found: list[Reply]) -> None:

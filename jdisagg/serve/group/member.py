@@ -148,6 +148,7 @@ class Member:
 
     def _offer(self, said: Command) -> None:
         transfer = decode_as(KVTransfer, said["offer"])
+        self._machine.error_monitor.follow(said["raw"])
         try:
             peer = self._peers[transfer.destination]
             answer: dict[str, Any] = {"pieces": self._remote_kv.offers(self._machine, transfer, peer)[1]}
