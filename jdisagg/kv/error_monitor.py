@@ -20,8 +20,8 @@ KEPT = 64  # packs whose errors are not read yet; what older ones lost is seen a
 class ErrorMonitor:
     """Of one source. Called from the one thread that packs.
 
-    Where a source is a mesh over processes, all must pack alike: its leader decides by what its own shards lost, part by
-    part (`lead`), and the others do as it says (`follow`). What their shards lose is refused where it lands.
+    Where a source is a mesh over processes, all must pack alike: its leader decides by what its own shards lost, part
+    by part (`lead`), and the others do as it says (`follow`). What their shards lose is refused where it lands.
     """
 
     def __init__(self, error_bound: float) -> None:

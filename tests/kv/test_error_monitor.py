@@ -21,7 +21,7 @@ def test_layers_that_lost_more_than_the_bound_go_raw_from_then_on():
 
 def test_a_leader_decides_once_a_part_and_members_do_as_it_says():
     """However soon each process's own errors are there to be read, all pack alike."""
-    leader, member = ErrorMonitor(0.05), ErrorMonitor(0.05)
+    leader, member, raw = ErrorMonitor(0.05), ErrorMonitor(0.05), list[list[int]]()
     for _ in range(2):
         raw = leader.lead()
         member.follow(raw)
