@@ -119,7 +119,7 @@ def test_of_many_nobody_is_taken_who_costs_more_than_the_least_loaded_that_was_w
     for peer in router.peers.values():
         peer.work_tokens = float(draw.randrange(30))
     row = RequestState(asked, order_of(asked), Ledger(), math.inf)
-    full = router.routes._choice(router.peers.values(), row, 0.0, False)
+    full = router.routes._choice(router.peers.values(), row, 0.0, (False, None))
     sampled = router.routes.sample.next_few()
     assert sampled is not None
     router.routes.sample._next -= WEIGHED
