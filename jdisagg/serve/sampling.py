@@ -8,6 +8,7 @@ from typing import Any
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.request import SamplingParams
+from jdisagg.model.tokenizer import Tokenizer
 
 SEED_BITS = 64  # device programs keep seeds as two int32
 
@@ -39,14 +40,21 @@ def sampling_params(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> 
     return SamplingParams(**fields)
 
 
-def logit_bias_of(asked: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
-    """{"50256": -100} as ((50256, -100.0),)."""
+def logit_bias_of(asked: Mapping[str, float] | None, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...] | None:
+    """{"50256": -100} as ((50256, -100.0),); a key that is no number is the text of one token."""
     if asked is None:
         return None
-    wrong = next((key for key in asked if not key.isascii() or not key.isdigit() or len(key) > 10), None)
-    if wrong is not None:
-        raise RequestError(f"logit_bias has the key {wrong[:40]!r}, must be a token id", param="logit_bias")
-    return tuple((int(key), float(value)) for key, value in asked.items())
+    return tuple((_token_of(key, tokenizer), float(value)) for key, value in asked.items())
+
+
+def _token_of(key: str, tokenizer: Tokenizer) -> int:
+    if key.isascii() and key.isdigit() and len(key) <= 10:
+        return int(key)
+    ids = tokenizer.encode(key[:256], add_special_tokens=False)
+    if len(ids) != 1 or len(key) > 256:
+        said = f"logit_bias has the key {key[:40]!r}, must be a token id or the text of one token (it has {len(ids)})"
+        raise RequestError(said, param="logit_bias")
+    return ids[0]
 
 
 def stop_strings(asked: str | list[str] | None, max_stops: int, max_chars: int) -> tuple[str, ...]:

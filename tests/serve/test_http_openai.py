@@ -355,3 +355,25 @@ def test_the_description_names_the_errors_and_their_body(front: Front) -> None:
     assert {"400", "401", "404", "408", "413", "429", "431", "500", "503"} <= told.keys() and "422" not in told
     assert told["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
     assert document["components"]["schemas"]["ErrorDetail"]["required"] == ["message", "type", "param", "code"]
+
+
+@pytest.mark.parametrize(("most", "kept"), [(4, 4), (400, 30), (-1, 30)])
+def test_of_a_prompt_its_last_tokens_are_kept_where_that_is_asked_for(front: Front, most: int, kept: int) -> None:
+    body = {"truncate_prompt_tokens": most}
+    answer = front.client.completions.create(model="tiny", prompt=[*range(65, 95)], max_tokens=1, extra_body=body)
+    assert front.service.seen[-1].prompt == tuple(range(95 - kept, 95))
+    assert answer.usage is not None and answer.usage.prompt_tokens == kept
+
+
+def test_a_bias_may_be_given_to_a_token_by_its_text(front: Front) -> None:
+    (token,) = front.service.tokenizer.encode("a", False)
+    front.client.completions.create(model="tiny", prompt="x", max_tokens=1, logit_bias={"a": 5})
+    assert front.service.seen[-1].sampling.logit_bias == ((token, 5.0),)
+    with pytest.raises(openai.BadRequestError, match="the text of one token"):
+        front.client.completions.create(model="tiny", prompt="x", logit_bias={"a a a": 5})
+
+
+def test_a_server_says_what_it_serves_and_how_it_reads_requests(front: Front) -> None:
+    said = httpx.get(f"{front.url}/server_info").json()
+    assert said["max_model_len"] == front.service.max_model_len and said["structured_output"] == "on"
+    assert (said["tool_call_parser"], said["reasoning_parser"]) == ("off", "off")

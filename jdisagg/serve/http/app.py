@@ -220,6 +220,13 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def version() -> dict[str, str]:
         return {"version": settings.version}
 
+    @app.get("/server_info", responses=errors.documented(401))
+    async def server_info() -> dict[str, Any]:
+        """What is served, and how requests are read."""
+        parsers = {"tool_call_parser": settings.parsers.tools, "reasoning_parser": settings.parsers.reasoning}
+        structured = {"structured_output": settings.no_grammars or "on"}
+        return {"version": settings.version, **front.model(service.model_name), **parsers, **structured}
+
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""

@@ -11,6 +11,7 @@ from typing import Any
 from jdisagg.core.errors import ConfigError, RequestError
 from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.model.grammars.grammars import open_grammars
+from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve import offload
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import check_work
@@ -115,7 +116,8 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
     tools = _tools_of(body, service, settings)
     if tools is not None and tools.choice == NONE:
         body = body.model_copy(update={"tools": None})
-    ids = await chat_ids(body, service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
+    found = await chat_ids(body, service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
+    ids = _last(found, body, service)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     asked: dict[str, Any] = {
         "max_tokens": max(1, service.max_model_len - len(ids)) if limit is None else limit,
@@ -180,10 +182,27 @@ async def _prompts(given: Sequence[str] | Sequence[list[int]], body: CompletionB
     texts = [each for each in given if isinstance(each, str)]
     if texts:
         found = await encode(service, texts, body.add_special_tokens is not False)
-        return [Prompt(ids, text) for ids, text in zip(found, texts, strict=True)]
+        return [await _shortened(Prompt(*each), body, service) for each in zip(found, texts, strict=True)]
     listed = [each for each in given if not isinstance(each, str)]
     shown = [await decode(service, ids, body.skip_special_tokens) if body.echo else "" for ids in listed]
-    return [Prompt(tuple(ids), text) for ids, text in zip(listed, shown, strict=True)]
+    return [await _shortened(Prompt(tuple(ids), text), body, service) for ids, text in zip(listed, shown, strict=True)]
+
+
+def _last(ids: tuple[int, ...], body: GenerationFields, service: Service) -> tuple[int, ...]:
+    """As many of the prompt's last tokens as the client wants kept."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most == 0:
+        raise RequestError("truncate_prompt_tokens is 0, must be -1 or at least 1", param="truncate_prompt_tokens")
+    return ids[-(service.max_model_len - 1 if most < 0 else most) :]
+
+
+async def _shortened(prompt: Prompt, body: CompletionBody, service: Service) -> Prompt:
+    ids = _last(prompt.ids, body, service)
+    if len(ids) == len(prompt.ids):
+        return prompt
+    return Prompt(ids, await decode(service, ids, body.skip_special_tokens) if body.echo else "")
 
 
 def _listed(prompt: Any) -> list[str] | list[list[int]]:
@@ -202,7 +221,7 @@ def _job(
     prompt_only: bool,
 ) -> Job:
     eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
-    sampling = _sampling(body, asked, eos_ids, settings)
+    sampling = _sampling(body, asked, eos_ids, settings, service.tokenizer)
     options = TextOptions(
         stop=stop_strings(body.stop, settings.max_stops, settings.max_stop_chars),
         stop_token_ids=frozenset(sampling.stop_token_ids),
@@ -250,7 +269,11 @@ def _check_shape(body: GenerationFields, num_prompts: int, settings: FrontSettin
 
 
 def _sampling(
-    body: GenerationFields, asked: Mapping[str, Any], eos_ids: Sequence[int], settings: FrontSettings
+    body: GenerationFields,
+    asked: Mapping[str, Any],
+    eos_ids: Sequence[int],
+    settings: FrontSettings,
+    tokenizer: Tokenizer,
 ) -> SamplingParams:
     ends = () if body.ignore_eos and not asked["grammar"] else tuple(eos_ids)  # which is how a grammar ends
     said = {
@@ -265,7 +288,7 @@ def _sampling(
         "repetition_penalty": body.repetition_penalty,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
-        "logit_bias": logit_bias_of(body.logit_bias),
+        "logit_bias": logit_bias_of(body.logit_bias, tokenizer),
         "seed": fold_seed(body.seed),
         "stop_token_ids": tuple(dict.fromkeys([*ends, *(body.stop_token_ids or ())])),
     }

@@ -56,7 +56,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "tool_choice": ("none", "auto"),
     "tools": (),  # but in chat
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": (),
     "web_search_options": (),
@@ -93,6 +92,7 @@ class GenerationFields(FormFields, BaseModel):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     min_tokens: Count | None = None
+    truncate_prompt_tokens: Count | None = None  # its last tokens that are kept; -1: as many as the model takes
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     temperature: float | None = None
     top_p: float | None = None
