@@ -90,6 +90,7 @@ ALL = (
         "--requests=20 --kept=1 --nodes=2",
     ),
     Benchmark("early_rejection", "benchmarks.early_rejection", "", "--rates=16 --requests=20"),
+    Benchmark("reservations", "benchmarks.reservations", "--data_dir={data_dir}", "--requests=20"),
     Benchmark("soak_cpu", "benchmarks.soak"),
     Benchmark("autoscale", "benchmarks.autoscale", "--data_dir={data_dir}"),
     Benchmark(

@@ -79,6 +79,26 @@ def mooncake_routed() -> str:
     return rows_of([*head, "published, s"], rows)
 
 
+def reservations() -> str:
+    report = result("reservations")
+    rows = [
+        [
+            each["trace"],
+            f"{each['rate_rps']:.3g}",
+            f"`{each['reserve']}`, {each['reserve_tokens']}",
+            *(percent(each[key], 1) for key in ("unused", "waiting", "written")),
+            *(f"{each[key]:.2f}" for key in ("ttft_p50_s", "ttft_p99_s")),
+            f"{each['tpot_p99_s'] * 1e3:.1f}",
+            f"{each['latency_p50_s']:.2f}",
+            str(each["preempted"]),
+        ]
+        for each in report["rows"]
+    ]
+    head = ["trace", "requests/s", "`--reserve=`, `--reserve_tokens=`", "unused", "waits for KV", "written"]
+    times = ["TTFT p50, s", "p99", "TPOT p99, ms", "latency p50, s", "preempted"]
+    return f"{origin(report)}\n\n{rows_of([*head, *times], rows)}"
+
+
 def autoscale() -> str:
     report, rows = result("autoscale"), []
     for each in report["rows"]:

@@ -346,6 +346,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.early_rejection,
         simulated_tables.mooncake_kept,
         simulated_tables.mooncake_routed,
+        simulated_tables.reservations,
         simulated_tables.autoscale,
         role_flip,
         takeover,
