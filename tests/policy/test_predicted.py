@@ -57,7 +57,7 @@ def test_no_other_pair_costs_less(prefills, decodes, links, asked_s):
         Pair(p.worker, d.worker): total(until_first(p, routed)) + total(after_first(d, routed, p))
         for p, d in product(*able)
     }
-    assert choice.taken in tried and tried[choice.taken] == pytest.approx(min(tried.values()))
+    assert choice.taken is not None and tried[choice.taken] == pytest.approx(min(tried.values()))
     assert choice.prefills[0].worker == choice.taken.prefill and choice.decodes[0].worker == choice.taken.decode
 
 
