@@ -279,6 +279,17 @@ def prefill_stages() -> str:
     return f"{origin(report)}\n\n{rows_of(['prompt tokens', 'at once', *meshes], rows)}"
 
 
+def speculation() -> str:
+    """Tokens/s beside steps of one token, in pairs, and what a row drew."""
+    report, rows = result("speculation"), []
+    for shape in dict.fromkeys((each["work"], each["streams"]) for each in report["rows"]):
+        off, *found = [each for each in report["rows"] if (each["work"], each["streams"]) == shape]
+        drafts = [f"{each['ratio']:.2f} ({each['tokens_a_row']:.1f})" for each in found]
+        rows.append([*shape, f"{off['tokens_per_s']:,.0f}", *drafts])
+    kinds = dict.fromkeys(f"`{each['speculative']}`" for each in report["rows"])
+    return f"{origin(report)}\n\n{rows_of(['answers', 'streams', *kinds], rows)}"
+
+
 def aot_pods() -> str:
     """What spanning steps of Llama-3-70B send, as compiled."""
     report, rows = result("aot_pods"), []
@@ -342,6 +353,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.topology,
         ring,
         prefill_stages,
+        speculation,
         aot_pods,
         simulated_tables.early_rejection,
         simulated_tables.mooncake_kept,

@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import BROKEN, SamplingParams
+from jdisagg.core.steps import Read
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
 from jdisagg.engine.drafting import LEAST_ALIKE, MOST_ALIKE, NO_GUESS, guessed, noted, taken, widened
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.sampling_metadata import SamplingRows
+from tests.engine.evens import Evens
 from tests.engine.stacks import (
+    CONFIG,
     GREEDY,
     HALVES,
     LONGEST,
@@ -106,18 +109,24 @@ def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: lis
     """What each prompt draws, by rows that may draw `most` a step, each step read before the next; and the rows."""
     source = prefill_machine(1)
     source.warm(peers=[machine])
-    firsts = first_tokens(run_prefill(source, prefill_plans(prompts, sampling)))
+    free = [replace(each, grammar="", synchronous=False) for each in sampling]
+    firsts = first_tokens(run_prefill(source, prefill_plans(prompts, free)))
     ship_all(source, machine, [len(prompt) for prompt in prompts])
     admitted = Steps(machine).admissions(prompts, firsts, sampling)
     rows, steps, count, active = [[first] for first in firsts], 0, 0, tuple(range(len(prompts)))
-    while any(len(row) < 24 for row in rows):
-        active = tuple(slot for slot in active if len(rows[slot]) < 24)
-        left = [1 if sampling[slot].penalised else min(most, 24 - len(rows[slot])) for slot in active]
-        plan = decode_plan(steps, 0, active, 12, admitted if steps == 0 else (), widths=tuple(left) if most > 1 else ())
+    while active:
+        left = [1 if sampling[slot].recalls else min(most, 24 - len(rows[slot])) for slot in active]
+        read = tuple(Read(slot, rows[slot][-1].token) for slot in active if steps and sampling[slot].grammar)
+        plan = decode_plan(
+            *(steps, 0, active, 12, admitted if steps == 0 else ()),
+            widths=tuple(left) if most > 1 else (),
+            read=read,
+        )
         for slot, drawn in machine.run(plan).read().decode:
             assert drawn is not None
             rows[slot] += drawn
         steps, count = steps + 1, count + len(active)
+        active = tuple(slot for slot in active if len(rows[slot]) < 24 and rows[slot][-1].token != BROKEN)
     return [rows, count]
 
 
@@ -139,6 +148,19 @@ def test_tokens_are_those_of_rows_of_one_token_and_steps_are_fewer(pp: int):
     free = [replace(each, repetition_penalty=1.0, presence_penalty=0.0) for each in sampling]
     (plain, many), (drafted, few) = (answers(machine, prompts, free, most) for most in (1, 1 + DRAFTS))
     assert tokens_of(drafted) == tokens_of(plain) and few < 0.8 * many
+
+
+def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_draw_drafts():
+    prompts, even = [(1, 2) * 8, (5, 6, 7, 5, 6, 7, 5, 6)], replace(GREEDY, grammar="even", synchronous=True)
+    machine = drafting_machine(1)
+    warm = machine.runner
+    alone, _ = answers(machine, prompts[:1], [GREEDY], 1)
+    machine.place = replace(machine.place, grammars=Evens(CONFIG.vocab_size))
+    machine.runner = machine._runner()  # pyright: ignore[reportPrivateUsage]
+    rows, _ = answers(machine, prompts, [GREEDY, even], 1 + DRAFTS)
+    machine.runner, (beside, held) = warm, tokens_of(rows)
+    assert beside == tokens_of(alone)[0]
+    assert len(held) == 7 and held[6] == BROKEN and all(token % 2 == 0 for token in held[:6])
 
 
 def test_a_decode_machine_without_drafts_refuses_rows_of_several_tokens():

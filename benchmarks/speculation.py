@@ -1,0 +1,161 @@
+"""Drafts of n-grams (`--speculative=ngram:N`) beside steps of one token, in turns: tokens/s, and tokens a row drew.
+
+Two kinds of work: prompts that are to be answered by much of themselves ("copies": a piece of code twice and its
+beginning again), and prompts that are not ("new"). Greedy, with ends of answers ignored; the tokens of all rounds are
+compared, and the count of those that differ is told. All stacks are up, one at work.
+
+    python -m benchmarks.speculation --output=benchmarks/results/speculation.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import entry
+from benchmarks.machine import described
+from jdisagg import LLM, SamplingParams
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)
+flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "of every stack", flag_values=FLAGS)
+flags.DEFINE_list("drafts", ["1", "3", "5"], "tokens guessed", flag_values=FLAGS)
+flags.DEFINE_list("streams", ["1", "4", "8"], "answers at once, and slots", flag_values=FLAGS)
+flags.DEFINE_integer("tokens", 64, "of an answer", 1, flag_values=FLAGS)
+flags.DEFINE_integer("rounds", 3, "of each, after one that does not count", 1, flag_values=FLAGS)
+flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
+
+OFF = "off"
+NAMES = ("area", "volume", "total", "mean", "width", "height", "depth", "price")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians of the rounds; `ratio` of the pairs: tokens/s over those of steps of one token."""
+
+    speculative: str
+    work: str
+    streams: int
+    tokens_per_s: float
+    ratio: float
+    tokens_a_row: float  # that a row of a step drew, mean of all rounds
+    differing: int  # tokens unlike those of steps of one
+
+
+def prompts(work: str, number: int) -> list[str]:
+    return [prompt(work, NAMES[index % len(NAMES)], index) for index in range(number)]
+
+
+def prompt(work: str, name: str, index: int) -> str:
+    lines = [f"    {name}_{part} = values[{part + index}] * {3 * part + index}\n" for part in range(4)]
+    code = f"def {name}(values):\n{''.join(lines)}    return {' + '.join(f'{name}_{part}' for part in range(4))}\n\n\n"
+    return code + code + code.splitlines(keepends=True)[0] if work == "copies" else f"# {index}: {name}\nimport "
+
+
+class Stack:
+    """One way of decoding, with as many slots as there are streams."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.answers, self.rows = llm, dict[tuple[str, int], list[list[int]]](), list[int]()
+
+    def burst(self, work: str, streams: int) -> float:
+        """Tokens/s of so many answers at once, from the first token that any of them has."""
+        return asyncio.run(self._burst(work, streams))
+
+    async def _burst(self, work: str, streams: int) -> float:
+        asked = SamplingParams(max_tokens=FLAGS.tokens, temperature=0.0, ignore_eos=True)
+        began: list[float] = []
+
+        async def one(text: str) -> list[int]:
+            tokens: list[int] = []
+            async for piece in self.llm.stream(text, asked):
+                if piece.delta.sampled:
+                    began.append(time.perf_counter())
+                    tokens += [each.token for each in piece.delta.sampled]
+                    self.rows.append(len(piece.delta.sampled))
+            return tokens
+
+        found = await asyncio.gather(*map(one, prompts(work, streams)))
+        self.answers.setdefault((work, streams), found)
+        return (streams * FLAGS.tokens - 1) / (began[-1] - began[0])
+
+    def tokens_a_row(self) -> float:
+        """Of the pieces, each of a row of a step, since it was asked last."""
+        rows, self.rows = self.rows, []
+        return statistics.mean(rows)
+
+
+def measure(streams: int) -> list[Row]:
+    kinds = (OFF, *(f"ngram:{number}" for number in FLAGS.drafts))
+    with ExitStack() as opened:
+        sizes = {"mesh": FLAGS.mesh, "max_num_seqs": streams, "max_model_len": 512, "prefix_caching": "off"}
+        stacks = {
+            kind: Stack(opened.enter_context(LLM(model=FLAGS.model, speculative=kind, **sizes))) for kind in kinds
+        }
+        rows = [row for work in ("copies", "new") for row in _rows(stacks, work, streams)]
+        recompiles = {kind: stack.llm.service.recompiles() for kind, stack in stacks.items()}
+    assert not any(recompiles.values()), recompiles
+    return rows
+
+
+def _rows(stacks: dict[str, Stack], work: str, streams: int) -> list[Row]:
+    speeds: dict[str, list[float]] = {kind: [] for kind in stacks}
+    for number in range(FLAGS.rounds + 1):
+        for kind in stacks if number % 2 else reversed(stacks):
+            speed = stacks[kind].burst(work, streams)
+            if number:
+                speeds[kind].append(speed)
+    plain = stacks[OFF].answers[work, streams]
+    return [
+        Row(
+            kind,
+            work,
+            streams,
+            statistics.median(speeds[kind]),
+            statistics.median(mine / other for mine, other in zip(speeds[kind], speeds[OFF], strict=True)),
+            stack.tokens_a_row(),
+            differing(stack.answers[work, streams], plain),
+        )
+        for kind, stack in stacks.items()
+    ]
+
+
+def differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    pairs = zip(found, expected, strict=True)
+    return sum(mine != other for some, others in pairs for mine, other in zip(some, others, strict=True))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    shown = Table(title=f"{FLAGS.mesh}, {FLAGS.tokens} tokens an answer")
+    for name in ("work", "streams", "speculative", "tokens/s", "beside off", "tokens a row", "differ"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        figures = f"{row.tokens_per_s:,.0f}", f"{row.ratio:.2f}", f"{row.tokens_a_row:.2f}", str(row.differing)
+        shown.add_row(row.work, str(row.streams), row.speculative, *figures)
+    return shown
+
+
+def main() -> int:
+    about = described()
+    rows = [row for streams in FLAGS.streams for row in measure(int(streams))]
+    Console().print(table(rows))
+    if FLAGS.output:
+        report = {**about, "model": Path(FLAGS.model).name or "embedded", "mesh": FLAGS.mesh}
+        report |= {"tokens": FLAGS.tokens, "rows": [asdict(row) for row in rows]}
+        Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main, FLAGS, __doc__, sys.argv))
