@@ -43,7 +43,8 @@ def test_the_table_has_every_kind_of_program_and_names_the_machine(table):
     times = [each.seconds for pool in table.pools for kind in (pool.prefill, pool.decode) for each in kind]
     assert min(times + [each.seconds for each in table.transfers]) > 0
     programs = [{each.kind for each in pool.programs} for pool in (prefill, decode)]
-    assert programs[0] == {"prefill", "head", "score", "draw first", "draw first greedy", "draw first logprobs"}
+    draws = {f"draw first{kind}" for kind in ("", " greedy", " logprobs", " mask")}
+    assert programs[0] == {"prefill", "head", "score", *draws}
     assert programs[1] >= {"decode", "draw", "draw greedy", "draw steer"} and {
         each.stage for each in decode.programs
     } == {0, 1}

@@ -57,12 +57,19 @@ def test_each_stage_holds_its_own_layers_on_its_own_devices():
     assert [group.submesh.devices for group in machine.layer_groups] == [(each,) for each in jax.devices()[:2]]
 
 
+def kv_of(pools: list[np.ndarray], index: int, tokens: int) -> np.ndarray:
+    """[layers, tokens, Hkv, 2, D] of a prompt; behind its end a page has what others left."""
+    pages = np.stack([pool[np.array(source_pages(index, tokens))] for pool in pools])
+    by_token = np.moveaxis(pages, 4, 2)
+    return by_token.reshape(len(pools), -1, *by_token.shape[3:])[:, :tokens]
+
+
 def test_two_prefill_stages_write_the_pages_of_one_mesh():
     found = []
     for machine in (prefill_machine(1), staged_machine(2, 1)):
         run_prefill(machine, prefill_plans(PROMPTS, [GREEDY] * len(PROMPTS)))
-        pages = np.array([page for index, prompt in enumerate(PROMPTS) for page in source_pages(index, len(prompt))])
-        found.append(np.stack([np.asarray(pool[pages]) for stage in machine.pages for pool in stage.pools]))
+        pools = [np.asarray(pool) for stage in machine.pages for pool in stage.pools]
+        found.append(np.concatenate([kv_of(pools, index, len(prompt)) for index, prompt in enumerate(PROMPTS)], axis=1))
     assert np.any(found[0])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
 

@@ -17,7 +17,7 @@ GREEDY = [
     {"prompt": "import os\n\n\nclass Tree:\n    def __init__(self", "max_tokens": 24, "ignore_eos": True},
     {"prompt": "for name in names:\n    print(name)\n" * 9, "max_tokens": 20, "ignore_eos": True},  # several chunks
 ]
-SEEDED = [{**each, "temperature": 0.8, "top_p": 0.95, "seed": seed} for seed, each in enumerate(GREEDY, 7)]
+SEEDED = [{**each, "temperature": 0.8, "top_p": 0.95, "seed": seed} for seed, each in enumerate(GREEDY, 17)]
 COUNTED = [{**GREEDY[2], "presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"11": 4}, "min_tokens": 8}]
 BODIES = [{"temperature": 0, **each, "logprobs": 3} for each in [*GREEDY, *SEEDED, *COUNTED]]
 
