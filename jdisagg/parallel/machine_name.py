@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def machine_name() -> str:
     """Programs are for one kind of processor and one compiler: a home folder that machines share has one for each."""
     words = [platform.machine(), _processor(), jax.__version__, version("jaxlib")]
     return f"jax-{jax.__version__}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
+
+
+@cache
+def has_feature(name: str) -> bool:
+    """Whether this machine's processor says that it has it, in the words of Linux ("avx512f")."""
+    return name in _processor().split()
 
 
 def _processor() -> str:

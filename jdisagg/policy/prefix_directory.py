@@ -47,7 +47,9 @@ class KnownCache:
                 self.expected.move_to_end(name)
         self.index.add(self.worker, names)
         while len(self.expected) > most:
-            self.index.drop(self.worker, (self.expected.popitem(last=False)[0],))
+            name, _ = self.expected.popitem(last=False)
+            if name not in self.names:  # it was told meanwhile
+                self.index.drop(self.worker, (name,))
 
     def change(self, message: CacheChanged) -> None:
         added, removed = unpacked(message.added), unpacked(message.removed)
