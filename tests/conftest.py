@@ -1,15 +1,20 @@
 """Eight virtual CPU devices for every test, a thread pool wide enough for collectives, programs compiled quickly and
 kept from run to run (they make the engine's tests twice as fast), and the folder of traces."""
 
+import gc
 import importlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.environment import QUICK_XLA
+
+MOST_MAPPINGS = 30_000  # of memory; Linux gives a process 65,530, and a compiled program takes several
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {QUICK_XLA}")
@@ -35,6 +40,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the most slow tests first: of several processes none is left with a long one at the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Compiled programs go, between two files, before the kernel refuses their memory: XLA would crash there."""
+    if nextitem is None or nextitem.path != item.path:
+        forget_programs(MOST_MAPPINGS)
+
+
+def forget_programs(most: int) -> None:
+    """Of this process, where it has more than `most` mappings of memory."""
+    mappings = Path("/proc/self/maps")
+    if "jax" not in sys.modules or not mappings.exists():
+        return
+    with mappings.open(encoding="utf-8") as lines:
+        if sum(1 for _ in lines) > most:
+            sys.modules["jax"].clear_caches()
+            gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
