@@ -109,7 +109,12 @@ ALL = (
     Benchmark("mixed_steps", "benchmarks.mixed_steps", "--model={models}/small --rounds=5"),
     Benchmark("ring", "benchmarks.ring", "--rounds=7"),
     Benchmark("aot_pods", "benchmarks.aot_pods", "", "--pods=h100_2"),
-    Benchmark("speculation", "benchmarks.speculation", "", "--drafts=3 --streams=1 --rounds=1 --tokens=8"),
+    Benchmark(
+        "speculation",
+        "benchmarks.speculation",
+        "--streams=1,8 --drafts=1,3",
+        "--drafts=3 --streams=1 --rounds=1 --tokens=8",
+    ),
     Benchmark("prefill_stages", "benchmarks.prefill_stages", "--rounds=5", "--prompts=64 --batches=1 --rounds=1"),
     Benchmark("prefix_reuse", "benchmarks.prefix_reuse", "--model={models}/small --turns=6"),
     Benchmark("published", "tests.published.table", "{data_dir}", knows_its_file=True),
