@@ -55,9 +55,19 @@ def forget_programs(most: int) -> None:
     if "jax" not in sys.modules or not mappings.exists():
         return
     with mappings.open(encoding="utf-8") as lines:
-        if sum(1 for _ in lines) > most:
-            sys.modules["jax"].clear_caches()
-            gc.collect()
+        if sum(1 for _ in lines) <= most:
+            return
+    forget_what_tests_share()
+    sys.modules["jax"].clear_caches()
+    gc.collect()
+
+
+def forget_what_tests_share() -> None:
+    """Machines are warm for all files, by `functools.cache`: without its programs one is warm no longer."""
+    shared = [module for name, module in [*sys.modules.items()] if name.startswith("tests.")]
+    for each in [each for module in shared for each in vars(module).values()]:
+        if callable(clear := getattr(each, "cache_clear", None)):
+            clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
