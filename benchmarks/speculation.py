@@ -1,8 +1,9 @@
 """Drafts of n-grams (`--speculative=ngram:N`) beside steps of one token, in turns: tokens/s, and tokens a row drew.
 
-Two kinds of work: prompts that are to be answered by much of themselves ("copies": a piece of code twice and its
-beginning again), and prompts that are not ("new"). Greedy, with ends of answers ignored; the tokens of all rounds are
-compared, and the count of those that differ is told. All stacks are up, one at work.
+Two kinds of prompts: a piece of code twice and its beginning again ("copies"), and the beginning of an import ("new").
+Whether an answer repeats what stood before is the model's affair: the tokens that a row drew tell. Greedy, with ends of
+answers ignored; the tokens of all rounds are compared, and the count of those that differ is told. All stacks are up,
+one at work.
 
     python -m benchmarks.speculation --output=benchmarks/results/speculation.json
 """

@@ -217,7 +217,8 @@ class Decoder(DrawPrograms):
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         """The microbatch as the step finds it: what changes is sent."""
-        assert not plan.widths or max(plan.widths) == 1, f"rows of {plan.widths} tokens where no program takes a draft"
+        most = 1 + self.config.draft_tokens
+        assert max(plan.widths, default=1) <= most, f"rows of {plan.widths} tokens where no program takes a draft"
         batch = self.microbatches[plan.microbatch]
         batch.send_changes(plan, self.steer, self.set_row)
         return batch

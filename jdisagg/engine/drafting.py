@@ -3,7 +3,7 @@ checked by one step.
 
 Speculative decoding (Leviathan et al., ICML 2023) with n-gram drafts (prompt lookup: Saxena 2023). All of it runs where
 tokens are drawn, so that steps follow each other without the host, as those of one token do. Of each slot the device
-holds the tokens so far; the longest end of them that stood there before, of MOST_ALIKE tokens down to LEAST_ALIKE, says
+holds the tokens so far; the longest end of them that stood there before, of MAX_NGRAM tokens down to MIN_NGRAM, says
 what came after it then. A step feeds the last token and the draft as so many rows, one position behind the other, and
 draws at each. A draw is a function of the request's seed and the position (`sampling.py`), and the draft is certain of
 its token, so the draft is taken as far as it is what was drawn: rejection sampling of such a draft takes a token just
@@ -42,7 +42,7 @@ from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
-MOST_ALIKE, LEAST_ALIKE = 4, 2  # tokens at the end of a sequence that must have stood there before
+MAX_NGRAM, MIN_NGRAM = 4, 2  # tokens at the end of a sequence that must have stood there before
 NO_GUESS = -1
 
 
@@ -54,10 +54,10 @@ def guessed(history: Array, state: Array, drafts: int) -> Array:
     """
     position, places = state[POSITION][:, None], jnp.arange(history.shape[1])[None, :]
     alike, ends = jnp.ones(history.shape, jnp.bool_), jnp.full(state.shape[1:], NO_GUESS, jnp.int32)
-    for back in range(MOST_ALIKE):
+    for back in range(MAX_NGRAM):
         last = jnp.take_along_axis(history, jnp.maximum(position - back, 0), axis=1)
         alike = alike & (jnp.roll(history, back, axis=1) == last) & (places >= back) & (position >= back)
-        if back + 1 >= LEAST_ALIKE:
+        if back + 1 >= MIN_NGRAM:
             found = jnp.max(jnp.where(alike & (places < position), places, NO_GUESS), axis=1)
             ends = jnp.where(found >= 0, found, ends).astype(jnp.int32)
     period = jnp.maximum(position - ends[:, None], 1)
@@ -211,8 +211,7 @@ class DraftingDecoder(Decoder):
         self.guesses = [Guesses(batch, history_length(config)) for batch in self.microbatches]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
-        batch, guesses = self.microbatches[plan.microbatch], self.guesses[plan.microbatch]
-        batch.send_changes(plan, self.steer, self.set_row)
+        batch, guesses = super().begin(plan), self.guesses[plan.microbatch]
         for admission in plan.admit:
             row = np.asarray(admission.slot - batch.first_slot, np.int32), guesses.tokens_of(admission)
             guesses.history = self.drafts.set_tokens(guesses.history, *batch.put(row))

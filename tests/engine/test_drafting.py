@@ -14,7 +14,7 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.steps import Read
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.drafting import LEAST_ALIKE, MOST_ALIKE, NO_GUESS, guessed, noted, taken, widened
+from jdisagg.engine.drafting import MAX_NGRAM, MIN_NGRAM, NO_GUESS, guessed, noted, taken, widened
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.sampling_metadata import SamplingRows
 from tests.engine.evens import Evens
@@ -48,7 +48,7 @@ def state_of(tokens: list[list[int]]) -> tuple[jax.Array, jax.Array]:
 
 def expected_guess(tokens: list[int]) -> list[int]:
     """The definition of `guessed`, in plain Python."""
-    for alike in range(MOST_ALIKE, LEAST_ALIKE - 1, -1):
+    for alike in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
         for end in range(len(tokens) - 2, alike - 2, -1):
             if tokens[end - alike + 1 : end + 1] == tokens[-alike:] and len(tokens) >= alike:
                 period = len(tokens) - 1 - end

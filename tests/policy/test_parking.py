@@ -97,7 +97,8 @@ def test_streams_of_a_worker_that_leaves_go_on_from_the_pool():
 def test_a_pool_that_fails_costs_a_worker_that_leaves_no_stream(fault: str):
     yard = TierYard()
     getattr(yard, fault).add(Tier.POOL)
-    drained(yard, drain_s=0.1 * whole_s(), shared_pool=True)
+    world = drained(yard, drain_s=0.1 * whole_s(), shared_pool=True)
+    assert names_moved(world, Tier.POOL) and set("abcd") <= set(world.finished)
 
 
 def test_where_nothing_lies_below_nothing_is_parked():

@@ -43,4 +43,8 @@ def test_a_port_in_use_is_refused_with_what_to_change(server: HealthServer):
 
 
 def test_a_server_that_was_never_started_stops():
-    HealthServer("127.0.0.1", 0, {}).stop()
+    server = HealthServer("127.0.0.1", 0, {})
+    server.stop()
+    again = HealthServer("127.0.0.1", server.port, {})
+    assert again.port == server.port, "its port is free"
+    again.stop()

@@ -113,6 +113,8 @@ def test_a_worker_that_is_killed_while_it_changes_is_lost_and_the_others_serve(l
     until(lambda: loaded.worker(flipped)["standing"] == "changing", "it to change")
     flipped.kill()
     until(lambda: not loaded.worker(flipped), "the router to miss it")
+    assert loaded.worker(loaded.decode)["standing"] == "serving"
+    loaded.assert_undisturbed(loaded.cluster.ask(**BODIES[0]), 0)
 
 
 def test_what_a_worker_of_another_process_cannot_be_is_refused_in_one_line(operated: Operated):

@@ -1,0 +1,33 @@
+"""A stack that guesses tokens answers what one without answers, with too few pages for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg import LLM, SamplingParams
+from tests.fixtures import conformance
+
+PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 3], list(range(20, 30)), [7] * 12]
+SAMPLING = [
+    SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.0, repetition_penalty=1.2, ignore_eos=True),
+]
+
+
+def answers(speculative: str) -> tuple[list[list[int]], int]:
+    """Tokens of all, asked for together, and what was compiled meanwhile."""
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 64, "page_size": 8, "max_num_seqs": 4}
+    few = {"kv_tokens": 128, "reserve_tokens": 4}  # 16 pages, of which four whole answers want 28
+    folder = str(conformance.load("llama3").folder)
+    with LLM(model=folder, mesh="prefill:tp1,decode:pp2", speculative=speculative, **sizes, **few) as llm:
+        found = [each.token_ids for sampling in SAMPLING for each in llm.generate_all(PROMPTS, sampling)]
+        return [[*each] for each in found], llm.service.recompiles()
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_a_stack_that_guesses_none_where_pages_do_not_do_for_all():
+    plain, _ = answers("off")
+    guessed, recompiles = answers("ngram:3")
+    assert guessed == plain and recompiles == 0
+    assert {len(each) for each in plain} == {40, 30}
