@@ -4,6 +4,9 @@ HBM is copied ahead of need: once little of it is free or copied already, the le
 much is, a few at a time, so that steps in between are hardly held up. What makes room before its turn came is copied at
 that moment, in program order, as far as the budget of pages under way goes; the rest is lost to the tiers and would
 have to be computed again. Disk takes only what was used twice.
+
+What goes ahead of need takes no place of a page that HBM has as well and no other tier: that one would be the next to
+go down, and in a tier too small for the watermarks the same pages would take each other's places for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from jdisagg.core.tiers import MovePages, PageMove, PagesMoved, Tier
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.prefix_cache import Node, PageHash, packed, unpacked
 from jdisagg.policy.shared_pages import SharedPages
-from jdisagg.policy.tier_pool import TierPool
+from jdisagg.policy.tier_pool import KeptPage, TierPool
 
 LOW, HIGH = 0.25, 0.5  # of HBM's pages that are free, or lie below as well: from when on pages go down, and until when
 LOW_DRAM, HIGH_DRAM = 0.1, 0.2  # so, of DRAM's, for the disk
@@ -101,7 +104,7 @@ class Demotions:
         share = (pool.free_pages + len(oldest) - len(dirty)) / pool.num_pages
         self._going_down = share < (HIGH if self._going_down else LOW)
         if self._going_down and dirty:
-            self._go_down(dirty[:AHEAD_PAGES], AHEAD_PAGES)
+            self._go_down(dirty[:AHEAD_PAGES], AHEAD_PAGES, ahead=True)
 
     def _pages_to(self, tier: Tier) -> int:
         """That are under way there."""
@@ -111,6 +114,7 @@ class Demotions:
         """Those for which something is left to be done. Asked with every event: what holds for all is asked once."""
         tier, upper = next(iter(self.tiers.items()), (Tier.POOL, None))
         kept = upper.kept if upper is not None and self._takes(tier) else None
+        disk = self.tiers[Tier.DISK].kept if Tier.DISK in self.tiers else {}
         pooled = self._pooled if self._takes(Tier.POOL) else None
         refused, any_use = self._refused, tier is not Tier.DISK
         return [
@@ -118,7 +122,12 @@ class Demotions:
             for node in nodes
             if node.name not in refused
             and (
-                (kept is not None and node.name not in kept and (any_use or self._admits(tier, self._uses(node))))
+                (
+                    kept is not None
+                    and node.name not in kept
+                    and node.name not in disk
+                    and (any_use or self._admits(tier, self._uses(node)))
+                )
                 or (pooled is not None and node.name not in pooled)
             )
         ]
@@ -130,7 +139,7 @@ class Demotions:
         there = self.shared.config.shared_pool if tier is Tier.POOL else tier in self.tiers
         return there and self._usable(tier, self._now_s)
 
-    def _go_down(self, nodes: Sequence[Node], most: int) -> None:
+    def _go_down(self, nodes: Sequence[Node], most: int, *, ahead: bool = False) -> None:
         pages = [Leaving(node.name, node.page, self._uses(node), node.depth) for node in nodes]
         remember(self._seen, [node.name for node in nodes])
         for node in nodes:
@@ -140,16 +149,16 @@ class Demotions:
         pages = [page for page in pages if page.name not in self._refused]
         upper = next(iter(self.tiers), Tier.POOL)
         if upper is not Tier.POOL and self._takes(upper):
-            self._keep(upper, pages, most)
+            self._keep(upper, pages, most, ahead=ahead)
         if self._takes(Tier.POOL):
             self._pool(pages, most)
 
-    def _keep(self, tier: Tier, pages: Sequence[Leaving], most: int) -> None:
+    def _keep(self, tier: Tier, pages: Sequence[Leaving], most: int, *, ahead: bool = False) -> None:
         """Copies those that `tier` lacks and admits, as far as there is room."""
         pool = self.tiers[tier]
         new = [page for page in pages if page.name not in pool.kept and self._admits(tier, page.uses)]
         new = new[: max(0, most - self._pages_to(tier))]
-        self._make_room(pool, len(new))
+        self._make_room(pool, len(new), ahead=ahead)
         new = new[: pool.free_pages]
         places = [pool.admit(page.name, page.uses, page.depth) for page in new]
         self._move(Tier.HBM, tier, new, tuple(place for place in places if place is not None))
@@ -183,19 +192,23 @@ class Demotions:
         self._spilling = share < (HIGH_DRAM if self._spilling else LOW_DRAM)
         if self._spilling:
             wanted = min(AHEAD_PAGES, int(HIGH_DRAM * dram.num_pages) + 1)
-            self._make_room(dram, wanted - self._pages_to(Tier.DISK))
+            self._make_room(dram, wanted - self._pages_to(Tier.DISK), ahead=True)
 
-    def _make_room(self, pool: TierPool, wanted: int) -> None:
+    def _make_room(self, pool: TierPool, wanted: int, *, ahead: bool) -> None:
         """Until `wanted` pages of it are free, or on their way from DRAM to disk, or nothing more may go."""
         if pool.free_pages >= wanted:
             return
         going = list[Leaving]()
-        for kept in pool.victims():
-            if (
-                pool is self.tiers.get(Tier.DRAM)
-                and self._spills(kept.name, kept.uses)
-                and len(going) < AHEAD_PAGES - self._pages_to(Tier.DISK)
-            ):
+        most = AHEAD_PAGES - self._pages_to(Tier.DISK) if pool is self.tiers.get(Tier.DRAM) else 0
+
+        def spills(kept: KeptPage) -> bool:
+            return len(going) < most and self._spills(kept.name, kept.uses)
+
+        def stays(kept: KeptPage) -> bool:
+            return ahead and self._would_return(pool, kept.name) and not spills(kept)
+
+        for kept in pool.victims(stays):
+            if spills(kept):
                 (page,) = pool.lock((kept.name,))
                 going.append(Leaving(kept.name, page, kept.uses, kept.depth))
             else:
@@ -203,13 +216,22 @@ class Demotions:
             if pool.free_pages + len(going) >= wanted:
                 break
         if going:
-            disk = self.tiers[Tier.DISK]
-            self._make_room(disk, len(going))
-            places = [disk.admit(page.name, page.uses, page.depth) for page in going]
-            kept_places = tuple(place for place in places if place is not None)
-            for page in going[len(kept_places) :]:
-                pool.unlock(page.name)
-            self._move(Tier.DRAM, Tier.DISK, going[: len(kept_places)], kept_places)
+            self._spill(going, ahead=ahead)
+
+    def _would_return(self, pool: TierPool, name: PageHash) -> bool:
+        """HBM has it as well, and it would have to go down again if it left this tier."""
+        elsewhere = any(name in tier.kept for tier in self.tiers.values() if tier is not pool)
+        return name in self.shared.cache and not elsewhere
+
+    def _spill(self, going: Sequence[Leaving], *, ahead: bool) -> None:
+        """These, which are locked, from DRAM to disk, as far as there is room."""
+        dram, disk = self.tiers[Tier.DRAM], self.tiers[Tier.DISK]
+        self._make_room(disk, len(going), ahead=ahead)
+        places = [disk.admit(page.name, page.uses, page.depth) for page in going]
+        kept_places = tuple(place for place in places if place is not None)
+        for page in going[len(kept_places) :]:
+            dram.unlock(page.name)
+        self._move(Tier.DRAM, Tier.DISK, going[: len(kept_places)], kept_places)
 
     def _spills(self, name: PageHash, uses: int) -> bool:
         if not self._takes(Tier.DISK) or name in self._refused:

@@ -113,6 +113,9 @@ class PrefixCache:
         """Pages held."""
         return len(self._nodes)
 
+    def __contains__(self, name: PageHash) -> bool:
+        return name in self._nodes
+
     @property
     def evictable_pages(self) -> int:
         """Pages that no handle locks."""

@@ -164,12 +164,18 @@ class TierPool:
         self._forget(kept)
         self.note(name, False)
 
-    def victims(self) -> Iterator[KeptPage]:
-        """Cached pages, the least worth first; each is to be evicted or locked before the next is asked for."""
+    def victims(self, stays: Callable[[KeptPage], bool] | None = None) -> Iterator[KeptPage]:
+        """Cached pages, the least worth first, as far as the first that `stays`; each is to be evicted or locked before
+        the next is asked for."""
         while self._order:
-            price, _, _, name = heappop(self._order)
+            price, _, _, name = self._order[0]
             kept = self.kept.get(name)
-            if kept is not None and kept.use is Use.CACHED and kept.price == price:
+            if kept is None or kept.use is not Use.CACHED or kept.price != price:
+                heappop(self._order)  # it is not so any more
+            elif stays is not None and stays(kept):
+                return
+            else:
+                heappop(self._order)
                 yield kept
 
     def restore(self, pages: Sequence[int], names: Sequence[PageHash]) -> None:

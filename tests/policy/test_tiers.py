@@ -56,6 +56,14 @@ def test_what_was_used_twice_comes_back_from_disk(workers):
     assert world.yard.moved[Tier.DRAM, Tier.DISK] and world.yard.moved[Tier.DISK, Tier.HBM]
 
 
+@pytest.mark.parametrize("disk_pages", [0, 3, 8, 20])
+@pytest.mark.parametrize("dram_pages", [1, 2, 4, 6, 8, 10])
+def test_pages_do_not_take_each_others_places_for_ever_in_tiers_smaller_than_hbm(dram_pages, disk_pages):
+    """In a worker at rest every move ends, and asks for no next one."""
+    world = served(colocated(**KEPT, dram_pages=dram_pages, disk_pages=disk_pages), rounds(2))
+    assert moves_of(world) < 100
+
+
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.POOL])
 @pytest.mark.parametrize("fault", ["dead", "lying", "hung"])
 def test_a_tier_that_fails_costs_time_and_no_token(tier, fault):
