@@ -76,10 +76,10 @@ class PageGrant:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The token that a slot drew when it was last active, as the host read it: what it may draw next depends on it."""
+    """What a slot drew when it was last active, as the host read it: what it may draw next depends on it."""
 
     slot: int
-    token: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class WorkerConfig:
     ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
     decode_turns: int = 1  # of a ring: tokens of each row that one step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
+    guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one

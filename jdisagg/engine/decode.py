@@ -101,7 +101,7 @@ class Microbatch:
         for admission in plan.admit:
             self._admit(admission, delta)
         for read in plan.read:
-            self.masks.take(read.slot - self.first_slot, read.token)
+            self.masks.take(read.slot - self.first_slot, read.tokens)
         for grant in plan.grants:
             self.table[grant.slot - self.first_slot, grant.index] = grant.page
         if plan.grants:
@@ -117,7 +117,7 @@ class Microbatch:
         self.table[row, : len(admission.pages)] = admission.pages
         self.tables.clear()
         self.sampling[row] = admission.sampling
-        self.masks.begin(row, admission.sampling, admission.history.output)
+        self.masks.begin(row, admission.sampling, admission.history)
         self.rows.set(row, admission.sampling, admission.position - admission.num_output + 1)
         delta[:ENABLED, row] = admission.token, admission.position, 1
 

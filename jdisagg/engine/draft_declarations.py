@@ -12,11 +12,12 @@ def declared_drafts(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: 
     number = slots.rows
     history, state, wide = slots.ints(number, length), slots.ints(4, number), slots.ints(4, rows.rows)
     size, held = local_bytes(history), (history, state, wide)
-    logits = rows.logits
+    logits, given = rows.logits, slots.ints(number, rows.rows // number - 1)
     return [
-        slots.program("draw guess", programs.widen, (history, state, slots.ints(number))),
+        slots.program("draw guess", programs.widen, (history, state, slots.ints(number), given)),
         slots.program("draw note", programs.note, (history, state), size),
         slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size),
+        rows.program("draw verify mask", programs.mask, (logits, rows.masks)),
         rows.program("draw firsts", programs.firsts, (logits,)),
         rows.program("draw verify greedy", programs.verify_greedy, (*held, logits, slots.metadata), size),
         rows.program("draw verify", programs.verify, (*held, logits, slots.logits, slots.metadata, slots.counts), size),

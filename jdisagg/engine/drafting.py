@@ -36,14 +36,16 @@ from jdisagg.engine.decode import (
     Microbatch,
     advanced,
 )
+from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup, running
+from jdisagg.engine.ngrams import MAX_NGRAM, MIN_NGRAM
 from jdisagg.engine.sampling import Counts, SamplingMetadata, penalised, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
-MAX_NGRAM, MIN_NGRAM = 4, 2  # tokens at the end of a sequence that must have stood there before
 NO_GUESS = -1
+FREE = -2  # in the place of a token that the host gives: the row guesses for itself
 
 
 def guessed(history: Array, state: Array, drafts: int) -> Array:
@@ -66,10 +68,11 @@ def guessed(history: Array, state: Array, drafts: int) -> Array:
     return jnp.where(ends[:, None] >= 0, guess, NO_GUESS)
 
 
-def widened(history: Array, state: Array, widths: Array, drafts: int) -> Array:
+def widened(history: Array, state: Array, widths: Array, given: Array, drafts: int) -> Array:
     """The state i32[4, B * (1 + drafts)] of a step's rows, those of a slot one behind the other: its token and its
-    draft. `widths` i32[B] is how many of them may draw."""
-    guess = guessed(history, state, drafts)
+    draft. `widths` i32[B] is how many of them may draw; `given` i32[B, drafts] are drafts of the host's, FREE for rows
+    that guess for themselves, NO_GUESS behind a draft's end."""
+    guess = jnp.where(given == FREE, guessed(history, state, drafts), given)
     tokens = jnp.concatenate([state[TOKEN][:, None], guess], axis=1)
     ahead = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
     enabled = (state[ENABLED][:, None] == 1) & (ahead < widths[:, None]) & (tokens >= 0)
@@ -168,19 +171,22 @@ class DraftPrograms:
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
         self.note, self.set_tokens = Program(noted, donate=(0,)), Program(with_tokens, donate=(0,))
         self.firsts, self.logprobs = Program(partial(firsts, times=1 + drafts)), Program(token_logprobs)
+        self.mask = Program(masked)
 
     @property
     def programs(self) -> list[Program]:
-        return [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens, self.firsts, self.logprobs]
+        drawing = [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens]
+        return [*drawing, self.firsts, self.logprobs, self.mask]
 
 
 class Guesses:
     """What drafts of one microbatch are made of, where its tokens are drawn."""
 
-    def __init__(self, batch: Microbatch, length: int) -> None:
+    def __init__(self, batch: Microbatch, length: int, drafts: int) -> None:
         self.history: Array = batch.put(np.zeros((batch.size, length), np.int32))
         self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
+        self.free: Array = batch.put(np.full((batch.size, drafts), FREE, np.int32))
         self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
 
     def tokens_of(self, admission: Admission) -> np.ndarray:
@@ -195,6 +201,16 @@ class Guesses:
         if not np.array_equal(widths, self.sent):
             self.widths, self.sent = batch.put(widths), widths
 
+    def given(self, batch: Microbatch) -> Array:
+        """i32[B, drafts]: those of rows with a grammar; all others guess for themselves."""
+        if not batch.masks.places:
+            return self.free
+        given = np.full(self.free.shape, FREE, np.int32)
+        for row, place in batch.masks.places.items():
+            given[row] = NO_GUESS
+            given[row, : len(place.draft)] = place.draft
+        return batch.put(given)
+
 
 class DraftingDecoder(Decoder):
     """A `Decoder` whose rows may draw as many tokens as their widths say."""
@@ -208,7 +224,8 @@ class DraftingDecoder(Decoder):
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
         self.drafts = DraftPrograms(config.draft_tokens)
-        self.guesses = [Guesses(batch, history_length(config)) for batch in self.microbatches]
+        sizes = history_length(config), config.draft_tokens
+        self.guesses = [Guesses(batch, *sizes) for batch in self.microbatches]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         batch, guesses = super().begin(plan), self.guesses[plan.microbatch]
@@ -216,10 +233,18 @@ class DraftingDecoder(Decoder):
             row = np.asarray(admission.slot - batch.first_slot, np.int32), guesses.tokens_of(admission)
             guesses.history = self.drafts.set_tokens(guesses.history, *batch.put(row))
         guesses.wide = None
-        if max(plan.widths, default=1) > 1:
+        if self._any_drafts(batch, plan):
             guesses.send_widths(batch, plan)
-            guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths)
+            given = guesses.given(batch)
+            guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
         return batch
+
+    def _any_drafts(self, batch: Microbatch, plan: DecodeRows) -> bool:
+        """Makes those of rows with grammars, and says whether any row may have one."""
+        widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=False)}
+        batch.masks.make_drafts(widths, guesses=self.config.guesses)
+        held = batch.masks.places
+        return any(held[row].draft if row in held else width > 1 for row, width in widths.items())
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
         """Page table i32[B, width] and state i32[4, B], or i32[4, B * (1 + drafts)], where the group is."""
@@ -243,14 +268,15 @@ class DraftingDecoder(Decoder):
         return PendingDrafts(plan, batch.first_slot, tokens, wanted, logprobs)
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
-        asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
+        asked = batch.asked(plan.active)
+        if any(sampling.grammar for sampling in asked):
+            rows = [slot - batch.first_slot for slot in plan.active]
+            logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, self.config.draft_tokens))
         held = guesses.history, batch.state, wide, logits
-        if allowed is None and all(is_plain(sampling) for sampling in asked):
+        if all(is_plain(sampling) for sampling in asked):
             guesses.history, batch.state, tokens = self.drafts.verify_greedy(*held, batch.metadata)
             return tokens
         first = self.drafts.firsts(logits)
-        if allowed is not None:
-            first = self.mask(first, allowed)
         guesses.history, batch.state, tokens = self.drafts.verify(*held, first, batch.metadata, batch.counts)
         if any(sampling.penalised for sampling in asked):
             batch.counts = self.count(batch.counts, tokens[:, 0])

@@ -7,13 +7,16 @@ answer ends as an error and nobody else's does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jdisagg.core.request import SamplingParams
+from jdisagg.core.steps import History
+from jdisagg.engine.ngrams import guess_after
 from jdisagg.engine.sampling import NEVER
 from jdisagg.engine.sampling_metadata import Put
 from jdisagg.model.grammars.grammars import Grammars, Matcher, mask_words
@@ -29,49 +32,101 @@ def masked(logits: Array, allowed: Array) -> Array:
     return jnp.where(bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, NEVER)
 
 
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where one answer stands in its grammar."""
+
+    sampling: SamplingParams
+    tokens: list[int]  # of the prompt, where drafts are made of them, and of the output
+    unread: list[int]  # that its matcher has to take
+    matcher: Matcher | None = None  # None: it was not asked yet, or nobody knows grammars here
+    draft: tuple[int, ...] = ()  # tokens that its row is fed behind its last one, in the step that is dispatched
+
+
 class GrammarMasks:
     """The masks of B rows, and each row's place in its grammar."""
 
     def __init__(self, grammars: Grammars | None, rows: int, vocab_size: int, put: Put) -> None:
         """put: brings host arrays to where tokens are drawn."""
         self.grammars, self.put, self.rows, self.words = grammars, put, rows, mask_words(vocab_size)
-        self._matchers: dict[int, Matcher | None] = {}
-        self._unread: dict[int, tuple[str, list[int]]] = {}  # a row's grammar, and tokens that its matcher has to take
+        self.places: dict[int, Place] = {}
 
-    def begin(self, row: int, sampling: SamplingParams, output: Sequence[int]) -> None:
-        """The row is another sequence's, which has these output tokens already."""
+    def begin(self, row: int, sampling: SamplingParams, history: History) -> None:
+        """The row is another sequence's, which has these tokens already."""
         self.end(row)
         if sampling.grammar:
-            self._unread[row] = sampling.grammar, [*output]
+            self.places[row] = Place(sampling, [*history.whole], [*history.output])
 
     def end(self, row: int) -> None:
-        self._matchers.pop(row, None)
-        self._unread.pop(row, None)
+        self.places.pop(row, None)
 
-    def take(self, row: int, token: int) -> None:
-        """The row drew this token."""
-        self._unread[row][1].append(token)
+    def take(self, row: int, tokens: Sequence[int]) -> None:
+        """The row drew these."""
+        self.places[row].tokens += tokens
+        self.places[row].unread += tokens
 
     def allowed(self, rows: Iterable[int]) -> Array | None:
         """u32[B, words] where tokens are drawn, for a step of these rows; None where none of them has a grammar."""
-        held = [row for row in rows if row in self._unread]
+        held = [row for row in rows if row in self.places]
         if not held:
             return None
         masks = np.full((self.rows, self.words), EVERYTHING, np.uint32)
         for row in held:
-            self._fill(row, masks[row])
+            self._fill(self.places[row], masks[row : row + 1])
         return self.put(masks)
 
-    def _fill(self, row: int, mask: np.ndarray) -> None:
-        grammar, unread = self._unread[row]
-        if row not in self._matchers:
+    # ------------------------------------------------------------ drafts
+
+    def make_drafts(self, widths: Mapping[int, int], *, guesses: bool) -> None:
+        """Each row's draft, as long as its width has room: what its grammar leaves no choice about, and behind that,
+        where the row `guesses`, what stood there before and the grammar takes."""
+        for row, place in self.places.items():
+            place.draft = self._draft(place, widths.get(row, 1) - 1, guesses)
+
+    def _draft(self, place: Place, most: int, guesses: bool) -> tuple[int, ...]:
+        matcher = self._matcher(place) if most > 0 else None
+        if matcher is None:
+            return ()
+        draft = matcher.forced()[:most]
+        if guesses and len(draft) < most:
+            draft += guess_after([*place.tokens, *draft], most - len(draft))
+            draft = draft[: matcher.follows(draft)]
+        stops = [index for index, token in enumerate(draft) if token in place.sampling.stop_token_ids]
+        return tuple(draft[: stops[0]] if stops else draft)
+
+    def allowed_behind(self, rows: Iterable[int], most: int) -> Array:
+        """u32[B * (1 + most), words]: of each row, as `allowed`, and behind every token of its draft."""
+        masks = np.full((self.rows, 1 + most, self.words), EVERYTHING, np.uint32)
+        for row in rows:
+            if row in self.places:
+                self._fill(self.places[row], masks[row])
+        return self.put(masks.reshape(-1, self.words))
+
+    # ------------------------------------------------------------ matchers
+
+    def _fill(self, place: Place, masks: np.ndarray) -> None:
+        """Masks u32[1 + n, words]: the next token's, and those behind its draft as far as they allow it."""
+        masks[:] = 0
+        matcher = self._matcher(place)
+        if matcher is None:
+            return
+        matcher.fill(masks[0])
+        taken = 0
+        for token, before, mask in zip(place.draft, masks, masks[1:], strict=False):
+            if not before[token // WORD] >> (token % WORD) & 1:
+                break
+            matcher.take((token,))
+            matcher.fill(mask)
+            taken += 1
+        matcher.undo(taken)
+
+    def _matcher(self, place: Place) -> Matcher | None:
+        """It has taken all that was drawn."""
+        if place.matcher is None:
             if self.grammars is None:
                 log.error("a sequence has a grammar, and this worker has no structured output: its answer ends")
-            self._matchers[row] = None if self.grammars is None else self.grammars.start(grammar)
-        matcher = self._matchers[row]
-        if matcher is None:
-            mask[:] = 0
-            return
-        matcher.take(unread)
-        unread.clear()
-        matcher.fill(mask)
+                return None
+            place.matcher = self.grammars.start(place.sampling.grammar)
+        place.matcher.take(place.unread)
+        place.unread.clear()
+        return place.matcher

@@ -205,7 +205,7 @@ class Prefiller(FirstDrawPrograms):
         put = partial(jax.device_put, device=self.device)
         masks = GrammarMasks(self.grammars, self.config.max_chunk_seqs, self.vocab_size, put)
         for row, chunk in last:
-            masks.begin(row, chunk.sampling, chunk.history.output)
+            masks.begin(row, chunk.sampling, chunk.history)
         return masks.allowed(row for row, _ in last)
 
     def _zero_counts(self) -> tuple[np.ndarray, np.ndarray]:

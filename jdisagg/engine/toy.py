@@ -196,6 +196,7 @@ class ToyExecutor:
         )
 
     def _draw(self, row: ToySlot, tokens: list[int], width: int) -> tuple[Sampled, ...]:
+        _check_recalled(row.sampling, row.recalled, tokens, row.num_output)
         drawn = [_advance(row, tokens, self.law)]
         for _ in range(width - 1 if self.config.decode_turns > 1 else row.position % width):
             if row.stopped:
@@ -213,7 +214,7 @@ class ToyExecutor:
         for admission in plan.admit:
             self._admit(admission)
         for read in plan.read:
-            self.slots[read.slot].recalled.append(read.token)
+            self.slots[read.slot].recalled += read.tokens
         for grant in plan.grants:
             assert grant.slot in plan.active and grant.index == len(self.slots[grant.slot].table)
             self.slots[grant.slot].table.append(grant.page)
@@ -298,7 +299,6 @@ def _agreed(rows: list[list[int]]) -> list[int]:
 
 def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], SamplingParams, int], int]) -> Sampled:
     """Draws the slot's next token after `tokens`."""
-    _check_recalled(row.sampling, row.recalled, tokens, row.num_output)
     row.position += 1
     row.token = law(tokens, row.sampling, row.num_output)
     row.num_output += 1

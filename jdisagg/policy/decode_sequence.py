@@ -70,7 +70,7 @@ class DecodeSequence:
     dispatched: int = 0  # output tokens drawn, and those that steps in flight may draw
     in_flight: int = 0  # tokens that steps in flight draw at least, unless they stop
     slot: int | None = None
-    on_device: bool = False  # its admission has been dispatched
+    recalled: int = 0  # output tokens that its engine was told; none: its admission has not been dispatched
     stepped: bool = False  # a decoded token has been read
 
     @property
@@ -85,6 +85,10 @@ class DecodeSequence:
     @property
     def sampling(self) -> SamplingParams:
         return self.asked.sampling
+
+    @property
+    def on_device(self) -> bool:
+        return self.recalled > 0
 
     @property
     def num_output(self) -> int:
@@ -115,13 +119,13 @@ class DecodeSequence:
 
     def dispatch(self, width: int, least: int) -> None:
         """A step that draws up to `width` tokens of it, and `least` unless one of them is its last, is under way."""
-        self.on_device = True
+        self.recalled = len(self.output)
         self.in_flight += least
         self.dispatched += width
 
     def step_back(self) -> None:
         """What its steps in flight draw is nobody's: it decodes from where it was when it came."""
-        self.slot, self.on_device, self.dispatched, self.in_flight = None, False, 1, 0
+        self.slot, self.recalled, self.dispatched, self.in_flight = None, 0, 1, 0
 
     def read(self, width: int, least: int, drawn: int) -> None:
         """One of its steps ended, which could have drawn `width` tokens."""

@@ -30,10 +30,11 @@ def left_of(sequence: DecodeSequence) -> int:
     return sequence.sampling.max_tokens - sequence.dispatched
 
 
-def _width(sequence: DecodeSequence, most: int) -> int:
-    """Tokens that its row of a step may draw: one where that depends on those before, or no draft is wanted."""
+def _width(sequence: DecodeSequence, most: int, config: WorkerConfig) -> int:
+    """Tokens that its row of a step may draw: one where the counts of those before matter, or no draft is wanted."""
     sampling = sequence.sampling
-    return 1 if sampling.recalls or not sampling.speculative else min(most, left_of(sequence))
+    drafted = sampling.speculative and (config.guesses or bool(sampling.grammar))
+    return min(most, left_of(sequence)) if drafted and not sampling.penalised else 1
 
 
 class Scheduler:
@@ -126,9 +127,11 @@ class Scheduler:
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),
-            widths=tuple(_width(sequence, most) for _, sequence in active) if self._several else (),
+            widths=tuple(_width(sequence, most, self.config) for _, sequence in active) if self._several else (),
             read=tuple(
-                Read(slot, each.output[-1]) for slot, each in active if each.on_device and each.sampling.grammar
+                Read(slot, tuple(each.output[each.recalled :]))
+                for slot, each in active
+                if each.on_device and each.sampling.grammar
             ),
         )
 

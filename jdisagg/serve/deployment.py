@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from jdisagg.core.errors import CheckpointError, ConfigError, FlagError, MeshError
+from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
@@ -26,10 +26,10 @@ from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMod
 from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.model.weight_bytes import ring_shard_bytes, shard_bytes
+from jdisagg.serve.speculation import read_speculation
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
-DRAFT_TOKENS = 3
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
 
@@ -232,6 +232,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
     stages, depth = (1, place.pp) if place.role is Role.PREFILL else (place.pp, 1)  # of decode, of prefill alone
     slots = -(-settings.max_num_seqs // stages) * stages
     ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
+    speculation = read_speculation(settings.speculative)
     short = short_tokens(settings, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
     mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
@@ -249,7 +250,8 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         ring_stages=place.pp if ring else 1,
         decode_turns=settings.decode_turns if ring else 1,
         prefill_buckets=(short,) if short else chunk_sizes(settings, slots // stages if mixed else 0, page_size),
-        draft_tokens=0 if ring else drafts_of(settings.speculative),
+        draft_tokens=0 if ring else speculation.tokens,
+        guesses=speculation.guesses,
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
@@ -267,18 +269,6 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         labels=Labels.parse(settings.labels),
         router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
     )
-
-
-def drafts_of(speculative: str) -> int:
-    """Tokens of a draft that --speculative asks for: off, ngram, or as many as ngram:5 says."""
-    kind, _, number = speculative.partition(":")
-    if speculative == "off":
-        return 0
-    if kind != "ngram" or (number and not number.isdecimal()) or number in ("0", "00"):
-        raise FlagError(
-            f"--speculative={speculative}: say off, ngram, or ngram:N for N tokens instead of {DRAFT_TOKENS}"
-        )
-    return int(number or DRAFT_TOKENS)
 
 
 def chunk_sizes(settings: Settings, rows: int, page_size: int) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Rows that verify a draft draw the tokens that rows of one token would have drawn, in fewer steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -11,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.request import BROKEN, SamplingParams
-from jdisagg.core.steps import Read
+from jdisagg.core.steps import History, Read
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.drafting import MAX_NGRAM, MIN_NGRAM, NO_GUESS, guessed, noted, taken, widened
+from jdisagg.engine.drafting import FREE, MAX_NGRAM, MIN_NGRAM, NO_GUESS, guessed, noted, taken, widened
+from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.runner import Runner
 from jdisagg.engine.sampling_metadata import SamplingRows
-from tests.engine.evens import Evens
+from jdisagg.model.grammars.grammars import Grammars
+from tests.engine.evens import Evens, Fours
 from tests.engine.stacks import (
     CONFIG,
     GREEDY,
@@ -72,7 +77,7 @@ def test_a_draft_is_taken_as_far_as_it_is_what_is_drawn(data: st.DataObject):
     rows.set(1, replace(GREEDY, stop_token_ids=(2,)), 0)
     metadata, (history, state) = rows.on(jax.device_put), state_of(tokens)
 
-    wide = widened(history, state, jnp.asarray(widths, jnp.int32), DRAFTS)
+    wide = widened(history, state, jnp.asarray(widths, jnp.int32), jnp.full((3, DRAFTS), FREE), DRAFTS)
     places = np.asarray(wide[POSITION]).reshape(3, -1) + 1
     drawn = jnp.asarray(np.take_along_axis(answers, places, axis=1).reshape(-1))
     found, after, reported = taken(history, state, wide, drawn, metadata)
@@ -114,17 +119,19 @@ def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: lis
     ship_all(source, machine, [len(prompt) for prompt in prompts])
     admitted = Steps(machine).admissions(prompts, firsts, sampling)
     rows, steps, count, active = [[first] for first in firsts], 0, 0, tuple(range(len(prompts)))
+    drawn: dict[int, tuple[int, ...]] = {}  # by each slot's last step
     while active:
-        left = [1 if sampling[slot].recalls else min(most, 24 - len(rows[slot])) for slot in active]
-        read = tuple(Read(slot, rows[slot][-1].token) for slot in active if steps and sampling[slot].grammar)
+        left = [1 if sampling[slot].penalised else min(most, 24 - len(rows[slot])) for slot in active]
+        read = tuple(Read(slot, drawn[slot]) for slot in active if steps and sampling[slot].grammar)
         plan = decode_plan(
             *(steps, 0, active, 12, admitted if steps == 0 else ()),
             widths=tuple(left) if most > 1 else (),
             read=read,
         )
-        for slot, drawn in machine.run(plan).read().decode:
-            assert drawn is not None
-            rows[slot] += drawn
+        for slot, found in machine.run(plan).read().decode:
+            assert found is not None
+            rows[slot] += found
+            drawn[slot] = tuple(each.token for each in found)
         steps, count = steps + 1, count + len(active)
         active = tuple(slot for slot in active if len(rows[slot]) < 24 and rows[slot][-1].token != BROKEN)
     return [rows, count]
@@ -150,15 +157,53 @@ def test_tokens_are_those_of_rows_of_one_token_and_steps_are_fewer(pp: int):
     assert tokens_of(drafted) == tokens_of(plain) and few < 0.8 * many
 
 
+@contextmanager
+def speaking(machine: MeshExecutor, grammars: Grammars) -> Iterator[None]:
+    """The machine's rows know these grammars meanwhile."""
+    assert isinstance(machine.runner, Runner) and machine.runner.decoder is not None
+    batches = machine.runner.decoder.microbatches
+    for batch in batches:
+        batch.masks.grammars = grammars
+    yield
+    for batch in batches:
+        batch.masks.grammars = None
+        batch.masks.places.clear()
+
+
+def test_what_a_grammar_forces_is_drawn_several_tokens_a_step_and_they_are_the_same():
+    prompts = [(5, 6, 7, 5, 6, 7, 5, 6), tuple(range(20)), (1, 2) * 8, (9, 3, 4)]
+    held = replace(GREEDY, grammar="fours", synchronous=True)
+    sampling = [held, replace(held, temperature=0.8, seed=7, logprobs=2), GREEDY, replace(held, presence_penalty=0.4)]
+    machine = drafting_machine(1)
+    with speaking(machine, Fours(CONFIG.vocab_size)):
+        (plain, many), (drafted, few) = (answers(machine, prompts, sampling, most) for most in (1, 1 + DRAFTS))
+    assert tokens_of(drafted) == tokens_of(plain) and few < 0.8 * many
+    for row in (0, 1, 3):
+        tokens = tokens_of(drafted)[row]
+        assert all(token == tokens[at - at % 4] % 40 + at % 4 for at, token in enumerate(tokens) if at % 4)
+    assert [each.logprob for each in drafted[1]] == pytest.approx([each.logprob for each in plain[1]], abs=1e-5)
+    assert machine.recompiles() == 0
+
+
+def test_where_nothing_is_guessed_rows_draw_only_what_a_grammar_forces_at_once():
+    masks = GrammarMasks(Fours(CONFIG.vocab_size), 2, CONFIG.vocab_size, jax.device_put)
+    held = replace(GREEDY, grammar="fours", synchronous=True, stop_token_ids=(33,))
+    history = History((1, 2, 3, 30, 31), (30,)), History((1, 2, 3, 1, 2), (20, 21, 22, 23))
+    for guesses, drafts in ((True, [(31, 32), (21, 22, 23)]), (False, [(31, 32), ()])):
+        for row, each in enumerate(history):
+            masks.begin(row, held, each)
+        masks.take(1, (20,) if guesses else ())
+        masks.make_drafts({0: 1 + DRAFTS, 1: 1 + DRAFTS}, guesses=guesses)
+        assert [masks.places[row].draft for row in range(2)] == drafts, "a stop token is drawn, never drafted"
+
+
 def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_draw_drafts():
     prompts, even = [(1, 2) * 8, (5, 6, 7, 5, 6, 7, 5, 6)], replace(GREEDY, grammar="even", synchronous=True)
     machine = drafting_machine(1)
-    warm = machine.runner
     alone, _ = answers(machine, prompts[:1], [GREEDY], 1)
-    machine.place = replace(machine.place, grammars=Evens(CONFIG.vocab_size))
-    machine.runner = machine._runner()  # pyright: ignore[reportPrivateUsage]
-    rows, _ = answers(machine, prompts, [GREEDY, even], 1 + DRAFTS)
-    machine.runner, (beside, held) = warm, tokens_of(rows)
+    with speaking(machine, Evens(CONFIG.vocab_size)):
+        rows, _ = answers(machine, prompts, [GREEDY, even], 1 + DRAFTS)
+    beside, held = tokens_of(rows)
     assert beside == tokens_of(alone)[0]
     assert len(held) == 7 and held[6] == BROKEN and all(token % 2 == 0 for token in held[:6])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.request import BROKEN, SamplingParams
-from jdisagg.core.steps import Read, StepPlan
+from jdisagg.core.steps import History, Read, StepPlan
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -47,7 +47,7 @@ def test_a_bit_for_each_token_says_what_may_be_drawn():
 
 def test_a_row_without_a_grammar_keeps_every_bit_of_its_logits():
     masks = GrammarMasks(Evens(97), 2, 97, put)
-    masks.begin(1, EVEN, ())
+    masks.begin(1, EVEN, History())
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 97)), jnp.float32)
     allowed = masks.allowed([0, 1])
     assert allowed is not None
@@ -58,8 +58,8 @@ def test_a_row_without_a_grammar_keeps_every_bit_of_its_logits():
 
 def test_no_mask_is_sent_for_rows_without_a_grammar():
     masks = GrammarMasks(Evens(97), 2, 97, put)
-    masks.begin(0, GREEDY, ())
-    masks.begin(1, EVEN, ())
+    masks.begin(0, GREEDY, History())
+    masks.begin(1, EVEN, History())
     assert masks.allowed([0]) is None
     masks.end(1)
     assert masks.allowed([0, 1]) is None
@@ -67,7 +67,7 @@ def test_no_mask_is_sent_for_rows_without_a_grammar():
 
 def test_a_machine_that_knows_no_grammars_lets_a_row_that_has_one_draw_nothing():
     masks = GrammarMasks(None, 1, 97, put)
-    masks.begin(0, EVEN, ())
+    masks.begin(0, EVEN, History())
     allowed = masks.allowed([0])
     assert allowed is not None and not np.asarray(allowed).any()
 
@@ -81,7 +81,7 @@ def answers(source: MeshExecutor, destination: MeshExecutor, sampling: list[Samp
     rows, active = [[first.token] for first in firsts], tuple(range(len(prompts)))
     turns = destination.config.decode_turns > 1
     for step in range(steps):
-        read = tuple(Read(slot, rows[slot][-1]) for slot in active if step and sampling[slot].grammar)
+        read = tuple(Read(slot, (rows[slot][-1],)) for slot in active if step and sampling[slot].grammar)
         plan = decode_plan(step, 0, active, 12, admitted if step == 0 else (), widths=(1,) * len(active) * turns)
         assert plan.decode is not None
         done = destination.run(StepPlan(step, replace(plan.decode, read=read))).read()

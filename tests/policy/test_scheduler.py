@@ -107,7 +107,7 @@ def test_a_row_with_a_grammar_is_told_every_token_it_drew_before_it_draws_the_ne
     bench.commit(asked)
     bench.read_all()
     (admission,) = [each for run in bench.decode_runs for each in run.plan.decode.admit]
-    told = [read.token for run in bench.decode_runs for read in run.plan.decode.read]
+    told = [token for run in bench.decode_runs for read in run.plan.decode.read for token in read.tokens]
     assert [*admission.history.output, *told] == definition(asked)[:-1] and admission.history.prompt == ()
 
 
@@ -118,6 +118,21 @@ def test_an_answer_keeps_to_its_grammar_when_its_pages_are_taken_half_way(draft_
     run_all(world, asked)
     assert any(isinstance(message, Preempted) for message in sent(world, Preempted))
     assert all(token % 2 == 0 for each in asked for token in world.output(each.request_id))
+
+
+@pytest.mark.parametrize("guesses", [True, False])
+def test_a_row_with_a_grammar_may_draw_a_draft_and_is_told_all_of_it_before_the_next(guesses: bool):
+    world = World(pair(draft_tokens=3, guesses=guesses))
+    held = request("held", max_tokens=20, synchronous=True, grammar="even")
+    run_all(world, [held, request("free", max_tokens=20), request("slow", max_tokens=9, speculative=False)])
+    rows = [effect.plan.decode for _, _, effect in world.effects if runs_decode(effect)]
+    told = {len(read.tokens) for each in rows for read in each.read}
+    assert max(told) == 4
+    seats = {str(each.request_id): each.slot for row in rows for each in row.admit}
+    widest = dict.fromkeys(seats.values(), 0)
+    for slot, width in [row for each in rows for row in zip(each.active, each.widths, strict=True)]:
+        widest[slot] = max(widest[slot], width)
+    assert widest[seats["free"]] == (4 if guesses else 1) and widest[seats["slow"]] == 1
 
 
 def widths_of(world: World) -> list[tuple[int, ...]]:

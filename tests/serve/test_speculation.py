@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jdisagg import LLM, SamplingParams
+from jdisagg.core.errors import FlagError
+from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, read_speculation
 from tests.fixtures import conformance
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 3], list(range(20, 30)), [7] * 12]
@@ -31,3 +33,16 @@ def test_tokens_are_those_of_a_stack_that_guesses_none_where_pages_do_not_do_for
     guessed, recompiles = answers("ngram:3")
     assert guessed == plain and recompiles == 0
     assert {len(each) for each in plain} == {40, 30}
+
+
+@pytest.mark.parametrize("said", ["ngram:0", "ngram:x", "grammar:-1", "guess"])
+def test_what_drafts_nothing_is_refused_with_what_may_be_said(said: str):
+    with pytest.raises(FlagError, match=f"--speculative={said}: say off, ngram or grammar"):
+        read_speculation(said)
+
+
+def test_drafts_come_of_any_rows_tokens_or_of_grammars_alone():
+    assert [read_speculation(each) for each in ("ngram:5", "grammar")] == [
+        Speculation(5, guesses=True),
+        Speculation(DRAFT_TOKENS, guesses=False),
+    ]

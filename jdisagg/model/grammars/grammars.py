@@ -34,6 +34,18 @@ class Matcher(Protocol):
 
     def take(self, tokens: Sequence[int]) -> None: ...
 
+    def undo(self, count: int) -> None:
+        """Takes back the last tokens, all of which were allowed."""
+        ...
+
+    def forced(self) -> list[int]:
+        """What must come next: of each of these, one behind the other, `fill` would allow that token alone."""
+        ...
+
+    def follows(self, tokens: Sequence[int]) -> int:
+        """How many of them, one behind the other, may come next; `fill` may allow fewer, never more."""
+        ...
+
     def fill(self, mask: np.ndarray) -> None:
         """Bit t % 32 of u32 word t // 32 is whether token t may follow."""
         ...

@@ -34,6 +34,16 @@ class GuidanceMatcher:
                 log.error("a grammar does not go on with token %d: %s", token, _line(self._matcher.get_error()))
                 return
 
+    def undo(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+    def forced(self) -> list[int]:
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    def follows(self, tokens: Sequence[int]) -> int:
+        return 0 if self._matcher.is_error() else self._matcher.validate_tokens([*tokens])
+
     def fill(self, mask: np.ndarray) -> None:
         mask[:] = 0
         if self._matcher.is_error():

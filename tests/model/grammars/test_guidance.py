@@ -66,6 +66,54 @@ def test_a_matcher_made_of_the_tokens_so_far_is_where_one_that_took_them_one_by_
         assert mask_after(grammar, drawn[:cut])[drawn[cut]]
 
 
+HELD = {
+    "compact": GRAMMARS.of_schema(PERSON, COMPACT),
+    "spaced": GRAMMARS.of_schema(PERSON, Whitespace()),
+    "regex": GRAMMARS.of_regex(r"(return|retained) x{3,40}( is not None)?;"),
+    "lark": GRAMMARS.of_grammar('start: "def main(" (/[a-z]+/ ": int, ")* ")" " -> None:"'),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 1 << 20), data=st.data())
+def test_forced_tokens_are_those_that_the_mask_alone_would_have_left(name: str, seed: int, data: st.DataObject):
+    drawn = walk(HELD[name], seed, most=60)
+    cut = data.draw(st.integers(0, len(drawn)))
+    matcher = GRAMMARS.start(HELD[name])
+    matcher.take(drawn[:cut])
+    so_far = drawn[:cut]
+    for token in matcher.forced():
+        assert mask_after(HELD[name], so_far).nonzero()[0].tolist() == [token]
+        so_far.append(token)
+
+
+@pytest.mark.parametrize("name", HELD)
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 1 << 20), data=st.data())
+def test_a_matcher_that_takes_tokens_back_is_where_it_was(name: str, seed: int, data: st.DataObject):
+    drawn = walk(HELD[name], seed, most=60)
+    cut = data.draw(st.integers(0, len(drawn)))
+    ahead = [token for token in drawn[cut : cut + 5] if token not in TOKENIZER.eos_ids]
+    matcher, mask = GRAMMARS.start(HELD[name]), np.zeros(GRAMMARS.words, np.uint32)
+    matcher.take(drawn[:cut])
+    assert matcher.follows([*ahead, 0]) >= len(ahead)
+    matcher.take(ahead)
+    matcher.fill(mask)
+    matcher.undo(len(ahead))
+    matcher.fill(mask)
+    assert np.array_equal(
+        np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB], mask_after(HELD[name], drawn[:cut])
+    )
+
+
+def test_compact_json_forces_most_of_what_is_not_its_values():
+    matcher, most = GRAMMARS.start(HELD["compact"]), list[int]()
+    most = matcher.forced()
+    assert TOKENIZER.decode(most) == '{"name":'
+    assert matcher.forced() == most, "to ask changes nothing"
+
+
 def test_an_answer_ends_where_its_grammar_does_and_nowhere_before():
     grammar = GRAMMARS.of_schema(PERSON, COMPACT)
     drawn = walk(grammar, 3)
