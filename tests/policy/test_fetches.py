@@ -11,13 +11,14 @@ from jdisagg.core.events import SetTimer
 from jdisagg.core.request import Attempt, RequestId
 from jdisagg.core.tiers import DropPages, InsertPages, MovePages, PageMove, PagesFound, PagesMoved, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.demotions import AHEAD_PAGES, MOST_PAGES
+from jdisagg.policy.demotions import MOST_PAGES
 from jdisagg.policy.fetches import SHORTEST_S, USUAL_S
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.prefix_cache import packed, unpacked
 from jdisagg.policy.prices import COMPUTED
 from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.tier_room import AHEAD_PAGES
 from jdisagg.policy.tiers import Tiers
 from tests.sim.cases import worker
 
