@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,7 +11,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.traceparent import parse_traceparent, span_id_of
 from jdisagg.serve import offload
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.cluster_view import ClusterView
@@ -25,74 +22,33 @@ from jdisagg.serve.http.admin import add_admin, admin_check
 from jdisagg.serve.http.cache import add_cache
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
-from jdisagg.serve.http.gate import Gate, plain_id, read_body
-from jdisagg.serve.http.generation import Generation
-from jdisagg.serve.http.jobs import Job, chat_job, check_model, completion_job, decode, encode, traced
-from jdisagg.serve.http.json_bounds import LIMITS
+from jdisagg.serve.http.front import Front, request_name
+from jdisagg.serve.http.gate import Gate
+from jdisagg.serve.http.jobs import chat_job, check_model, completion_job, decode, encode
 from jdisagg.serve.http.page import add_page
-from jdisagg.serve.http.rendering import Renderer
+from jdisagg.serve.http.responses.body import ResponsesBody
+from jdisagg.serve.http.responses.routes import add_responses
 from jdisagg.serve.http.schema import (
-    BODIES,
-    Body,
+    BODIES as PLAIN_BODIES,
+)
+from jdisagg.serve.http.schema import (
     ChatBody,
     ChatFields,
     CompletionBody,
     DetokenizeBody,
-    GenerationFields,
     TokenizeBody,
-    parse,
     takes,
 )
 from jdisagg.serve.http.workers import add_workers
-from jdisagg.serve.logprobs import TokenNames
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.records import DebugState
 from jdisagg.serve.service import Service
 
 TOKENS = errors.documented(400, 401, 404, 408, 413, 503)
 GENERATION = errors.documented(400, 401, 404, 408, 413, 429, 503)
+BODIES = (*PLAIN_BODIES, ResponsesBody)
 STATE: dict[int | str, dict[str, Any]] = {503: {"description": "The body's `status` says why not"}}
 EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
-
-
-class Front:
-    """The routes' shared state."""
-
-    def __init__(self, service: Service, settings: FrontSettings, metrics: Metrics, clients: Clients) -> None:
-        self.service, self.settings, self.metrics, self.clients = service, settings, metrics, clients
-        self.created, self._limits = int(time.time()), LIMITS.with_room_for(service.max_model_len)
-        self._names = {as_ids: TokenNames(service.tokenizer, as_ids) for as_ids in (False, True)}
-
-    async def body(self, request: Request, kind: type[Body]) -> Body:
-        raw = await read_body(request, self.settings.max_body_bytes)
-        return await offload.reading(len(raw), lambda: parse(kind, raw, self._limits))
-
-    async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token's own text, special ones by name."""
-        texts = []
-        for start in range(0, len(ids), offload.SLICE):
-            texts += [self.service.tokenizer.token_text(each) for each in ids[start : start + offload.SLICE]]
-            await asyncio.sleep(0)
-        return texts
-
-    def respond(self, job: Job, request: Request) -> Response:
-        context = parse_traceparent(request.headers.get("traceparent", "")) if self.settings.tracing else None
-        if context is not None:
-            job = traced(job, context.header(context.parent_id))
-            request.state.traceresponse = context.header(span_id_of(job.choices[0].request.request_id))
-        renderer = Renderer(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
-        return Generation(job, renderer, self.service, self.settings, self.clients)
-
-    def model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "jdisagg",
-            "root": self.service.model_name,
-            "parent": None,
-            "max_model_len": self.service.max_model_len,
-        }
 
 
 def create_app(
@@ -113,6 +69,7 @@ def create_app(
     front = Front(service, settings, metrics or Metrics(service.model_name), clients)
     errors.install(app)
     _add_generation(app, front)
+    add_responses(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
     if debug_state is not None:
@@ -129,25 +86,18 @@ def create_app(
     return app
 
 
-def _request_name(request: Request, body: GenerationFields) -> str:
-    """The client's id for this request (header before body), or the one the gate drew; the answer's header has it."""
-    if "x-request-id" not in request.headers and plain_id(body.request_id):
-        request.state.request_id = str(body.request_id)
-    return request.state.request_id
-
-
 def _add_generation(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
         body = await front.body(request, CompletionBody)
-        return front.respond(await completion_job(body, service, settings, _request_name(request, body)), request)
+        return front.respond(await completion_job(body, service, settings, request_name(request, body)), request)
 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:
         body = await front.body(request, ChatBody)
-        return front.respond(await chat_job(body, service, settings, _request_name(request, body)), request)
+        return front.respond(await chat_job(body, service, settings, request_name(request, body)), request)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: Exception) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any, Protocol
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -15,11 +16,11 @@ from jdisagg.core.events import Finish
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, Batch, answers, failure_of
-from jdisagg.serve.http.errors import allowance_headers, describe
+from jdisagg.serve.http.errors import allowance_headers
 from jdisagg.serve.http.jobs import Job
-from jdisagg.serve.http.rendering import DONE, Renderer
-from jdisagg.serve.offload import dump, dump_slowly, event
+from jdisagg.serve.offload import dump_slowly
 from jdisagg.serve.service import Service
+from jdisagg.serve.text import Piece
 from jdisagg.serve.tools.told import told
 
 log = logging.getLogger("jdisagg.http")
@@ -31,13 +32,34 @@ STREAM_HEADERS = [
 ]
 
 
+class Rendering(Protocol):
+    """How one interface shows a job's answers: a whole one after `gather`, or a stream of events."""
+
+    @property
+    def finish(self) -> Finish | None:
+        """Of the first answer, once it has ended."""
+        ...
+
+    async def gather(self, index: int, piece: Piece) -> None: ...
+
+    def whole(self) -> dict[str, Any]: ...
+
+    async def opening(self, index: int, piece: Piece) -> bytes: ...
+
+    def chunk(self, index: int, piece: Piece) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def broken(self, error: Exception) -> bytes: ...
+
+
 class Generation(Response):
     """Errors before the first byte are raised, for the app's error table; later ones are events of the stream."""
 
     def __init__(
         self,
         job: Job,
-        renderer: Renderer,
+        renderer: Rendering,
         service: Service,
         settings: FrontSettings,
         clients: Clients,
@@ -81,7 +103,7 @@ class Generation(Response):
                 _raise_if_failed(batch)
         self.body = (await dump_slowly(renderer.whole())).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
-        headers += _instances(renderer.answers[0].finish) + self._left()
+        headers += _instances(renderer.finish) + self._left()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self.body})
 
@@ -105,8 +127,8 @@ class Generation(Response):
             if not isinstance(error, JdisaggError):
                 log.exception("an answer broke off after its first byte")
             failure = error
-        tail = renderer.closing() if failure is None else renderer.abort_chunks() + event(dump(describe(failure)[1]))
-        await send({"type": "http.response.body", "body": tail + DONE})
+        tail = renderer.closing() if failure is None else renderer.broken(failure)
+        await send({"type": "http.response.body", "body": tail})
 
 
 async def _until_gone(receive: Receive) -> None:

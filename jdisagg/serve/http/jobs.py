@@ -105,7 +105,9 @@ async def completion_job(body: CompletionBody, service: Service, settings: Front
     return _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
 
 
-async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, name: str) -> Job:
+async def chat_job(
+    body: ChatBody, service: Service, settings: FrontSettings, name: str, prefix: str = "chatcmpl-"
+) -> Job:
     """As `completion_job`, from messages; without a limit the answer may fill the model's length."""
     check_model(body.model, service, settings)
     if body.top_logprobs is not None and not body.logprobs:
@@ -125,7 +127,7 @@ async def chat_job(body: ChatBody, service: Service, settings: FrontSettings, na
         "prompt_logprobs": body.prompt_logprobs,
     }
     asked["grammar"] = await _grammar(_chat_form(body, tools), service, settings)
-    job = _job(body, f"chatcmpl-{name}", [Prompt(ids)], asked, service, settings, prompt_only=False)
+    job = _job(body, prefix + name, [Prompt(ids)], asked, service, settings, prompt_only=False)
     end = service.tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)
     reads = reads_of(settings.parsers, tools, end, service.tokenizer.special_text, body.skip_special_tokens)
     if reads is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jdisagg.core.events import Finish
 from jdisagg.core.request import Sampled
+from jdisagg.serve.http.errors import describe
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from jdisagg.serve.offload import SLICE, dump, dump_slowly, event
@@ -63,6 +64,10 @@ class Renderer:
         self._plain = not (job.logprobs or job.token_ids or job.usage_everywhere)
 
     # ------------------------------------------------------------ counts
+
+    @property
+    def finish(self) -> Finish | None:
+        return self.answers[0].finish
 
     def usage(self) -> dict[str, Any]:
         completion = sum(answer.num_tokens for answer in self.answers)
@@ -145,17 +150,18 @@ class Renderer:
             chunk["usage"] = self.usage() if self.job.usage_everywhere else None
         return chunk
 
-    def abort_chunks(self) -> bytes:
-        """The end of every choice that has begun and not ended, when something broke."""
+    def broken(self, error: Exception) -> bytes:
+        """The end of every choice that has begun and not ended, and what broke."""
         aborted = Piece(finish_reason="abort")
         open_ones = [i for i in self._skeletons if self.answers[i].last is None]
-        return b"".join(self._full_chunk(i, aborted) for i in open_ones)
+        ends = b"".join(self._full_chunk(i, aborted) for i in open_ones)
+        return ends + event(dump(describe(error)[1])) + DONE
 
     def closing(self) -> bytes:
         """The counts, where asked for, in a chunk without choices."""
         if not self.job.include_usage:
-            return b""
-        return event(dump({**self._head, "choices": [], "usage": self.usage()}))
+            return DONE
+        return event(dump({**self._head, "choices": [], "usage": self.usage()})) + DONE
 
     # ------------------------------------------------------------ whole answers
 

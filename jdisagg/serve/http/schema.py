@@ -32,7 +32,8 @@ Objective = Annotated[float, Field(gt=0, le=LONGEST_OBJECTIVE_S)]
 Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 
 # Known fields that this server cannot honour, with the values that ask for nothing (null and empty always do).
-REFUSED: dict[str, tuple[Any, ...]] = {
+Refusals = Mapping[str, tuple[Any, ...]]
+REFUSED: Refusals = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": (),
@@ -84,16 +85,14 @@ class FormFields(BaseModel):
     ebnf: str | None = None
 
 
-class GenerationFields(FormFields, BaseModel):
-    """What completions and chat share. Ranges of sampling numbers are those of `SamplingParams.check`."""
+class DrawingFields(BaseModel):
+    """How tokens are drawn, and when: what every way to ask for an answer has. Ranges of sampling numbers are those of
+    `SamplingParams.check`."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     min_tokens: Count | None = None
-    truncate_prompt_tokens: Count | None = None  # its last tokens that are kept; -1: as many as the model takes
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Count | None = None
@@ -108,6 +107,21 @@ class GenerationFields(FormFields, BaseModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    speculative: bool | None = None  # false: one token a step, where the server guesses several
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    ttft_s: Objective | None = None  # asked for: seconds to the first token
+    tpot_s: Objective | None = None  # so, the mean gap between tokens
+    request_id: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    user: str | None = None
+
+
+class GenerationFields(FormFields, DrawingFields):
+    """What completions and chat share."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    truncate_prompt_tokens: Count | None = None  # its last tokens that are kept; -1: as many as the model takes
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
@@ -115,14 +129,7 @@ class GenerationFields(FormFields, BaseModel):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    speculative: bool | None = None  # false: one token a step, where the server guesses several
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    ttft_s: Objective | None = None  # asked for: seconds to the first token
-    tpot_s: Objective | None = None  # so, the mean gap between tokens
-    request_id: str | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] = ""
     ledger: bool = False
-    user: str | None = None
 
 
 class CompletionBody(GenerationFields):
@@ -229,7 +236,8 @@ def parse(kind: type[Body], raw: bytes, limits: Limits = LIMITS) -> Body:
     Raises RequestError: over the limits before anything is read, else naming the first few fields at fault.
     """
     fields = read_object(raw, limits)
-    refuse({name: value for name, value in fields.items() if name not in kind.model_fields})
+    asked = {name: value for name, value in fields.items() if name not in kind.model_fields}
+    refuse(asked, getattr(kind, "refused", REFUSED))
     return valid(kind, fields)
 
 
@@ -241,11 +249,11 @@ def valid(kind: type[Body], fields: Mapping[str, Any]) -> Body:
         raise _mistakes(error) from error
 
 
-def refuse(fields: Mapping[str, Any]) -> None:
+def refuse(fields: Mapping[str, Any], refused: Refusals = REFUSED) -> None:
     """Raises RequestError for a field that asks for what this server does not do yet."""
-    for name in fields.keys() & REFUSED.keys():
+    for name in fields.keys() & refused.keys():
         value = fields[name]
-        if value is None or value in ("", [], {}) or value in REFUSED[name]:
+        if value is None or value in ("", [], {}) or value in refused[name]:
             continue
         raise RequestError(f"{name} is not supported yet; it was {brief(value)}", param=name)
 

@@ -9,44 +9,17 @@ from typing import Any
 import openai
 import pytest
 
-from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
 from jdisagg.serve.tools.choose import Parsers, parsers_of
-from tests.hostile.model_folders import copy
-from tests.serve.live_http import Front, serving
-from tests.serve.scripted import ScriptedService, tokens
+from tests.serve.live_http import Front
+from tests.serve.live_tools import ANSWER, TIME, WEATHER, says, tools_front
 
-TEMPLATE = """{% if tools %}{{ tools | tojson }}
-<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}\
-{{ call.function.name }}={{ call.function.arguments.city }}{% endfor %}
-{% endfor %}<think>
-"""
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
-ANSWER = (
-    "Hm, weather.\n</think>\n\nLet me see.\n"
-    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    '\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-)
 USER: Any = [{"role": "user", "content": "Weather?"}]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    folder = copy(tmp_path_factory.mktemp("model") / "tiny")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    service = ScriptedService(max_model_len=4096)
-    service.tokenizer = Tokenizer(folder)
-    settings = FrontSettings(parsers=Parsers("hermes", "think"))
-    with serving(create_app(service, settings)) as url:
-        yield Front(service, url)
+    with tools_front(tmp_path_factory.mktemp("model") / "tiny") as front:
+        yield front
 
 
 @pytest.fixture
@@ -54,10 +27,6 @@ def client(served: Front) -> openai.OpenAI:
     says(served, ANSWER)
     served.service.seen.clear()
     return served.client
-
-
-def says(served: Front, text: str) -> None:
-    served.service.script = lambda request: tokens(request, served.service.tokenizer.encode(text, False))
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:

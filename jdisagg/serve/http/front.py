@@ -1,0 +1,73 @@
+"""What the routes share: the running stack, its settings, and how a request is read and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+
+from jdisagg.core.traceparent import parse_traceparent, span_id_of
+from jdisagg.serve import offload
+from jdisagg.serve.clients import Clients
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.http.gate import plain_id, read_body
+from jdisagg.serve.http.generation import Generation, Rendering
+from jdisagg.serve.http.jobs import Job, traced
+from jdisagg.serve.http.json_bounds import LIMITS
+from jdisagg.serve.http.rendering import Renderer
+from jdisagg.serve.http.schema import Body, DrawingFields, parse
+from jdisagg.serve.logprobs import TokenNames
+from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.service import Service
+
+Shown = Callable[[Job, TokenNames, str], Rendering]
+
+
+class Front:
+    """The routes' shared state."""
+
+    def __init__(self, service: Service, settings: FrontSettings, metrics: Metrics, clients: Clients) -> None:
+        self.service, self.settings, self.metrics, self.clients = service, settings, metrics, clients
+        self.created, self._limits = int(time.time()), LIMITS.with_room_for(service.max_model_len)
+        self._names = {as_ids: TokenNames(service.tokenizer, as_ids) for as_ids in (False, True)}
+
+    async def body(self, request: Request, kind: type[Body]) -> Body:
+        raw = await read_body(request, self.settings.max_body_bytes)
+        return await offload.reading(len(raw), lambda: parse(kind, raw, self._limits))
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token's own text, special ones by name."""
+        texts = []
+        for start in range(0, len(ids), offload.SLICE):
+            texts += [self.service.tokenizer.token_text(each) for each in ids[start : start + offload.SLICE]]
+            await asyncio.sleep(0)
+        return texts
+
+    def respond(self, job: Job, request: Request, shown: Shown = Renderer) -> Response:
+        context = parse_traceparent(request.headers.get("traceparent", "")) if self.settings.tracing else None
+        if context is not None:
+            job = traced(job, context.header(context.parent_id))
+            request.state.traceresponse = context.header(span_id_of(job.choices[0].request.request_id))
+        renderer = shown(job, self._names[job.tokens_as_ids], self.settings.fingerprint)
+        return Generation(job, renderer, self.service, self.settings, self.clients)
+
+    def model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "jdisagg",
+            "root": self.service.model_name,
+            "parent": None,
+            "max_model_len": self.service.max_model_len,
+        }
+
+
+def request_name(request: Request, body: DrawingFields) -> str:
+    """The client's id for this request (header before body), or the one the gate drew; the answer's header has it."""
+    if "x-request-id" not in request.headers and plain_id(body.request_id):
+        request.state.request_id = str(body.request_id)
+    return request.state.request_id
