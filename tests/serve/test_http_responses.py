@@ -66,7 +66,7 @@ def test_a_stream_builds_the_very_items_that_it_ends_with(client: openai.OpenAI)
     thoughts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(thoughts) == "Hm, weather."
     done = [event.item.id for event in events if event.type == "response.output_item.done"]
-    assert done == [item.id for item in final.output]
+    assert done == [item.id for item in final.output]  # pyright: ignore[reportAttributeAccessIssue]
     assert final.output_text == "Let me see."
     calls = [item for item in final.output if item.type == "function_call"]
     assert [call.name for call in calls] == ["get_weather", "get_time"]
@@ -169,5 +169,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "says_so"), WRONG, ids=[says_so for _, says_so in WRONG])
 def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], says_so: str):
+    create: Any = client.responses.create
     with pytest.raises(openai.BadRequestError, match=says_so):
-        client.responses.create(**{"model": "tiny", "input": "x"} | fields)
+        create(**{"model": "tiny", "input": "x"} | fields)

@@ -25,6 +25,8 @@ from jdisagg.serve.http.debug import add_debug
 from jdisagg.serve.http.front import Front, request_name
 from jdisagg.serve.http.gate import Gate
 from jdisagg.serve.http.jobs import chat_job, check_model, completion_job, decode, encode
+from jdisagg.serve.http.messages.body import CountBody, MessagesBody
+from jdisagg.serve.http.messages.routes import add_messages
 from jdisagg.serve.http.page import add_page
 from jdisagg.serve.http.responses.body import ResponsesBody
 from jdisagg.serve.http.responses.routes import add_responses
@@ -46,7 +48,7 @@ from jdisagg.serve.service import Service
 
 TOKENS = errors.documented(400, 401, 404, 408, 413, 503)
 GENERATION = errors.documented(400, 401, 404, 408, 413, 429, 503)
-BODIES = (*PLAIN_BODIES, ResponsesBody)
+BODIES = (*PLAIN_BODIES, ResponsesBody, MessagesBody, CountBody)
 STATE: dict[int | str, dict[str, Any]] = {503: {"description": "The body's `status` says why not"}}
 EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
 
@@ -70,6 +72,7 @@ def create_app(
     errors.install(app)
     _add_generation(app, front)
     add_responses(app, front)
+    add_messages(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
     if debug_state is not None:

@@ -62,6 +62,16 @@ MEANINGS: dict[int, str] = {
     500: "A mistake of ours; the server's log has the details",
     503: "The server is not ready, is going down, or has too many connections",
 }
+MESSAGES = "/v1/messages"
+WORDS = {  # what Anthropic's clients call each status
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 FAILED_STATUS = {FinishReason.TIMEOUT: 408, FinishReason.ABORT: 503}  # all else is 500
 
 
@@ -86,9 +96,17 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: Exception) -> Response:
-    """`describe`, as a response with the headers that belong to it."""
+def in_messages(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error's body as Anthropic's clients read it."""
+    told = {"type": WORDS.get(status, "api_error"), "message": body["error"]["message"]}
+    return {"type": "error", "error": told}
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """`describe`, as a response with the headers that belong to it, in the words of the interface at `path`."""
     status, body = describe(error)
+    if path.startswith(MESSAGES):
+        body = in_messages(status, body)
     headers: dict[str, str] = {}
     if isinstance(error, Rejected):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -125,14 +143,21 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+class MessagesError(BaseModel):
+    """So, under /v1/messages."""
+
+    type: str
+    error: dict[str, str]
+
+
+def documented(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route that may end with these statuses; 431 and 500 may come of any."""
     sent = sorted({*statuses, 431, 500})
-    return {status: {"model": ErrorBody, "description": MEANINGS[status]} for status in sent}
+    return {status: {"model": body, "description": MEANINGS[status]} for status in sent}
 
 
-async def _answer(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
 def install(app: FastAPI) -> None:

@@ -44,11 +44,18 @@ class Gate:
             await send(message)
 
         address = (scope.get("client") or ("unknown",))[0]
-        state["client"] = self._clients.recognised(headers.get("authorization", ""), address)
+        state["client"] = self._clients.recognised(_key_of(headers), address)
         if state["client"] is not None or scope["path"] in OPEN_PATHS or scope["path"].startswith(admin.PREFIX):
             await self._app(scope, receive, marked)
         else:
-            await error_response(Unauthorized("the API key is missing or wrong"))(scope, receive, marked)
+            refused = Unauthorized("the API key is missing or wrong")
+            await error_response(refused, scope["path"])(scope, receive, marked)
+
+
+def _key_of(headers: Headers) -> str:
+    """As OpenAI's clients send it, or Anthropic's."""
+    given = headers.get("authorization")
+    return given or (f"Bearer {headers['x-api-key']}" if "x-api-key" in headers else "")
 
 
 def plain_id(text: str | None) -> str | None:
