@@ -20,10 +20,11 @@ ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "jdisagg" / "serve" / "grpc" / "jetstream.proto"
 INTRO = """# HTTP, gRPC, Python
 
-Any client of the OpenAI API (completions, chat and responses) works with `http://HOST:8000/v1`, any client of Anthropic's
-messages with `http://HOST:8000`, any client of JetStream's `Orchestrator` with the gRPC port (health and reflection are served too). `GET /openapi.json` is the machine's edition
-of the HTTP part. Every answer has `x-request-id`; a body with `"ledger": true` gets back where its time went. With
-`--api_key` every request sends `Authorization: Bearer KEY` or `x-api-key: KEY`; `/admin` is for the key named `admin`."""
+Any client of the OpenAI API (completions, chat and responses) works with `http://HOST:8000/v1`, any client of
+Anthropic's messages with `http://HOST:8000`, any client of JetStream's `Orchestrator` with the gRPC port (health and
+reflection are served too). `GET /openapi.json` is the machine's edition of the HTTP part. Every answer has
+`x-request-id`; a body with `"ledger": true` gets back where its time went. With `--api_key` every request sends
+`Authorization: Bearer KEY` or `x-api-key: KEY`; `/admin` is for the key named `admin`."""
 DOES = {
     "/v1/completions": "A completion, or several; `stream` for server-sent events.",
     "/v1/chat/completions": "The answer to messages, by the model's own template.",

@@ -164,6 +164,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "later"}, "truncation is 'later'"),
     ({"text": {"format": {"type": "xml"}}}, "'xml'"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"extra_body": {"n": 2}}, "n: Input should be less than or equal to 1"),
 ]
 
 

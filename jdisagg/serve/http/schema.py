@@ -92,6 +92,7 @@ class DrawingFields(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     min_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -116,12 +117,11 @@ class DrawingFields(BaseModel):
     user: str | None = None
 
 
-class GenerationFields(FormFields, DrawingFields):
+class GenerationFields(FormFields, DrawingFields, BaseModel):
     """What completions and chat share."""
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     truncate_prompt_tokens: Count | None = None  # its last tokens that are kept; -1: as many as the model takes
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None

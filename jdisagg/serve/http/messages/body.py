@@ -27,7 +27,7 @@ class OutputFields(BaseModel):
     effort: str | None = None
 
 
-class CountBody(DrawingFields):
+class CountBody(DrawingFields, BaseModel):
     """`POST /v1/messages/count_tokens`."""
 
     refused: ClassVar[Refusals] = {
@@ -35,9 +35,9 @@ class CountBody(DrawingFields):
         "container": (),
         "context_management": (),
         "mcp_servers": (),
-        "n": (1,),
     }
 
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Blocks | None = None
     tools: Blocks | None = None
@@ -47,7 +47,7 @@ class CountBody(DrawingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, BaseModel):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32)]

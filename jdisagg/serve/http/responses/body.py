@@ -23,7 +23,7 @@ class ReasoningFields(BaseModel):
     effort: str | None = None
 
 
-class ResponsesBody(DrawingFields):
+class ResponsesBody(DrawingFields, BaseModel):
     """`POST /v1/responses`; nothing of it is kept, whatever `store` says."""
 
     refused: ClassVar[Refusals] = {
@@ -33,11 +33,11 @@ class ResponsesBody(DrawingFields):
         "conversation": (),
         "max_tool_calls": (),
         "moderation": (),
-        "n": (1,),
         "previous_response_id": (),
         "prompt": (),
     }
 
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
     input: str | Items
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
