@@ -54,6 +54,7 @@ WHOLE = (
     *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages", "ring_stages", "decode_turns"),
     *MAY_BE_NONE,
 )
+MIN_NGRAM = 2  # tokens at the end of a sequence that must have stood there before, for a guess of n-grams
 RAW = "raw"  # the wire of numbers as they are
 
 
@@ -93,6 +94,7 @@ class WorkerConfig:
     decode_turns: int = 1  # of a ring: tokens of each row that one step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
+    draft_auto: bool = False  # only where that is thought to be faster than a token a step
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
     layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one

@@ -23,7 +23,7 @@ from jax import Array
 
 from jdisagg.core.request import Sampled
 from jdisagg.core.steps import Admission, DecodeRows
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig
 from jdisagg.engine.decode import (
     ENABLED,
     MASKED,
@@ -38,7 +38,7 @@ from jdisagg.engine.decode import (
 )
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup, running
-from jdisagg.engine.ngrams import MAX_NGRAM, MIN_NGRAM
+from jdisagg.engine.ngrams import MAX_NGRAM
 from jdisagg.engine.sampling import Counts, SamplingMetadata, penalised, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars

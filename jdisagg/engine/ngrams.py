@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_NGRAM, MIN_NGRAM = 4, 2  # tokens at the end of a sequence that must have stood there before
+from jdisagg.core.worker_config import MIN_NGRAM
+
+MAX_NGRAM = 4  # tokens at the end of a sequence that must have stood there before
 
 
 def guess_after(tokens: Sequence[int], count: int) -> list[int]:

@@ -14,6 +14,7 @@ from jdisagg.core.messages import Ack, Commit, Preempted
 from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, promised
+from jdisagg.policy.draft_choice import DraftChoice
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import Signal, State
 from jdisagg.policy.outbox import Outbox
@@ -33,6 +34,7 @@ class DecodeSide:
         self.sequences: dict[Attempt, DecodeSequence] = {}
         self.steps: dict[int, Step] = {}
         self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
+        self.draft_choice = choice_of(config)
         self.ahead = EarlyAdmission(config, self.slots, self.steps, out)
         self._drained: set[Attempt] = set()  # whose last step is dispatched: they take no slot any more
 
@@ -106,6 +108,8 @@ class DecodeSide:
         if sequence is None or not sequence.handoff.can_take(signal):
             return False
         self._drained.discard(owner)
+        if self.draft_choice is not None:
+            self.draft_choice.forget(owner)
         good = good and (admitted(sequence) or signal is Signal.RELEASE)
         sequence.handoff.take(signal)
         del self.sequences[owner]
@@ -185,3 +189,8 @@ class DecodeSide:
         if self.config.has_tiers and admitted(sequence) and sequence.pages:
             names = self.shared.names_with(sequence.asked, sequence.tail, sequence.output[:-1])
             self.shared.parking(names, sequence.pages[: len(names)])
+
+
+def choice_of(config: WorkerConfig) -> DraftChoice | None:
+    """None where drafts are verified wherever a row may be wider than a token."""
+    return DraftChoice((config.draft_tokens,), by_ngrams=True) if config.draft_auto and config.draft_tokens else None

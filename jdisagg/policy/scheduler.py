@@ -86,6 +86,8 @@ class Scheduler:
         plan = StepPlan(step_id, rows, chunks)
         assert plan.num_rows <= self.config.step_tokens, f"{plan.num_rows} rows are over the budget of a step"
         self.out.put(RunStep(plan, ships))
+        if self.decode_side.draft_choice is not None:
+            self.decode_side.draft_choice.dispatched(plan, now_s)
         if rows is not None:
             self._book(step_id, rows)
             self.steps_since_chunk += 1
@@ -118,11 +120,10 @@ class Scheduler:
         active = sorted((row for row in seated if self._has_room(row, most, grants)), key=lambda each: each[0])
         if not active:
             return None
-        longest = max(self._end_of(sequence, most) for _, sequence in active)
         return DecodeRows(
             microbatch=microbatch,
             active=tuple(slot for slot, _ in active),
-            table_pages=bucket(self.config.pages_for(longest), self.config.table_buckets),
+            table_pages=self._table_pages([sequence for _, sequence in active], most),
             admit=tuple(admission(slot, each, self.config.draft_tokens) for slot, each in active if not each.on_device),
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
@@ -153,7 +154,7 @@ class Scheduler:
         """
         turns = self.config.decode_turns
         if turns == 1:
-            return 1 + self.config.draft_tokens
+            return 1 + self._drafts(seated)
         if not seated or any(sequence.sampling.synchronous for sequence in seated):
             return 1
         if self.decode_side.num_ready:
@@ -163,6 +164,17 @@ class Scheduler:
         ends = [(sequence, self.config.pages_for(self._end_of(sequence, turns))) for sequence in seated]
         wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
         return turns if wanted <= self.shared.available else 1
+
+    def _drafts(self, seated: Sequence[DecodeSequence]) -> int:
+        """Tokens of the drafts that the next step verifies."""
+        choice, most = self.decode_side.draft_choice, self.config.draft_tokens
+        if choice is None or not seated:
+            return most
+        return choice.drafts(seated, self._table_pages(seated, 1 + most))
+
+    def _table_pages(self, sequences: Sequence[DecodeSequence], most: int) -> int:
+        longest = max(self._end_of(sequence, most) for sequence in sequences)
+        return bucket(self.config.pages_for(longest), self.config.table_buckets)
 
     def _end_of(self, sequence: DecodeSequence, most: int) -> int:
         """KV tokens when its next step is over, at most."""

@@ -20,6 +20,9 @@ class StepResults:
     def done(self, event: StepDone, now_s: float) -> None:
         step = self.decode_side.steps.pop(event.step_id)
         self.decode_side.slots.end_step(step.microbatch)
+        choice = self.decode_side.draft_choice
+        if choice is not None:
+            choice.done(event.step_id, [len(drawn) for _, drawn in event.decode if drawn], now_s)
         draws: list[TokenDelta] = []
         over: list[tuple[DecodeSequence, FinishReason]] = []
         for slot, drawn in event.decode:
@@ -29,6 +32,8 @@ class StepResults:
             assert drawn, f"slot {slot} masked itself though its sequence goes on"
             self._first_step(sequence, now_s)
             kept, reason = self._until_end(sequence, drawn)
+            if choice is not None:
+                choice.read(sequence, step.widths[slot], len(drawn))
             sequence.read(step.widths[slot], self.config.least_drawn(step.widths[slot]), len(drawn))
             if kept:
                 index = sequence.num_output + len(sequence.output)
@@ -62,6 +67,8 @@ class StepResults:
     def failed(self, step_id: int, reason: str) -> None:
         step = self.decode_side.steps.pop(step_id)
         self.decode_side.slots.end_step(step.microbatch)
+        if self.decode_side.draft_choice is not None:
+            self.decode_side.draft_choice.failed(step_id)
         self.decode_side.slots.retire_again(step.microbatch, step.retired)
         for sequence in step.sequences.values():
             if self.decode_side.end(sequence.owner, Signal.ABORT):

@@ -252,6 +252,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         prefill_buckets=(short,) if short else chunk_sizes(settings, slots // stages if mixed else 0, page_size),
         draft_tokens=0 if ring else speculation.tokens,
         guesses=speculation.guesses,
+        draft_auto=speculation.auto and not ring,
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,

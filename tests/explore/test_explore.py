@@ -153,6 +153,13 @@ def test_rows_as_wide_as_a_draft_go_through_a_fault(fault, also):
 
 
 @pytest.mark.slow
+def test_rows_that_are_wide_only_where_it_pays_answer_all():
+    requests = [request(1, max_tokens=4), request(2, max_tokens=3)]
+    scene = colocated(2, 1, requests=requests, draft_tokens=1, draft_auto=True, **MIXED)
+    assert endings(whole(scene)) == {"length"}
+
+
+@pytest.mark.slow
 def test_a_row_whose_tokens_are_read_one_by_one_goes_through_a_fault():
     requests = [request(1, max_tokens=4, synchronous=True), request(2, max_tokens=3)]
     assert endings(whole(colocated(2, 1, requests=requests, **MIXED).but(fail=1))) == {"length", "error"}

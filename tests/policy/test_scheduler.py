@@ -77,6 +77,21 @@ def test_a_row_that_may_draw_a_draft_gets_pages_for_all_of_it_and_tells_what_was
     assert {width for row in rows for width in row.widths} == {1, 4} and len(rows) < 29
 
 
+def test_a_worker_that_chooses_begins_with_steps_of_one_token_and_verifies_drafts_where_they_are_faster():
+    """A step takes as long here whatever its rows draw."""
+    world, asked = World(pair(draft_tokens=3, draft_auto=True, num_pages=96)), request("a", max_tokens=120)
+    run_all(world, [asked])
+    widths = [max(each) for each in widths_of(world)]
+    assert widths[:2] == [1, 1] and set(widths) == {1, 2, 3, 4} and len(widths) < 100
+
+
+def test_a_worker_that_chooses_answers_the_same_where_pages_do_not_do_for_all():
+    world = World(pair(num_pages=24, reserve_tokens=1, draft_tokens=3, draft_auto=True))
+    run_all(world, [request(f"r{i}", 9, max_tokens=24 + i) for i in range(4)])
+    assert any(isinstance(message, Preempted) for message in sent(world, Preempted))
+    assert {max(each) for each in widths_of(world)} >= {1, 4}
+
+
 def test_a_draft_that_runs_into_a_stop_ends_the_answer_there():
     world, each = World(pair(draft_tokens=3)), stopping("b", after=6)
     run_all(world, [each])

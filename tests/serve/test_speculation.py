@@ -30,19 +30,21 @@ def answers(speculative: str) -> tuple[list[list[int]], int]:
 @pytest.mark.slow
 def test_tokens_are_those_of_a_stack_that_guesses_none_where_pages_do_not_do_for_all():
     plain, _ = answers("off")
-    guessed, recompiles = answers("ngram:3")
-    assert guessed == plain and recompiles == 0
+    for speculative in ("ngram:3", "auto"):
+        guessed, recompiles = answers(speculative)
+        assert guessed == plain and recompiles == 0
     assert {len(each) for each in plain} == {40, 30}
 
 
 @pytest.mark.parametrize("said", ["ngram:0", "ngram:x", "grammar:-1", "guess"])
 def test_what_drafts_nothing_is_refused_with_what_may_be_said(said: str):
-    with pytest.raises(FlagError, match=f"--speculative={said}: say off, ngram or grammar"):
+    with pytest.raises(FlagError, match=f"--speculative={said}: say off, ngram, auto, grammar, or ngram:N"):
         read_speculation(said)
 
 
 def test_drafts_come_of_any_rows_tokens_or_of_grammars_alone():
-    assert [read_speculation(each) for each in ("ngram:5", "grammar")] == [
+    assert [read_speculation(each) for each in ("ngram:5", "grammar", "auto:7")] == [
         Speculation(5, guesses=True),
         Speculation(DRAFT_TOKENS, guesses=False),
+        Speculation(7, auto=True),
     ]

@@ -1,0 +1,185 @@
+"""A worker that chooses when to verify drafts does where they pay, and never loses more by them than a few percent."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.core.request import Attempt, RequestId, SamplingParams
+from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
+from jdisagg.policy import draft_choice
+from jdisagg.policy.decode_sequence import DecodeSequence
+from jdisagg.policy.draft_choice import REFRESH, DraftChoice
+from jdisagg.policy.draft_records import Acceptance, Repeats, expected_tokens
+
+TABLE = 4
+PLAIN_S = 0.01
+NUMBERS = itertools.count()
+
+
+@dataclass
+class Seat:
+    """As much of a `DecodeSequence` as is looked at."""
+
+    sampling: SamplingParams
+    tail: tuple[int, ...] = ()
+    output: list[int] | None = None
+    owner: Attempt = field(default_factory=lambda: Attempt(RequestId(f"r{next(NUMBERS)}"), 0))
+
+
+def seat(**sampling: object) -> DecodeSequence:
+    made: object = Seat(SamplingParams(max_tokens=10_000, **sampling), output=[])  # pyright: ignore[reportArgumentType]
+    return made  # pyright: ignore[reportReturnType]
+
+
+def run(
+    choice: DraftChoice,
+    rows: int,
+    steps: int,
+    draft_s: float,
+    taken: Callable[[int], int],
+    *,
+    flight: int = 2,
+    noise: Callable[[], float] = lambda: 1.0,
+) -> tuple[float, float, int]:
+    """(seconds, seconds of as many tokens by plain steps, steps with drafts) of so many steps; `taken(step)`: tokens
+    of each row's draft that are taken."""
+    sequences, pending = [seat() for _ in range(rows)], deque[tuple[int, int]]()
+    now_s, off_s, drafted = 0.0, 0.0, 0
+    for step in range(steps + flight):
+        if step < steps:
+            size = choice.drafts(sequences, TABLE)
+            plan = DecodeRows(0, tuple(range(rows)), TABLE, widths=(1 + size,) * rows)
+            choice.dispatched(StepPlan(step, plan), now_s)
+            pending.append((step, size))
+        if pending and (len(pending) == flight or step >= steps):
+            number, size = pending.popleft()
+            now_s += (draft_s if size else PLAIN_S) * noise()
+            drawn = [1 + (min(size, taken(number)) if size else 0) for _ in range(rows)]
+            for sequence, each in zip(sequences, drawn, strict=True):
+                choice.read(sequence, 1 + size, each)
+            choice.done(number, drawn, now_s)
+            off_s, drafted = off_s + drawn[0] * PLAIN_S, drafted + bool(size)
+    return now_s, off_s, drafted
+
+
+def test_drafts_that_are_always_taken_are_verified_nearly_always():
+    took_s, off_s, drafted = run(DraftChoice((3,), by_ngrams=False), 4, 400, 1.6 * PLAIN_S, lambda _: 3)
+    assert drafted > 370 and off_s / took_s > 2.2
+
+
+@pytest.mark.parametrize("draft_s", [1.01, 1.6, 4.0, 50.0])
+def test_drafts_that_are_never_taken_cost_no_more_than_a_few_percent(draft_s: float):
+    took_s, off_s, drafted = run(DraftChoice((3,), by_ngrams=False), 4, 2000, draft_s * PLAIN_S, lambda _: 0)
+    assert took_s <= 1.03 * off_s + 4 * PLAIN_S and (drafted > 0 or draft_s > 2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=30),
+    st.floats(1.0, 8.0),
+    st.integers(1, 3),
+)
+def test_whatever_is_taken_when_what_is_lost_to_drafts_stays_within_its_share(
+    runs: list[tuple[int, int]], ratio: float, flight: int
+):
+    """Also where texts change so that what was learnt is wrong each time."""
+    takes = [taken for count, taken in runs for _ in range(count)]
+    choice = DraftChoice((3,), by_ngrams=False)
+    took_s, off_s, _ = run(choice, 2, len(takes), ratio * PLAIN_S, takes.__getitem__, flight=flight)
+    first = (1 + flight) * max(0.0, ratio - 1)  # estimates before any has ended may be low: what is in flight then
+    assert took_s <= (1 + draft_choice.SHARE) * off_s + (draft_choice.START + first) * PLAIN_S + 1e-9
+
+
+def test_a_machine_whose_times_scatter_tries_drafts_no_more_often():
+    random, choice = Random(1), DraftChoice((3,), by_ngrams=False)
+    scatter = partial(random.choice, (0.9, 1.0, 1.0, 1.1, 3.0))
+    _, _, drafted = run(choice, 2, 3000, 1.5 * PLAIN_S, lambda _: 0, noise=scatter)
+    assert 0 < 0.5 * drafted <= 0.03 * 3000
+
+
+@pytest.mark.parametrize(("taken", "best"), [(0, 0), (1, 1), (3, 3), (7, 7)])
+def test_the_size_is_chosen_that_draws_most_tokens_a_second(taken: int, best: int):
+    each, choice = seat(), DraftChoice((1, 3, 7), by_ngrams=False)
+    for size, ratio in ((0, 1.0), (1, 1.05), (3, 1.6), (7, 3.0)):
+        for _ in range(3):
+            choice.times.learn(size, TABLE, ratio * PLAIN_S)
+    choice.seconds = (2.0 if best else 0.1) * PLAIN_S  # the first draft that may be lost, or too little for a trial
+    for _ in range(200):
+        choice.read(each, 8, 1 + taken)
+    assert choice.drafts([each], TABLE) == best
+
+
+def test_a_row_that_may_draw_no_draft_counts_as_one_token():
+    choice = DraftChoice((3,), by_ngrams=False)
+    assert choice.expected(seat(speculative=False), 3) == choice.expected(seat(repetition_penalty=1.5), 3) == 1.0
+    assert choice.expected(seat(), 3) == pytest.approx(expected_tokens(0.5, 3))
+
+
+def test_an_end_that_never_stood_in_a_sequence_promises_nothing_and_one_that_did_as_much_as_was_taken():
+    choice, each = DraftChoice((3,), by_ngrams=True), seat()
+    each.tail, each.output = (5, 6, 7, 8), [1]
+    for _ in range(20):
+        choice.read(each, 4, 1)
+    unknown = choice.expected(each, 3)
+    each.output += [5, 6]
+    assert unknown < 1.1 and choice.expected(each, 3) > 1.5
+    each.output.append(9)
+    assert choice.expected(each, 3) == unknown
+
+
+def test_plain_steps_are_measured_again_now_and_then():
+    choice = DraftChoice((3,), by_ngrams=False)
+    _, _, drafted = run(choice, 1, 1000, 1.1 * PLAIN_S, lambda _: 3)
+    assert 1000 // (REFRESH + 2) <= 1000 - drafted <= 2 * 1000 // REFRESH + 10
+
+
+def test_a_step_beside_chunks_or_behind_them_is_not_measured():
+    choice, chunks = DraftChoice((3,), by_ngrams=False), PrefillChunks((), 8, 4)
+    rows = DecodeRows(0, (0,), TABLE, widths=(1,))
+    plans = [StepPlan(1, rows, chunks), StepPlan(2, rows), StepPlan(3, None, chunks), StepPlan(4, rows)]
+    for plan in plans:
+        choice.dispatched(plan, 0.0)
+    for number in (1, 2, 4):
+        choice.done(number, [1], 1.0 * number)
+    assert choice.times.plain_s(TABLE) is None and choice.seconds is None
+    for number in (5, 6):
+        choice.dispatched(StepPlan(number, rows), 10.0 * number)
+        choice.done(number, [1], 10.0 * number + 2)
+    assert choice.times.plain_s(TABLE) == pytest.approx(2.0)
+
+
+def test_a_step_that_failed_is_forgotten():
+    choice = DraftChoice((3,), by_ngrams=False)
+    choice.dispatched(StepPlan(1, DecodeRows(0, (0,), TABLE, widths=(4,))), 0.0)
+    choice.failed(1)
+    with pytest.raises(KeyError):
+        choice.done(1, [1], 1.0)
+
+
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_an_end_is_known_where_its_last_two_tokens_stood_there_before(tokens: list[int]):
+    repeats = Repeats()
+    repeats.note(tokens)
+    pairs = list(itertools.pairwise(tokens))
+    assert repeats.known == (bool(pairs) and pairs[-1] in pairs[:-1])
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=60), st.floats(0, 1))
+def test_a_rate_lies_between_none_and_all(steps: list[tuple[int, int]], others: float):
+    acceptance = Acceptance()
+    for drafts, taken in steps:
+        acceptance.learn(drafts, min(drafts, taken))
+    assert 0 <= acceptance.rate(others) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(("rate", "drafts", "tokens"), [(0.0, 3, 1.0), (1.0, 3, 4.0), (0.5, 2, 1.75), (0.9, 0, 1.0)])
+def test_expected_tokens_are_a_geometric_sum(rate: float, drafts: int, tokens: float):
+    assert expected_tokens(rate, drafts) == tokens
