@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
@@ -21,7 +20,7 @@ from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
 from jdisagg.policy.sample import Sample
-from jdisagg.policy.worker_state import MayPromise, WorkerState
+from jdisagg.policy.worker_state import MayPromise, Need, WorkerState
 
 Room = tuple[bool, MayPromise | None]  # whether to ask where there may be none, and where a promise of it will do
 
@@ -87,24 +86,23 @@ class PairSelection:
     def _snapshots(
         self, peers: Iterable[WorkerState], request: Request, row: RequestState, room: Room
     ) -> list[WorkerSnapshot]:
+        need, avoid, (ask_anyway, promises) = Need(request), row.avoid, room
+        follows, priced = self.directory.follows, bool(self.kept.prices)
         names, found = dict[int, tuple[PageHash, ...]](), list[WorkerSnapshot]()
         for peer in peers:
-            config, cached_tokens = peer.config, 0
-            if self.directory.follows(config.worker):
+            config, held = peer.config, 0
+            if follows(config.worker):
                 if config.page_size not in names:
                     names[config.page_size] = row.page_names(config.page_size)
-                cached_tokens = self.directory.cached_tokens(config, names[config.page_size])
-            avoided, (ask_anyway, promises) = config.worker in row.avoid, room
-            known = partial(peer.snapshot, avoided=avoided, cached_tokens=cached_tokens)
-            look = known(request, ask_anyway=ask_anyway, may_promise=promises)
-            reach = self._reach(config, request, row, cached_tokens)
+                held = self.directory.cached_tokens(config, names[config.page_size])
+            avoided = config.worker in avoid
+            look = peer.snapshot(need, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=held, may_promise=promises)
+            reach = self._reach(config, request, row, held) if priced and config.role.prefills else None
             found.append(look if reach is None else look._replace(reach=reach))
         return found
 
     def _reach(self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int) -> Reach | None:
         """What it could fetch of the row's prompt, where it is to compute it."""
-        if not (self.kept.prices and config.role.prefills):
-            return None
         names = row.page_names(config.page_size)[: readable_pages(request, config)]
         return self.kept.reach(config, names, cached_tokens // config.page_size)
 

@@ -109,7 +109,7 @@ class RequestTable:
             peer = self.peers.get(worker) if worker is not None else None
             if peer is not None:
                 peer.release(row.request_id)
-                peer.unanswered.pop(row.attempt, None)
+                peer.withdraw(row.attempt)
 
     def _abort_attempt(self, row: RequestState, detail: str, now_s: float, gone: WorkerId | None) -> None:
         """Tells every worker that still holds something of the attempt; `gone` holds nothing any more."""

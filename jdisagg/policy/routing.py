@@ -39,6 +39,8 @@ from jdisagg.policy.predicted import choose_predicted
 # ------------------------------------------------------------------ what a worker costs
 
 Cost = Callable[[WorkerSnapshot], Parts]
+ROLES = tuple(Role)
+FEW = 64  # that are sorted sooner than the best of them are picked
 
 
 def work(snapshot: WorkerSnapshot) -> Parts:
@@ -74,8 +76,11 @@ def prompt_there(snapshots: Sequence[WorkerSnapshot], routed: RoutingRequest) ->
         missing = most - snapshot.cached_tokens
         if missing <= 0:
             return here
-        fetched = (("prefill", routed.prefill(routed.prompt_tokens, most)), ("fetch", routed.fetch(missing)))
-        return min(here, (here[0], *fetched), key=lambda parts: sum(part for _, part in parts))
+        fetch = routed.fetch(missing)
+        if fetch == math.inf:
+            return here
+        fetched = (here[0], ("prefill", routed.prefill(routed.prompt_tokens, most)), ("fetch", fetch))
+        return fetched if total(fetched) < total(here) else here
 
     return cost
 
@@ -102,12 +107,20 @@ def end_there(routed: RoutingRequest) -> Cost:
 # ------------------------------------------------------------------ pairs
 
 
+def by_role(snapshots: Sequence[WorkerSnapshot]) -> tuple[list[WorkerSnapshot], ...]:
+    """In the order of `Role`."""
+    found = tuple(list[WorkerSnapshot]() for _ in ROLES)
+    for snapshot in snapshots:
+        found[ROLES.index(snapshot.role)].append(snapshot)
+    return found
+
+
 def choose_pair(
     snapshots: Sequence[WorkerSnapshot], routed: RoutingRequest | None = None, routing: Routing | None = None
 ) -> Choice:
     """The pair for `routed` by `routing`; the least loaded where none is named."""
     routed, routing = routed or RoutingRequest(), routing or Routing.LEAST_LOADED
-    prefills, decodes, colocated = ([snapshot for snapshot in snapshots if snapshot.role is role] for role in Role)
+    prefills, decodes, colocated = by_role(snapshots)
     match routing:
         case Routing.PAIR_AFFINITY:
             return _partners(prefills, decodes, colocated)
@@ -138,7 +151,9 @@ def _ranked(
             rank = FAILED if snapshot.avoided else APART if apart is not None and apart(snapshot) else FREELY
             parts = cost(snapshot)
             able.append((rank, total(parts), snapshot.served, snapshot.worker, parts))
-    best = heapq.nsmallest(SHOWN, able)  # no two have the same name: parts are never compared
+    best = (
+        heapq.nsmallest(SHOWN, able) if len(able) > FEW else sorted(able)[:SHOWN]
+    )  # no two have the same name: parts are never compared
     return tuple(Candidate(worker, rank, parts, served) for rank, _, served, worker, parts in best)
 
 

@@ -14,6 +14,25 @@ from jdisagg.policy.planning import predicted_pages
 MayPromise = Callable[["WorkerState"], bool]
 
 
+class Need:
+    """What a request asks of every worker that is weighed for it, reckoned once for all of them."""
+
+    __slots__ = ("_pages", "request", "scored", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens = request.prompt_tokens + request.sampling.max_tokens
+        self.scored = request.sampling.prompt_logprobs is not None
+        self._pages: dict[tuple[int, int], int] = {}
+
+    def pages(self, config: WorkerConfig) -> int:
+        """Of a reservation."""
+        key = config.page_size, config.reserve_tokens
+        if key not in self._pages:
+            self._pages[key] = predicted_pages(self.request, config)
+        return self._pages[key]
+
+
 def empty_view(config: WorkerConfig) -> View:
     """Of a worker that holds nothing."""
     return View(config.num_pages, config.num_slots + config.reservations_ahead, 0, 0)
@@ -27,6 +46,7 @@ class WorkerState:
     view: View = field(init=False)
     # pages of reservations asked for, not yet answered
     unanswered: dict[Attempt, int] = field(default_factory=dict[Attempt, int])
+    asked_pages: int = 0  # sum of those
     full: bool = False  # it refused since its last word
     leaving: bool = False  # it ends what it has, and is sent nothing more
     served: int = 0
@@ -43,11 +63,19 @@ class WorkerState:
     # ------------------------------------------------------------ reservations
 
     def ask(self, attempt: Attempt, request: Request, *, ahead: bool = False) -> None:
-        self.unanswered[attempt] = 0 if ahead else predicted_pages(request, self.config)
+        self.withdraw(attempt)
+        self.unanswered[attempt] = pages = 0 if ahead else predicted_pages(request, self.config)
+        self.asked_pages += pages
+
+    def withdraw(self, attempt: Attempt) -> int:
+        """Nothing is asked for it any more; the pages that were."""
+        pages = self.unanswered.pop(attempt, 0)
+        self.asked_pages -= pages
+        return pages
 
     def answered(self, attempt: Attempt, *, held: bool, ahead: bool = False) -> None:
         """It is held, or promised (`ahead`), or not."""
-        pages = self.unanswered.pop(attempt, 0)
+        pages = self.withdraw(attempt)
         if ahead:
             return
         if held:
@@ -68,11 +96,12 @@ class WorkerState:
         """Whether the empty worker would do: the request fits to the very end, whose last token is never fed."""
         return request.prompt_tokens + request.sampling.max_tokens <= self.longest
 
-    def has_reservation_room(self, request: Request) -> bool:
+    def has_reservation_room(self, need: Need) -> bool:
         """Whether a reservation is free, as far as is known."""
-        if self.full or self.view.free_slots <= len(self.unanswered):
+        view = self.view
+        if self.full or view.free_slots <= len(self.unanswered):
             return False
-        return self.view.free_pages - sum(self.unanswered.values()) >= predicted_pages(request, self.config)
+        return view.free_pages - self.asked_pages >= need.pages(self.config)
 
     # ------------------------------------------------------------ work
 
@@ -97,7 +126,7 @@ class WorkerState:
 
     def snapshot(
         self,
-        request: Request,
+        need: Need,
         *,
         avoided: bool,
         ask_anyway: bool,
@@ -105,14 +134,14 @@ class WorkerState:
         may_promise: MayPromise | None = None,
     ) -> WorkerSnapshot:
         """may_promise: whether a place will do, where the request takes its pages later."""
-        room = now = self.could_hold(request) and not self.leaving
-        role = self.config.role
+        config = self.config
+        room = now = need.tokens <= self.longest and not self.leaving
+        role = config.role
         if room and role is not Role.PREFILL:
-            room = now = self.has_reservation_room(request) or (ask_anyway and not self.unanswered)
+            room = now = self.has_reservation_room(need) or (ask_anyway and not self.unanswered)
             if may_promise is not None and role is Role.DECODE:
                 room = may_promise(self)
-        scored = request.sampling.prompt_logprobs is not None  # then all of it is computed, where there is room for it
-        short = 0 if scored else self.config.short_prompt_tokens
+        short = 0 if need.scored else config.short_prompt_tokens  # a scored prompt is computed whole
         return WorkerSnapshot(
-            self.config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short, now
+            config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short, now
         )
