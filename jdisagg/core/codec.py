@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from jdisagg.core import events, messages, steps, tiers
+from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import DecodeError
 from jdisagg.core.labels import Labels
 from jdisagg.core.ledger import Ledger
@@ -48,7 +49,7 @@ NOUNS: dict[str, type] = {
         *_dataclasses_of(messages),
         *_dataclasses_of(events),
         *_dataclasses_of(tiers),
-        *(Attempt, Request, SamplingParams, Sampled, Ledger, Labels, WorkerConfig, RouterConfig),
+        *(Adapter, Attempt, Request, SamplingParams, Sampled, Ledger, Labels, WorkerConfig, RouterConfig),
     )
 }
 

@@ -45,7 +45,7 @@ class Reserve:
     lease_s: float  # the reservation is given up when nothing was heard of its source for this long
     arrival_s: float = 0.0  # as in Request, and so are the next two
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: str = ""  # the request's salt, which its adapter is in
     page_names: bytes = b""  # of the prompt's full pages of the decode worker's size, one behind the other; none: empty
     holders: tuple[Holder, ...] = ()  # where the prompt is computed here, as in StartPrefill
     reserve: Reserving = Reserving.EARLY  # else promise a place only: pages are taken when the source claims them

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NewType, cast
 
+from jdisagg.core.adapters import DIGEST, NAME, SALT, Adapter, salted
 from jdisagg.core.errors import IllegalTransition, RequestError, TooLong
 
 RequestId = NewType("RequestId", str)
@@ -45,6 +46,7 @@ class SamplingParams:
     synchronous: bool = False  # every token is read by the host before the next is drawn (as a grammar's mask needs)
     speculative: bool = True  # whether several tokens of it may be drawn in one step, of a draft
     grammar: str = ""  # that the answer must follow, in llguidance's words; one that has any is synchronous
+    adapter: Adapter | None = None  # what is added to the model's weights, which draws by another law
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +78,7 @@ class SamplingParams:
             if value is not None:
                 _check_whole(field, value, 0, MAX_LOGPROBS)
         _check_grammar(self)
+        _check_adapter(self.adapter)
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids", token, 0, vocab_size - 1)
@@ -102,6 +105,14 @@ def _check_grammar(sampling: SamplingParams) -> None:
             f"min_tokens is {sampling.min_tokens} beside a grammar, which says itself where an answer ends",
             param="min_tokens",
         )
+
+
+def _check_adapter(adapter: Any) -> None:
+    if adapter is None:
+        return
+    named = isinstance(adapter, Adapter) and NAME.fullmatch(adapter.name) and DIGEST.fullmatch(adapter.digest)
+    if not named:
+        raise RequestError(f"adapter is {_shown(adapter)}, must be one that was loaded", param="model")
 
 
 def _check_whole(field: str, value: Any, low: int, high: int) -> None:
@@ -154,6 +165,11 @@ class Request:
         return len(self.prompt)
 
     @property
+    def salt(self) -> str:
+        """What its KV is named by, beside its tokens."""
+        return salted(self.cache_salt, self.sampling.adapter)
+
+    @property
     def has_objectives(self) -> bool:
         """Whether it says how soon its tokens are to come."""
         return self.ttft_s is not None or self.tpot_s is not None
@@ -187,6 +203,8 @@ class Request:
         name: Any = self.request_id
         if not isinstance(name, str) or not 0 < len(name) <= LONGEST_ID or not name.isprintable():
             raise RequestError(f"request_id is {_shown(name)}, must be a printable text", param="request_id")
+        if self.cache_salt.startswith(SALT):
+            raise RequestError("cache_salt begins with a NUL, which names of adapters do", param="cache_salt")
         _check_whole("priority", self.priority, -LARGEST, LARGEST)
         _check_range("arrival_s", self.arrival_s, -math.inf, math.inf)
         if self.queue_deadline_s is not None:

@@ -47,7 +47,7 @@ class Digests(StrEnum):
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
 MAY_BE_NONE = (
     *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "short_prompt_tokens"),
-    *("part_tries", "kv_token_bytes", "dram_pages", "disk_pages"),
+    *("part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
@@ -114,6 +114,8 @@ class WorkerConfig:
     shared_pool: bool = False  # pages are put into a pool that all workers share, and fetched from it
     peer_fetch: bool = False  # pages that other workers hold are fetched from them, and lent to them
     tier_wire: str = RAW  # what pages below HBM, or from another worker, are quantised to
+    max_loras: int = 0  # adapters that one step may hold; 0: none, and rows without any cost nothing
+    max_lora_rank: int = 0  # of each
     router_grace_s: float = 0.0  # that it keeps what it decodes when its router is gone; 0: not at all
 
     @property
@@ -145,6 +147,8 @@ class WorkerConfig:
         if self.prefill_stages > 1 and self.role is not Role.PREFILL:
             raise ConfigError(f"{self.worker}: {self.prefill_stages} prefill stages of a worker that is {self.role}")
         self._check_ring()
+        if self.max_loras and not self.max_lora_rank:
+            raise ConfigError(f"{self.worker}: max_lora_rank is 0 beside {self.max_loras} max_loras")
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
             raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
         for name in ("ack_timeout_s", "claim_timeout_s", "error_bound", "part_timeout_s", "router_grace_s"):
@@ -171,6 +175,11 @@ class WorkerConfig:
     def pipeline_stages(self) -> int:
         """Programs, each on its own devices, that a step goes through one after the other."""
         return self.num_microbatches if self.role.decodes else self.prefill_stages
+
+    @property
+    def adapter_columns(self) -> int:
+        """What a row of a step says more where rows may have adapters."""
+        return 1 if self.max_loras else 0
 
     @property
     def slots_per_microbatch(self) -> int:

@@ -23,6 +23,7 @@ from jax import Array
 from jdisagg.core.request import BROKEN, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
@@ -37,6 +38,7 @@ from jdisagg.engine.sampling import (
 )
 from jdisagg.engine.sampling_metadata import Put, SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.low_rank import NONE
 from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Program, Submesh
 
@@ -122,11 +124,22 @@ class Microbatch:
         delta[:ENABLED, row] = admission.token, admission.position, 1
 
     def table_on(self, submesh: Submesh | RingMesh, width: int) -> Array:
-        """i32[B, width] on every shard of `submesh`; sent only if it changed since."""
+        """i32[B, width] on every shard of `submesh`, one wider with adapters; sent only if it changed since."""
         held = self.tables.get(submesh)
-        if held is None or held.shape[1] != width:
-            held = self.tables[submesh] = submesh.put(self.table[:, :width].copy())
+        if held is None or held.shape[1] != width + (self.rows.adapters is not None):
+            table = self.table[:, :width]
+            parts = [table] if self.rows.adapters is None else [table, self.rows.adapters[:, None]]
+            held = self.tables[submesh] = submesh.put(np.concatenate(parts, axis=1))
         return held
+
+    def find_adapters(self, slots: AdapterSlots, active: Sequence[int]) -> None:
+        """Where the adapters of the active rows are now; they go with the page tables, as their last column."""
+        running = {slot - self.first_slot for slot in active}
+        found = [slots.slot_of(each) for each in self.sampling]
+        found = [slot if row in running else max(slot, NONE) for row, slot in enumerate(found)]
+        if self.rows.adapters is None or self.rows.adapters.tolist() != found:
+            self.rows.adapters = np.array(found, np.int32)
+            self.tables.clear()
 
     def send_changes(self, plan: DecodeRows, steer: Program, set_row: Callable[..., Counts]) -> None:
         """What the plan changes goes there, as one small delta; nothing in steady state."""

@@ -19,12 +19,15 @@ from jax import Array
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.lookup import by_rows
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
+from jdisagg.model.adapted_params import with_room
+from jdisagg.model.low_rank import Room
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
@@ -36,7 +39,7 @@ SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are mad
 class Chunks:
     """A packed prefill chunk on one submesh: T rows (padding last), S sequences (unused ones hold no row)."""
 
-    rows: Array  # i32[3, T]: token, position, page (0 for padding)
+    rows: Array  # i32[3, T]: token, position, page (0 for padding); a fourth, where there are any: slot of its adapter
     spans: Array  # i32[2, S + 1]: kv_lens and a zero; cu_q_lens
     table: Array  # i32[S, W]
 
@@ -52,9 +55,15 @@ class MixedOut(NamedTuple):
 class LayerGroupPrograms:
     """The programs of layers `layers` of the model on `submesh`, whether or not weights and pages exist."""
 
-    def __init__(self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams, room: Room | None = None
+    ) -> None:
+        """room: for adapters of rows; None where rows have none."""
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.adapters: SlotPrograms | None = None
+        if room is not None:
+            self.params = adapted = with_room(self.params, config, layers, room, submesh)
+            self.adapters = SlotPrograms(adapted, submesh)
         self.sparse = [layer for layer in layers if config.is_sparse(layer)]
         counts = 1 if self.sparse else 0  # i32[layers with experts, experts], see `expert_load.py`
         self.decode_program = self._program(self._decode, 3, 1 + counts)
@@ -62,6 +71,14 @@ class LayerGroupPrograms:
         self.mixed_program = self._program(self._mixed, 6, (3 if self.is_last else 1) + counts)
         self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
         self.score_program = submesh.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.config.num_layers
 
     def _program(self, function: Callable[..., Any], arguments: int, results: int) -> Program:
         """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
@@ -72,7 +89,8 @@ class LayerGroupPrograms:
     @property
     def programs(self) -> list[Program]:
         layers = [self.decode_program, self.prefill_program, self.mixed_program]
-        return [*layers, self.head_program, self.score_program]
+        slots = [self.adapters.fill] if self.adapters else []
+        return [*layers, self.head_program, self.score_program, *slots]
 
     # ------------------------------------------------------------ what one shard runs
 
@@ -81,15 +99,23 @@ class LayerGroupPrograms:
         return stage, stage.embed_tokens(tokens) if x is None else x
 
     def _layers(
-        self, stage: Stage, pools: list[Array], rows: DecodeRows | None, chunks: ChunkRows | None, live: Array
+        self,
+        stage: Stage,
+        pools: list[Array],
+        rows: DecodeRows | None,
+        chunks: ChunkRows | None,
+        live: Array,
+        adapters: list[Array],
     ) -> PagedLayers:
-        return PagedLayers(pools, rows, chunks, stage.attention, self.config.experts, live)
+        slots = jnp.concatenate(adapters) if adapters else None
+        return PagedLayers(pools, rows, chunks, stage.attention, self.config.experts, live, slots)
 
-    def _slots(self, pools: list[Array], table: Array, state: Array) -> DecodeRows:
+    def _slots(self, pools: list[Array], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
-        slots, whose rows (a token and its draft) lie one behind the other."""
+        slots, whose rows (a token and its draft) lie one behind the other. Adapters' slots are its last column."""
         table = jnp.repeat(table, state.shape[1] // table.shape[0], axis=0)
-        return decode_rows(table, state[1], running(state), pools[0].shape[3])
+        table, adapters = (table[:, :-1], [table[:, -1]]) if self.adapters else (table, [])
+        return decode_rows(table, state[1], running(state), pools[0].shape[3]), adapters
 
     def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:
         return ChunkRows(table, spans[0, :-1], spans[1], rows[2], rows[1] % pools[0].shape[3])
@@ -98,7 +124,8 @@ class LayerGroupPrograms:
         self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, state[0])
-        layers = self._layers(stage, pools, self._slots(pools, table, state), None, running(state))
+        slots, adapters = self._slots(pools, table, state)
+        layers = self._layers(stage, pools, slots, None, running(state), adapters)
         x = stage.run_layers(x, state[1], layers)
         return layers.pools, stage.logits(x) if self.is_last else x, *layers.counts
 
@@ -106,7 +133,8 @@ class LayerGroupPrograms:
         self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, rows[0])
-        layers = self._layers(stage, pools, None, self._chunks(pools, rows, spans, table), in_chunks(rows, spans))
+        chunks, live = self._chunks(pools, rows, spans, table), in_chunks(rows, spans)
+        layers = self._layers(stage, pools, None, chunks, live, [*rows[3:]])
         x = stage.run_layers(x, rows[1], layers)
         return layers.pools, x, *layers.counts
 
@@ -124,14 +152,16 @@ class LayerGroupPrograms:
         """Activations [B + T, hidden] of slots and chunks; of the last group the logits of the slots [B, V] and after
         each chunk [S, V], and the activations [T, hidden] of the chunks."""
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
-        kinds = self._slots(pools, slot_table, state), self._chunks(pools, rows, spans, table)
-        layers = self._layers(stage, pools, *kinds, jnp.concatenate([running(state), in_chunks(rows, spans)]))
+        slots, adapters = self._slots(pools, slot_table, state)
+        kinds = slots, self._chunks(pools, rows, spans, table)
+        live = jnp.concatenate([running(state), in_chunks(rows, spans)])
+        layers = self._layers(stage, pools, *kinds, live, [*adapters, *rows[3:]])
         x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), layers)
         if not self.is_last:
             return layers.pools, x, *layers.counts
-        slots, chunks = x[: state.shape[1]], x[state.shape[1] :]
+        rows_of_slots, chunks = x[: state.shape[1]], x[state.shape[1] :]
         ends = jnp.maximum(spans[1, 1:] - 1, 0)
-        logits = stage.logits(jnp.concatenate([slots, chunks[ends]]))
+        logits = stage.logits(jnp.concatenate([rows_of_slots, chunks[ends]]))
         return layers.pools, logits[: state.shape[1]], logits[state.shape[1] :], chunks, *layers.counts
 
     def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
@@ -175,8 +205,9 @@ class LayerGroup(LayerGroupPrograms):
         submesh: Submesh,
         layout: KVLayout,
         num_pages: int,
+        room: Room | None = None,
     ) -> None:
-        super().__init__(config, layers, submesh, params)
+        super().__init__(config, layers, submesh, params, room)
         self.kv = StagePages(layout, layers, num_pages, submesh)
         self.load = ExpertLoad(self.sparse, config.experts)
 

@@ -28,11 +28,12 @@ from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.tiers import PageMove
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.programs import ProgramTable, submeshes_of, transfer_programs_of
+from jdisagg.engine.programs import ProgramTable, room_of, submeshes_of, transfer_programs_of
 from jdisagg.engine.ring_declarations import RingTable
 from jdisagg.engine.ring_runner import Ring, RingRunner
 from jdisagg.engine.runner import Runner
@@ -138,18 +139,19 @@ class MeshExecutor:
         self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars)
         self.error_monitor = ErrorMonitor(config.error_bound)
         self.ring: Ring | None = None
+        room = room_of(config, dtype)
         if config.ring_stages > 1:
             cut, mesh = ring_cut(model, config.ring_stages), RingMesh(devices, config.ring_stages)
             assert tuple(layers) == cut.runs, (layers, cut.runs)
             params = load_ring(source, model, cut, mesh, dtype, weights)
-            self.ring = Ring(config, model, layout, cut, mesh, params)
+            self.ring = Ring(config, model, layout, cut, mesh, params, room)
             self.layer_groups: list[Any] = list(self.ring.stages)
         else:
             submeshes = submeshes_of(config, len(layers), devices)
             cuts = list(zip(layers, submeshes, strict=True))
             loaded = [load(source, model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [
-                LayerGroup(params, model, run, submesh, layout, config.num_pages)
+                LayerGroup(params, model, run, submesh, layout, config.num_pages, room)
                 for params, (run, submesh) in zip(loaded, cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
@@ -164,10 +166,16 @@ class MeshExecutor:
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
         self._warming = Lock()  # a machine's peers warm what it receives by; pools are written in place
 
+    def _adapters(self) -> AdapterSlots | None:
+        owners = [self.ring] if self.ring is not None else self.layer_groups
+        programs = [owner.adapters for owner in owners if owner.adapters is not None]
+        config = self.config
+        return AdapterSlots(self.model, programs, config.max_loras, config.max_lora_rank) if programs else None
+
     def _runner(self) -> Runner | RingRunner:
         if self.ring is not None:
-            return RingRunner(self.ring, self.config, self.place.grammars)
-        return Runner(self.layer_groups, self.config, self.model.vocab_size, self.place.grammars)
+            return RingRunner(self.ring, self.config, self.place.grammars, self._adapters())
+        return Runner(self.layer_groups, self.config, self.model.vocab_size, self.place.grammars, self._adapters())
 
     def owner(self, declared: DeclaredProgram) -> Any:
         """What holds the weights and pools that the program reads: a layer group, or the ring behind its stages."""

@@ -20,6 +20,7 @@ from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import AttentionOptions
 from jdisagg.engine.attention import ChunkRows, DecodeRows, paged_attend
 from jdisagg.engine.expert_load import tokens_sent
+from jdisagg.model.low_rank import give_rows
 from jdisagg.model.network import Layer, OptionsOf
 from jdisagg.model.rope import Rotation
 
@@ -39,9 +40,11 @@ class PagedLayers:
         options_of: OptionsOf,
         experts: Experts | None,
         live: Array,
+        adapters: Array | None = None,
     ) -> None:
+        """adapters: i32[T], the slot of each row's (`low_rank.py`), where rows may have any."""
         self.pools, self.options_of, self.experts = list(pools), options_of, experts
-        self._inputs = rows, chunks, live
+        self._inputs = rows, chunks, live, adapters
         self._kinds: dict[Any, Callable[..., tuple[Array, Array, list[Array]]]] = {}
         self._sent: list[Array] = []
 
@@ -71,6 +74,7 @@ def _layer(
     rows: DecodeRows | None,
     chunks: ChunkRows | None,
     live: Array,
+    adapters: Array | None,
 ) -> tuple[Array, Array, list[Array]]:
     """Activations and pool after one layer, and of one with experts the tokens each was sent."""
     pools, sent = [pool], []
@@ -80,5 +84,7 @@ def _layer(
         sent.append(tokens_sent(experts, chosen, live))
 
     attend = paged_attend(pools, rows, chunks, lambda _: options)
-    x = nnx.merge(graph, leaves)(x, rotation, 0, attend, routed)
+    layer = nnx.merge(graph, leaves)
+    give_rows(layer, adapters)
+    x = layer(x, rotation, 0, attend, routed)
     return x, pools[0], sent

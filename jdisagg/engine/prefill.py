@@ -18,11 +18,13 @@ from jax import Array
 from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.steps import PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.layer_group import Chunks, LayerGroup
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.low_rank import NONE
 from jdisagg.parallel.submesh import Program, Submesh
 
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]
@@ -34,7 +36,7 @@ MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logp
 class Packed:
     """A plan's numbers as the programs take them, on the host. T rows, S sequences."""
 
-    rows: np.ndarray  # i32[3, T]: token, position, page
+    rows: np.ndarray  # i32[3, T]: token, position, page; of a machine with adapters a fourth, its slot
     spans: np.ndarray  # i32[2, S + 1]
     table: np.ndarray  # i32[S, W]
     first_rows: np.ndarray  # i32[S + 1]: where each chunk begins
@@ -50,10 +52,11 @@ class Packed:
         return np.append(self.rows[0, 1:], np.int32(0))
 
 
-def pack(plan: PrefillChunks, config: WorkerConfig) -> Packed:
+def pack(plan: PrefillChunks, config: WorkerConfig, adapters: AdapterSlots | None = None) -> Packed:
     """Chunks one after another, padding rows last on the null page."""
     assert len(plan.chunks) <= config.max_chunk_seqs and plan.num_tokens <= plan.bucket_tokens, plan
-    rows = np.zeros((3, plan.bucket_tokens), np.int32)
+    rows = np.zeros((3 if adapters is None else 4, plan.bucket_tokens), np.int32)
+    rows[3:] = NONE
     spans = np.zeros((2, config.max_chunk_seqs + 1), np.int32)
     table = np.zeros((config.max_chunk_seqs, config.table_buckets[-1]), np.int32)
     row = 0
@@ -62,6 +65,8 @@ def pack(plan: PrefillChunks, config: WorkerConfig) -> Packed:
         positions, pages = np.arange(chunk.start, length), np.array(chunk.pages, np.int32)
         rows[0, row:stop], rows[1, row:stop] = chunk.tokens, positions
         rows[2, row:stop] = pages[positions // config.page_size]
+        if adapters is not None:
+            rows[3, row:stop] = adapters.slot_of(chunk.sampling)
         table[index, : len(pages)] = pages
         spans[0, index], spans[1, index + 1 :] = length, stop
         row = stop

@@ -21,6 +21,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.reshard import Route, StageShape, plan_routes
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import RAW, WorkerConfig
+from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.draft_declarations import declared_drafts
@@ -32,6 +33,7 @@ from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
+from jdisagg.model.low_rank import Room
 from jdisagg.model.params import abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
@@ -78,7 +80,7 @@ class ProgramTable:
                 found += declared_drafts(self.drafts, self._drawn(slots), self._drawn(rows), length)
         if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
             found += [each for tokens in self.config.prefill_buckets for each in self._mixed(tokens)]
-        return found
+        return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
         """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
@@ -143,10 +145,9 @@ class ProgramTable:
         )
 
     def _prefills(self, tokens: int) -> Iterator[DeclaredProgram]:
-        sequences, width = self.config.max_chunk_seqs, self.config.table_buckets[-1]
+        sequences, shapes = self.config.max_chunk_seqs, chunk_shapes(self.config, tokens)
         for stage, group in enumerate(self.layer_groups):
-            ints = [(3, tokens), (2, sequences + 1), (sequences, width)]
-            batch = (*(whole(group.submesh, shape) for shape in ints), self._activations(group, tokens))
+            batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, tokens))
             yield self._layers("prefill", stage, tokens, tokens, group.prefill_program, batch)
         last, stage = self.layer_groups[-1], len(self.layer_groups) - 1
         submesh, weights = last.submesh, abstract(last.params.leaves)
@@ -156,33 +157,29 @@ class ProgramTable:
             ends.append(("score", last.score_program, tokens))
         for kind, program, rows in ends:
             room = 2 * local_bytes(x) + logit_bytes(self.model, min(rows, max(sequences, SCORE_ROWS)))
-            yield DeclaredProgram(
-                kind,
-                stage,
-                tokens,
-                program,
-                (x, whole(submesh, (rows,))),
-                submesh,
-                weights=weights,
-                batch_bytes=room,
-                collectives=_gathers(last),
-            )
+            what, batch = (kind, stage, tokens, program), (x, whole(submesh, (rows,)))
+            gathers = _gathers(last)
+            yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room, collectives=gathers)
 
     def _decodes(self, kind: str, width: int, rows: int) -> Iterator[DeclaredProgram]:
         """Of so many rows: one a slot, or more where drafts are verified."""
         slots = self.config.slots_per_microbatch
         for stage, group in enumerate(self.layer_groups):
             submesh = group.submesh
-            batch = (whole(submesh, (slots, width)), whole(submesh, (4, rows)), self._activations(group, rows))
+            batch = (
+                whole(submesh, (slots, width + self.config.adapter_columns)),
+                whole(submesh, (4, rows)),
+                self._activations(group, rows),
+            )
             yield self._layers(kind, stage, width, rows, group.decode_program, batch)
 
     def _mixed(self, tokens: int) -> Iterator[DeclaredProgram]:
         """Slots with the widest table, and chunks; their logits are made with the layers."""
         config = self.config
-        slots, sequences, width = config.slots_per_microbatch, config.max_chunk_seqs, config.table_buckets[-1]
+        slots, width = config.slots_per_microbatch, config.table_buckets[-1] + config.adapter_columns
+        shapes = [(slots, width), (4, slots), *chunk_shapes(config, tokens)]
         for stage, group in enumerate(self.layer_groups):
-            ints = [(slots, width), (4, slots), (3, tokens), (2, sequences + 1), (sequences, width)]
-            batch = (*(whole(group.submesh, shape) for shape in ints), self._activations(group, slots + tokens))
+            batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, slots + tokens))
             yield self._layers("mixed", stage, tokens, slots + tokens, group.mixed_program, batch)
 
     def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
@@ -248,9 +245,9 @@ def abstract_table(
     weights: WeightFormat = AS_MADE,
 ) -> ProgramTable:
     """Of a worker that need not exist; arguments as those of `MeshExecutor`, devices perhaps of a topology."""
-    submeshes = submeshes_of(config, len(layers), devices)
+    submeshes, room = submeshes_of(config, len(layers), devices), room_of(config, dtype)
     groups = [
-        LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype, weights))
+        LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype, weights), room)
         for run, submesh in zip(layers, submeshes, strict=True)
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None
@@ -258,6 +255,17 @@ def abstract_table(
     drafts = DraftPrograms(config.draft_tokens) if config.role.decodes and config.draft_tokens else None
     transfers = transfer_programs_of(config, submeshes)
     return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts)
+
+
+def chunk_shapes(config: WorkerConfig, tokens: int) -> list[tuple[int, ...]]:
+    """Of the numbers of a step's packed chunks, see `layer_group.Chunks`."""
+    sequences = config.max_chunk_seqs
+    return [(3 + config.adapter_columns, tokens), (2, sequences + 1), (sequences, config.table_buckets[-1])]
+
+
+def room_of(config: WorkerConfig, dtype: DTypeLike) -> Room | None:
+    """For adapters; None where there are none."""
+    return Room(config.max_loras, config.max_lora_rank, jnp.dtype(dtype)) if config.max_loras else None
 
 
 def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut
+from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import decode_rows
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, TOKEN, draw, draw_greedy, steered
 from jdisagg.engine.grammar_masks import masked
@@ -26,7 +27,10 @@ from jdisagg.engine.layer_group import running
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
 from jdisagg.kv.ring_pools import RING_POOL_SPEC, ring_pool_format
+from jdisagg.model.adapted_params import ring_with_room
+from jdisagg.model.low_rank import Room
 from jdisagg.model.network import Stage
+from jdisagg.model.params import StageParams
 from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.ring import RING, RingMesh
 from jdisagg.parallel.submesh import WHOLE, Program
@@ -37,7 +41,7 @@ PLAIN, DRAWN, SCORED = "plain", "drawn", "scored"  # what a dispatch draws: argm
 class Slots(NamedTuple):
     """What a dispatch knows of all slots, [.., S]; inside a program [.., pp, B]."""
 
-    table: Array  # i32[S, W]
+    table: Array  # i32[S, W], one wider with adapters, whose slots come last
     state: Array  # i32[4, S], see `decode.py`
     left: Array  # i32[S]: tokens that each slot may draw in this dispatch
     turns: Array  # i32[]: the most of them
@@ -72,10 +76,21 @@ class RingPrograms:
     """The programs of a ring, whether or not weights and pages exist."""
 
     def __init__(
-        self, model: ModelConfig, cut: RingCut, ring: RingMesh, params: RingParams, num_slots: int, most_turns: int
+        self,
+        model: ModelConfig,
+        cut: RingCut,
+        ring: RingMesh,
+        params: RingParams,
+        num_slots: int,
+        most_turns: int,
+        room: Room | None = None,
     ) -> None:
+        """room: for adapters of rows; None where rows have none."""
         assert num_slots % ring.pp == 0, (num_slots, ring.pp)
-        self.model, self.cut, self.ring, self.params = model, cut, ring, params
+        self.model, self.cut, self.ring = model, cut, ring
+        adapted = None if room is None else ring_with_room(params, model, cut, room, ring)
+        self.params: StageParams = adapted or params
+        self.adapters = None if adapted is None else SlotPrograms(adapted, ring)
         self.rows, self.most_turns = num_slots // ring.pp, most_turns
         self.sparse = [place for place, layer in enumerate(cut.numbers) if model.is_sparse(layer)]
         self.turns = {kind: self._turns_program(kind) for kind in (PLAIN, DRAWN, SCORED)}
@@ -84,7 +99,8 @@ class RingPrograms:
 
     @property
     def programs(self) -> list[Program]:
-        return [*self.turns.values(), self.steer, self.set_row_program]
+        slots = [self.adapters.fill] if self.adapters else []
+        return [*self.turns.values(), self.steer, self.set_row_program, *slots]
 
     def set_row(self, counts: Counts, slot: Array, prompt: Array, output: Array) -> Counts:
         return self.set_row_program(counts, slot, prompt, output)[0]
@@ -162,9 +178,11 @@ class RingPrograms:
         mine, age = (t - here) % pp, t - here
         state = _at(carry.state, mine, 1)
         alive = running(state) & (_at(carry.left, mine) > 0) & (age >= 0) & (age < slots.turns * pp)
-        rows = decode_rows(_at(slots.table, mine), state[POSITION], alive, carry.pools[0].shape[3])
+        table = _at(slots.table, mine)
+        table, adapters = (table[:, :-1], table[:, -1]) if self.adapters else (table, None)
+        rows = decode_rows(table, state[POSITION], alive, carry.pools[0].shape[3])
         held = jnp.array([[layer is not None for layer in row] for row in self.cut.places])[here]
-        layers = PagedLayers(carry.pools, rows, None, stage.attention, self.model.experts, alive)
+        layers = PagedLayers(carry.pools, rows, None, stage.attention, self.model.experts, alive, adapters)
         x = stage.run_layers(x, state[POSITION], layers, held)
         load = carry.load
         if load is not None:

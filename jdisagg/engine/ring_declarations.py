@@ -16,7 +16,7 @@ from jdisagg.core.stages import RingCut, ring_cut
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes
-from jdisagg.engine.programs import ProgramTable, abstract, activation_bytes, transfer_programs_of
+from jdisagg.engine.programs import ProgramTable, abstract, activation_bytes, room_of, transfer_programs_of
 from jdisagg.engine.ring import PLAIN, RingPrograms, Slots
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
 from jdisagg.kv.ring_pools import abstract_ring_pool
@@ -44,7 +44,8 @@ class RingTable(ProgramTable):
     def steps(self) -> list[DeclaredProgram]:
         widths = self.config.table_buckets
         turns = [self._turns(kind, program, width) for kind, program in self._ring.turns.items() for width in widths]
-        return [*turns, *self._changes()]
+        adapters = self._ring.adapters
+        return [*turns, *self._changes(), *([] if adapters is None else [adapters.declared(self._ring.ring.pp)])]
 
     def weight_bytes(self, stage: int) -> int:
         """Of one device: every one holds as much."""
@@ -96,7 +97,7 @@ class RingTable(ProgramTable):
         counts = None if kind == PLAIN else self._counts(vocab_size)
         allowed = None if kind == PLAIN else self._whole(slots, mask_words(vocab_size), dtype=jnp.uint32)
         state = self._whole(4, slots), self._whole(slots), self._whole()
-        return Slots(self._whole(slots, width), *state, metadata, counts, allowed)
+        return Slots(self._whole(slots, width + self.config.adapter_columns), *state, metadata, counts, allowed)
 
     def _counts(self, vocab_size: int) -> Any:
         slots = self.config.num_slots
@@ -151,7 +152,8 @@ def abstract_ring_table(
     """As `abstract_table`, of a ring."""
     ring, cut = RingMesh(devices, config.ring_stages), ring_cut(model, config.ring_stages)
     params = ring_outline(model, cut, ring, dtype, weights).params
-    programs = RingPrograms(model, cut, ring, params, config.num_slots, config.decode_turns)
+    sizes = config.num_slots, config.decode_turns, room_of(config, dtype)
+    programs = RingPrograms(model, cut, ring, params, *sizes)
     stages: Any = [AbstractStage(cut, ring, stage) for stage in range(ring.pp)]
     transfers = transfer_programs_of(config, ring.stages)
     return RingTable(config, model, layout, dtype, stages, transfers, None, None, programs)

@@ -15,6 +15,7 @@ from jdisagg.core.request import Sampled
 from jdisagg.core.stages import RingCut
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.decode import MASKED, DrawnRows, Microbatch
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
@@ -25,6 +26,7 @@ from jdisagg.engine.sampling import Counts
 from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
 from jdisagg.kv.ring_pools import RingPages
 from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.low_rank import Room
 from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Program
@@ -41,8 +43,9 @@ class Ring(RingPrograms):
         cut: RingCut,
         ring: RingMesh,
         params: RingParams,
+        room: Room | None = None,
     ) -> None:
-        super().__init__(model, cut, ring, params, config.num_slots, config.decode_turns)
+        super().__init__(model, cut, ring, params, config.num_slots, config.decode_turns, room)
         self.kv = RingPages(layout, cut, config.num_pages, ring)
         self.layers, self.submesh = range(len(cut.numbers)), ring
         self.stages = [RingStage(self, stage) for stage in range(ring.pp)]
@@ -117,8 +120,14 @@ class RingRunner:
     drafts = None  # a row's turns are its own
     decoder = None  # what draws is part of the ring's program
 
-    def __init__(self, ring: Ring, config: WorkerConfig, grammars: Grammars | None = None) -> None:
-        self.ring, self.config, self.gates = ring, config, Gates()
+    def __init__(
+        self,
+        ring: Ring,
+        config: WorkerConfig,
+        grammars: Grammars | None = None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self.ring, self.config, self.adapters, self.gates = ring, config, adapters, Gates()
         sizes = config.num_slots, config.table_buckets[-1], ring.model.vocab_size
         self.slots = Microbatch(0, *sizes, ring.ring.put, grammars)
         self._everything: Array = ring.ring.put(np.full((sizes[0], self.slots.masks.words), EVERYTHING))
@@ -130,6 +139,9 @@ class RingRunner:
         assert rows is not None and plan.prefill is None and not rows.gates, "a ring decodes, and waits at no gate"
         self.slots.send_changes(rows, self.ring.steer, self.ring.set_row)
         asked, allowed = self.slots.asked(rows.active), self.slots.allowed(rows.active)
+        if self.adapters is not None:
+            self.adapters.here(asked)
+            self.slots.find_adapters(self.adapters, rows.active)
         wanted = [sampling.logprobs for sampling in asked]
         kind = SCORED if any(number is not None for number in wanted) else DRAWN
         kind = PLAIN if kind == DRAWN and allowed is None and all(map(is_plain, asked)) else kind

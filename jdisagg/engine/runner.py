@@ -15,6 +15,7 @@ from jax import Array
 from jdisagg.core.events import StepDone
 from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.decode import Decoder, Drawing, Microbatch
 from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
@@ -69,8 +70,9 @@ class Runner:
         config: WorkerConfig,
         vocab_size: int,
         grammars: Grammars | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        self.layer_groups, self.config = layer_groups, config
+        self.layer_groups, self.config, self.adapters = layer_groups, config, adapters
         parts = layer_groups, config, vocab_size, grammars
         self.prefiller = Prefiller(*parts) if config.computes_prompts else None
         drafting = DraftingDecoder(*parts) if config.role.decodes and config.draft_tokens else None
@@ -84,7 +86,7 @@ class Runner:
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[Pending]:
         """The step, layer group by layer group; a decode worker's are its stages (see `gates.py`)."""
-        slots, prompts, x = self.slots(plan.decode), self.prompts(plan.prefill), None
+        slots, prompts, x = *self._begun(plan.decode, plan.prefill), None
         for stage, group in enumerate(self.layer_groups):
             yield stage
             if x is not None and group_done is not None:
@@ -94,10 +96,20 @@ class Runner:
 
     def activations(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> Any:
         """What the last layer group makes of a step; nothing is drawn."""
-        slots, prompts, x = self.slots(rows), self.prompts(chunks), None
+        slots, prompts, x = *self._begun(rows, chunks), None
         for group in self.layer_groups:
             x = self.through(group, slots, prompts, x)
         return x
+
+    def _begun(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> tuple[Slots | None, Prompts | None]:
+        """Both as the step finds them, and their adapters there."""
+        slots = self.slots(rows)
+        if self.adapters is not None:
+            asked = slots.batch.asked(slots.plan.active) if slots else []
+            self.adapters.here([*asked, *(chunk.sampling for chunk in (chunks.chunks if chunks else ()))])
+            if slots is not None:
+                slots.batch.find_adapters(self.adapters, slots.plan.active)
+        return slots, self.prompts(chunks)
 
     def slots(self, rows: DecodeRows | None) -> Slots | None:
         if rows is None:
@@ -109,7 +121,7 @@ class Runner:
         if chunks is None:
             return None
         assert self.prefiller is not None, f"{self.config.worker} does not prefill"
-        packed = pack(chunks, self.config)
+        packed = pack(chunks, self.config, self.adapters)
         return Prompts(chunks, packed, self.prefiller.spread(packed))
 
     def through(self, group: LayerGroup, slots: Slots | None, prompts: Prompts | None, x: Array | None) -> Any:

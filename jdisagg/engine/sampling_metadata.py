@@ -46,6 +46,7 @@ class SamplingRows:
         self.ints = np.full((rows, INT_COLUMNS), -1, np.int32)
         self.floats = np.zeros((rows, FLOAT_COLUMNS), np.float32)
         self.floats[:, [TOP_P, REPETITION]] = 1.0
+        self.adapters: np.ndarray | None = None  # i32[rows]: slots of their adapters, where they may have any
 
     def set(self, row: int, sampling: SamplingParams, output_start: int) -> None:
         """`output_start`: position of the sequence's first output token."""

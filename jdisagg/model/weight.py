@@ -6,6 +6,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from jdisagg.model.low_rank import LowRank
 from jdisagg.model.products import MatrixForm, product, quantized
 
 
@@ -20,6 +21,7 @@ class Weight(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
         self.scale: nnx.Param | None = nnx.data(None)  # f32[out], of int8 and fp8
         self.form = MatrixForm()
+        self.low_rank: LowRank | None = nnx.data(None)  # what adapters add, where a step may hold any
 
     def __call__(self, x: Array) -> Array:
         return summed(self, x, None)
@@ -38,8 +40,22 @@ class Weight(nnx.Module):
 def summed(weight: Weight, x: Array, axis: str | None) -> Array:
     """A row-sharded product: partial sums are added over the shards, then the bias once."""
     scale = None if weight.scale is None else weight.scale[...]
-    y = product(x, weight.kernel[...], scale, weight.form, axis)
+    if weight.low_rank is None:
+        y = product(x, weight.kernel[...], scale, weight.form, axis)
+    else:
+        y = _adapted(weight, weight.low_rank, x, scale, axis)
     return y if weight.bias is None else y + over(weight.bias[...], y)
+
+
+def _adapted(weight: Weight, low_rank: LowRank, x: Array, scale: Array | None, axis: str | None) -> Array:
+    """With what each row's adapter adds: before the sum over the shards, but for scaled numbers, which are summed as
+    integers."""
+    more = low_rank(x, as_products=weight.form.out_first)
+    if scale is None:
+        y = product(x, weight.kernel[...], None, weight.form) + more
+        return y if axis is None else jax.lax.psum(y, axis)
+    y = product(x, weight.kernel[...], scale, weight.form, axis)
+    return y + (more if axis is None else jax.lax.psum(more, axis))
 
 
 def over(vector: Array, x: Array) -> Array:

@@ -17,7 +17,7 @@ Key = tuple[str, int]
 
 def key_of(request: Request) -> Key:
     """Alike is what one tenant asks for with one limit."""
-    return request.cache_salt, request.sampling.max_tokens
+    return request.salt, request.sampling.max_tokens
 
 
 @dataclass(slots=True)

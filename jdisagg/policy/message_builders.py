@@ -31,7 +31,7 @@ def reserve_for(
         lease_s=lease_s,
         arrival_s=request.arrival_s,
         priority=request.priority,
-        cache_salt=request.cache_salt,
+        cache_salt=request.salt,
         page_names=packed(page_names),
         holders=holders,
         reserve=reserve,

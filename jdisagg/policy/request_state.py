@@ -98,7 +98,7 @@ class RequestState:
         names = self.names.get(page_size, ())
         if (len(names) + 1) * page_size <= len(self.request.prompt) + len(self.output):
             tokens = self.to_prefill().prompt[len(names) * page_size :]
-            names = self.names[page_size] = more_page_hashes(names, tokens, page_size, self.request.cache_salt)
+            names = self.names[page_size] = more_page_hashes(names, tokens, page_size, self.request.salt)
         return names
 
     def enter(self, phase: Phase) -> None:

@@ -70,7 +70,7 @@ class SharedPages:
         """Of the full pages of the request's prompt."""
         if not self.config.prefix_caching:
             return ()
-        return page_hashes(request.prompt, self.config.page_size, request.cache_salt)
+        return page_hashes(request.prompt, self.config.page_size, request.salt)
 
     def names_with(self, reserve: Reserve, tail: tuple[int, ...], output: Sequence[int] = ()) -> tuple[PageHash, ...]:
         """Of the full pages of a prompt, as its reservation names them, with these output tokens behind it; `tail`

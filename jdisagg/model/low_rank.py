@@ -1,0 +1,152 @@
+"""Adapters in a batch: each row of a step adds its own one's two small products to those of the model's matrices.
+
+A matrix has room for so many adapters of so large a rank, side by side in one pair of arrays. All rows are multiplied
+with all of them, and what is not a row's own is set to zero in between, so that the two products are of fixed shapes,
+written as the model's own are (`products.py`), and a row has the same bits whatever the others ask for. It costs
+`slots * rank` channels a matrix, of which each row needs `rank`: for the few adapters that one step holds, that is less
+than to gather each row's own would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.adapters import AdapterWeights, adapted_leaves, target_of
+from jdisagg.model.names import Part
+from jdisagg.model.products import MatrixForm, product
+
+NONE, MISSING = -1, -2  # in the place of a row's slot: the model alone; one that could not be read
+
+
+class LowRank(nnx.Module):
+    """The adapters of one matrix, which is `parts` of the checkpoint's side by side.
+
+    a [parts, slots, rank, in]; b of each part [out, slots, rank]. rows i32[rows]: each row's slot, which the program
+    that runs it sets.
+    """
+
+    def __init__(self, a: Array, b: Sequence[Array]) -> None:
+        self.a, self.b = nnx.Param(a), nnx.List([nnx.Param(each) for each in b])
+        self.rows: Array | None = nnx.data(None)
+
+    def __call__(self, x: Array, *, as_products: bool) -> Array:
+        """What is added to the product of x [..., in] with the matrix; `as_products`: written as those of the CPU."""
+        assert self.rows is not None, "the program sets each row's slot first"
+        a, rows = self.a[...], self.rows
+        parts, slots, rank, _ = a.shape
+        multiply = _as_product if as_products else _plainly
+        inner = multiply(x.reshape(-1, x.shape[-1]), a.reshape(-1, a.shape[-1])).reshape(-1, parts, slots, rank)
+        own = jnp.arange(slots, dtype=jnp.int32)[None, :] == rows[:, None]
+        inner = jnp.where(own[:, None, :, None], inner, jnp.zeros_like(inner))
+        inner = jnp.where((rows == MISSING)[:, None, None, None], jnp.full_like(inner, jnp.nan), inner)
+        flat = [inner[:, part].reshape(-1, slots * rank) for part in range(parts)]
+        made = [multiply(each, b[...].reshape(b.shape[0], -1)) for each, b in zip(flat, self.b, strict=True)]
+        y = made[0] if parts == 1 else jnp.concatenate(made, axis=-1)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _as_product(rows: Array, matrix: Array) -> Array:
+    return product(rows, matrix, None, MatrixForm(out_first=True))
+
+
+def _plainly(rows: Array, matrix: Array) -> Array:
+    return jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ()))).astype(rows.dtype)
+
+
+def give_rows(module: nnx.Module, rows: Array | None) -> None:
+    """Says which adapter each row asks for, i32[rows], to all within the module."""
+    if rows is not None:
+        for _, each in nnx.iter_modules(module):
+            if isinstance(each, LowRank):
+                each.rows = rows
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """For how many adapters, of what rank at most, in numbers of what kind."""
+
+    slots: int
+    rank: int
+    dtype: DTypeLike
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One array of `LowRank`: where it belongs in a stage, and what of an adapter a shard has in it."""
+
+    place: int  # of the layer in its stage
+    path: str  # of the matrix in the layer, as "attention.qkv"
+    parts: tuple[Part, ...]  # all of the matrix's for `a`, one for a `b`
+    is_a: bool
+    room: Room
+
+    @property
+    def cut_axis(self) -> int | None:
+        """The dimension that shards divide; None where each has all."""
+        if self.parts[0].cut is None:
+            return None
+        if self.is_a:
+            return 3 if self.parts[0].axis == 1 else None
+        return 0 if self.parts[0].axis == 0 else None
+
+    def shape(self, tp: int) -> tuple[int, ...]:
+        """Of one shard."""
+        part, room = self.parts[0], self.room
+        size = part.shape[1] if self.is_a else len(part.rows) if part.rows is not None else part.shape[0]
+        if self.cut_axis is not None:
+            assert part.cut is not None
+            size = part.cut.width(tp)
+        return (len(self.parts), room.slots, room.rank, size) if self.is_a else (size, room.slots, room.rank)
+
+    def new_shape(self, tp: int) -> tuple[int, ...]:
+        """Of one adapter of it."""
+        shape = self.shape(tp)
+        return shape[:1] + shape[2:]
+
+    def of(self, weights: AdapterWeights | None, layer: int | None, shard: int, tp: int) -> np.ndarray:
+        """One adapter's numbers of this shard, f32 `new_shape`; zeros of none, or where it adds nothing."""
+        found = np.zeros(self.new_shape(tp), np.float32)
+        for index, part in enumerate(self.parts):
+            pair = None if weights is None or layer is None else weights.pairs.get((layer, target_of(part)))
+            if pair is None:
+                continue
+            side = self._cut(pair.a if self.is_a else pair.b, part, shard, tp)
+            into = found[index] if self.is_a else found
+            into[tuple(slice(0, size) for size in side.shape)] = side
+        return found
+
+    def _cut(self, side: np.ndarray, part: Part, shard: int, tp: int) -> np.ndarray:
+        """The part's rows of [out, rank], or its columns of [rank, in]: those that the shard has of the matrix."""
+        rows, columns = part.index(shard, tp)
+        return side[:, columns] if self.is_a else side[rows]
+
+
+def factors_of(model: ModelConfig, numbers: Sequence[int], room: Room) -> list[Factor]:
+    """Of a stage with these layers, in a fixed order: of each matrix a, then every b."""
+    return [
+        Factor(place, path, parts, is_a, room)
+        for place, layer in enumerate(numbers)
+        for path, leaf in sorted(adapted_leaves(model, layer).items())
+        for parts, is_a in [(leaf.parts, True), *(((part,), False) for part in leaf.parts)]
+    ]
+
+
+def attached(stage: Any, factors: Sequence[Factor], leaves: Sequence[Array]) -> Any:
+    """The stage, its matrices with their adapters."""
+    grouped: dict[tuple[int, str], list[Array]] = {}
+    for factor, leaf in zip(factors, leaves, strict=True):
+        grouped.setdefault((factor.place, factor.path), []).append(leaf)
+    for (place, path), (a, *b) in grouped.items():
+        reduce(getattr, path.split("."), stage.layers[place]).low_rank = LowRank(a, b)
+    return stage
