@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.executor import Executor, GroupDone
 from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from jdisagg.model.tokenizer import Tokenizer
@@ -107,9 +107,12 @@ def flipped(shipment: Any) -> Any:
 
 
 class Stack:
-    def __init__(self, machines: list[Executor], router: Actor | None = None) -> None:
+    def __init__(
+        self, machines: list[Executor], router: Actor | None = None, configs: Sequence[WorkerConfig] = ()
+    ) -> None:
+        """configs: of the workers, where they use less than their machines have."""
         self.machines = {machine.config.worker: Breakable(machine) for machine in machines}
-        configs = [machine.config for machine in machines]
+        configs = list(configs) or [machine.config for machine in machines]
         self.workers = {config.worker: Worker(config) for config in configs}
         self.service = LocalService(
             router or Router(RouterConfig(), configs),
