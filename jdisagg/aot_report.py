@@ -31,6 +31,7 @@ SECTIONS = {
     "prefill": "prefill",
     "head": "prefill",
     "score": "prefill",
+    "states": "prefill",
     "decode": "decode",
     "draw": "draw",
     "ring": "ring",

@@ -108,6 +108,7 @@ class StepDone:
     decode: tuple[tuple[int, tuple[Sampled, ...] | None], ...] = ()
     first: tuple[tuple[RequestId, Sampled], ...] = ()
     prompt: tuple[tuple[RequestId, tuple[Sampled, ...]], ...] = ()
+    pooled: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()  # this chunk's share, in parts of POOLED_ONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ class TokenDelta:
     index: int
     sampled: tuple[Sampled, ...]
     prompt: tuple[Sampled, ...] = ()  # once, before output 0, where prompt logprobs were asked for
+    pooled: tuple[int, ...] = ()  # so, of the prompt's states, in parts of POOLED_ONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,8 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         return deltas[0] if deltas else NO_TOKENS
     sampled = tuple(each for delta in deltas for each in delta.sampled)
     prompt = tuple(each for delta in deltas for each in delta.prompt)
-    return TokenDelta(deltas[-1].attempt, deltas[0].index, sampled, prompt)
+    pooled = next((delta.pooled for delta in deltas if delta.pooled), ())
+    return TokenDelta(deltas[-1].attempt, deltas[0].index, sampled, prompt, pooled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
 MAX_GRAMMAR = 1 << 18  # characters
+POOLINGS = ("last", "mean")
+POOLED_ONE = 1 << 32  # of pooled states, which are told as whole numbers: their sums are the same in whatever chunks
 BROKEN = -2  # in the place of a token: the logits were no numbers, nothing can be drawn (-1 is a masked slot's)
 LONGEST_OBJECTIVE_S = 1e6  # of ttft_s and tpot_s
 MAX_PRIORITY = 10  # of a client's request, either way
@@ -47,6 +49,12 @@ class SamplingParams:
     speculative: bool = True  # whether several tokens of it may be drawn in one step, of a draft
     grammar: str = ""  # that the answer must follow, in llguidance's words; one that has any is synchronous
     adapter: Adapter | None = None  # what is added to the model's weights, which draws by another law
+    pooling: str = ""  # what its client wants of the prompt's states: the last token's, or the sum of all; "": none
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every token of the prompt is to be computed for it, by a worker that prefills."""
+        return self.prompt_logprobs is not None or bool(self.pooling)
 
     @property
     def greedy(self) -> bool:
@@ -79,6 +87,7 @@ class SamplingParams:
                 _check_whole(field, value, 0, MAX_LOGPROBS)
         _check_grammar(self)
         _check_adapter(self.adapter)
+        _check_pooling(self)
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids", token, 0, vocab_size - 1)
@@ -88,6 +97,13 @@ class SamplingParams:
                 raise RequestError(f"logit_bias has {_shown(entry)}, must be pairs of token and bias", "logit_bias")
             _check_whole("logit_bias token", entry[0], 0, vocab_size - 1)
             _check_range("logit_bias value", entry[1], -100.0, 100.0)
+
+
+def _check_pooling(sampling: SamplingParams) -> None:
+    if sampling.pooling and sampling.pooling not in POOLINGS:
+        raise RequestError(f"pooling is {_shown(sampling.pooling)}, must be {' or '.join(POOLINGS)}", param="pooling")
+    if sampling.pooling and sampling.max_tokens != 1:
+        raise RequestError(f"pooling is {sampling.pooling}, max_tokens {sampling.max_tokens}: must be 1", "pooling")
 
 
 def _check_grammar(sampling: SamplingParams) -> None:

@@ -57,9 +57,11 @@ NOT_NEGATIVE = (
     "router_grace_s",
 )
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-MIN_SILENCE_S = 0.5  # it is broken five times in this
-MIN_LEASE_S = 0.1  # it is renewed three times in this
-MIN_CLIENT_TIMEOUT_S = 0.2  # it is looked at every tenth of a second
+LEAST_S = {
+    "lease_s": 0.1,  # it is renewed three times in this
+    "peer_silence_s": 0.5,  # it is broken five times in this
+    "client_timeout_s": 0.2,  # it is looked at every tenth of a second
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Settings:
     kv_dtype: str = _setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
     tool_call_parser: str = _setting("auto", "model", "how calls are written; auto: by the template", TOOL_PARSERS)
     reasoning_parser: str = _setting("auto", "model", "how reasoning is marked; auto: as above", REASONING_PARSERS)
+    embeddings: str = _setting("off", "model", "also answer /v1/embeddings and /v1/score, by the last token's state or"
+                               " the mean of all where a request does not say", ("off", "last", "mean"))  # fmt: skip
     structured_output: str = _setting("auto", "model", "auto: by grammars where llguidance is", ("auto", "off"))
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
@@ -243,12 +247,9 @@ class Settings:
         for name in NOT_NEGATIVE:
             if not getattr(self, name) >= 0:  # NaN is refused as well
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must not be negative")
-        if not self.lease_s >= MIN_LEASE_S:
-            raise ConfigError(f"--lease_s is {self.lease_s}, must be at least {MIN_LEASE_S}")
-        if not self.peer_silence_s >= MIN_SILENCE_S:
-            raise ConfigError(f"--peer_silence_s is {self.peer_silence_s}, must be at least {MIN_SILENCE_S}")
-        if not self.client_timeout_s >= MIN_CLIENT_TIMEOUT_S:
-            raise ConfigError(f"--client_timeout_s is {self.client_timeout_s}, must be at least {MIN_CLIENT_TIMEOUT_S}")
+        for name, least in LEAST_S.items():
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"--{name} is {getattr(self, name)}, must be at least {least}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
         for name in ("http_port", "grpc_port", "control_port", "health_port"):

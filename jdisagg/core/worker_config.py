@@ -116,6 +116,7 @@ class WorkerConfig:
     tier_wire: str = RAW  # what pages below HBM, or from another worker, are quantised to
     max_loras: int = 0  # adapters that one step may hold; 0: none, and rows without any cost nothing
     max_lora_rank: int = 0  # of each
+    embeds: bool = False  # it tells states of prompts, where asked: one program more for each chunk
     router_grace_s: float = 0.0  # that it keeps what it decodes when its router is gone; 0: not at all
 
     @property

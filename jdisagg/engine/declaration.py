@@ -29,7 +29,7 @@ UNITS = {  # of sizes; else tokens
 class DeclaredProgram:
     """One jitted function for one set of shapes."""
 
-    kind: str  # "prefill", "head", "score", "decode", "mixed", "draw ...", "pack", "check", "insert"
+    kind: str  # "prefill", "head", "score", "states", "decode", "mixed", "draw ...", "pack", "check", "insert"
     stage: int  # group of the worker that it runs on
     size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
     program: Program

@@ -70,6 +70,7 @@ class LayerGroupPrograms:
         self.prefill_program = self._program(self._prefill, 4, 1 + counts)
         self.mixed_program = self._program(self._mixed, 6, (3 if self.is_last else 1) + counts)
         self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
+        self.states_program = submesh.program(self._states, (self.params.specs, WHOLE), WHOLE)
         self.score_program = submesh.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
 
     @property
@@ -90,7 +91,7 @@ class LayerGroupPrograms:
     def programs(self) -> list[Program]:
         layers = [self.decode_program, self.prefill_program, self.mixed_program]
         slots = [self.adapters.fill] if self.adapters else []
-        return [*layers, self.head_program, self.score_program, *slots]
+        return [*layers, self.head_program, self.score_program, self.states_program, *slots]
 
     # ------------------------------------------------------------ what one shard runs
 
@@ -167,6 +168,9 @@ class LayerGroupPrograms:
     def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
         return self.params.merge(leaves).logits(x[rows])
 
+    def _states(self, leaves: list[Array], x: Array) -> Array:
+        return self.params.merge(leaves).states(x).astype(jnp.float32)
+
     def _score(self, leaves: list[Array], x: Array, targets: Array) -> tuple[Array, Array, Array]:
         stage = self.params.merge(leaves)
         block = min(SCORE_ROWS, x.shape[0])
@@ -235,6 +239,10 @@ class LayerGroup(LayerGroupPrograms):
     def head(self, x: Array, rows: np.ndarray) -> Array:
         """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
         return self.head_program(self.params.leaves, x, self.submesh.put(rows))
+
+    def states(self, x: Array) -> Array:
+        """f32[T, hidden], as the head takes the rows of x."""
+        return self.states_program(self.params.leaves, x)
 
     def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
         """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""

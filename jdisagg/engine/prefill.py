@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jdisagg.core.request import RequestId, Sampled
+from jdisagg.core.request import POOLED_ONE, RequestId, Sampled
 from jdisagg.core.steps import PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
@@ -28,7 +28,9 @@ from jdisagg.model.low_rank import NONE
 from jdisagg.parallel.submesh import Program, Submesh
 
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]
+Pooled = tuple[tuple[RequestId, tuple[int, ...]], ...]
 PromptScores = tuple[tuple[RequestId, tuple[Sampled, ...]], ...]
+MOST_STATE = 1 << 12  # of one number of a state: sums of a hundred thousand still fit
 MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
 
 
@@ -88,6 +90,17 @@ class BoundaryLogits:
         return logprobs[[token]], best[None], logprobs[None, best]
 
 
+def _pools(chunk: PrefillChunk) -> bool:
+    """Whether something of its rows' states is told: of the last token's alone where no more is asked for."""
+    return chunk.sampling.pooling == "mean" or (chunk.last and bool(chunk.sampling.pooling))
+
+
+def pooled(rows: np.ndarray, pooling: str) -> tuple[int, ...]:
+    """A chunk's rows f32[T, hidden] as its share, in parts of POOLED_ONE."""
+    taken = np.nan_to_num(rows if pooling == "mean" else rows[-1:]).clip(-MOST_STATE, MOST_STATE)
+    return tuple(np.rint(taken.astype(np.float64) * POOLED_ONE).astype(np.int64).sum(axis=0).tolist())
+
+
 @dataclass(frozen=True)
 class PendingChunks:
     """What comes of a step's chunks, on its way to the host."""
@@ -97,9 +110,10 @@ class PendingChunks:
     tokens: Array | None  # i32[S], row i drawn for chunk i
     logprobs: tuple[Array, Array, Array] | None
     scores: tuple[Array, Array, Array] | None  # of every row
+    states: Array | None = None  # f32[T, hidden] of every row, as the head takes them
     boundaries: dict[RequestId, BoundaryLogits] = field(default_factory=dict)  # from the chunks before
 
-    def read(self) -> tuple[FirstTokens, PromptScores]:
+    def read(self) -> tuple[FirstTokens, PromptScores, Pooled]:
         """Blocks until they are there; see `StepDone`."""
         drawn: list[tuple[RequestId, Sampled]] = []
         if self.tokens is not None:
@@ -108,7 +122,17 @@ class PendingChunks:
             logprobs = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
             pairs = zip(self.plan.chunks, sampled_rows(tokens, wanted, logprobs), strict=True)
             drawn = [(chunk.request_id, sampled) for chunk, sampled in pairs if chunk.last]
-        return tuple(drawn), self._prompts()
+        return tuple(drawn), self._prompts(), self._pooled()
+
+    def _pooled(self) -> Pooled:
+        if self.states is None:
+            return ()
+        states = np.asarray(self.states)
+        return tuple(
+            (chunk.request_id, pooled(states[first : first + len(chunk.tokens)], chunk.sampling.pooling))
+            for chunk, first in zip(self.plan.chunks, self.first_rows.tolist(), strict=False)
+            if _pools(chunk)
+        )
 
     def _prompts(self) -> PromptScores:
         if self.scores is None:
@@ -176,14 +200,15 @@ class Prefiller(FirstDrawPrograms):
             logprobs = self.logprobs(logits, tokens)
         if scored:
             scores = self.layer_groups[-1].score(x, packed.targets)
+        states = self.layer_groups[-1].states(x) if any(map(_pools, plan.chunks)) else None
         boundaries = {
             chunk.request_id: self._borders[chunk.request_id] for chunk in scored if chunk.request_id in self._borders
         }
         self._keep_boundaries(plan, logits)
-        for array in (tokens, *(logprobs or ()), *(scores or ())):
+        for array in (tokens, states, *(logprobs or ()), *(scores or ())):
             if array is not None:
                 array.copy_to_host_async()
-        return PendingChunks(plan, packed.first_rows, tokens, logprobs, scores, boundaries)
+        return PendingChunks(plan, packed.first_rows, tokens, logprobs, scores, states, boundaries)
 
     def head(self, x: Array, packed: Packed) -> Array:
         """Logits f32[S, V] after each chunk's last row, on the device that draws."""

@@ -160,6 +160,9 @@ class ProgramTable:
             what, batch = (kind, stage, tokens, program), (x, whole(submesh, (rows,)))
             gathers = _gathers(last)
             yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room, collectives=gathers)
+        if self.config.embeds and self.config.role.prefills:
+            place, room = ("states", stage, tokens), 3 * local_bytes(whole(submesh, x.shape, jnp.float32))
+            yield DeclaredProgram(*place, last.states_program, (x,), submesh, weights=weights, batch_bytes=room)
 
     def _decodes(self, kind: str, width: int, rows: int) -> Iterator[DeclaredProgram]:
         """Of so many rows: one a slot, or more where drafts are verified."""

@@ -38,10 +38,10 @@ class Pending:
 
     def read(self) -> StepDone:
         decode = self.rows.read() if self.rows else ()
-        first, prompt = self.chunks.read() if self.chunks else ((), ())
+        first, prompt, pooled = self.chunks.read() if self.chunks else ((), (), ())
         for load, taken in self.counts:
             load.read(taken)
-        return StepDone(self.step_id, decode, first, prompt)
+        return StepDone(self.step_id, decode, first, prompt, pooled)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
-from jdisagg.core.request import Attempt, Sampled, SamplingParams
+from jdisagg.core.request import POOLED_ONE, Attempt, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
@@ -165,9 +165,11 @@ class ToyExecutor:
 
     # ------------------------------------------------------------ prefill
 
-    def _chunk_results(self, chunks: Sequence[PrefillChunk]) -> tuple[Any, Any]:
+    def _chunk_results(self, chunks: Sequence[PrefillChunk]) -> tuple[Any, Any, Any]:
         first = tuple((chunk.request_id, self._first(chunk)) for chunk in chunks if chunk.last)
-        return first, tuple((chunk.request_id, _scores(chunk)) for chunk in chunks if _asked(chunk))
+        scores = tuple((chunk.request_id, _scores(chunk)) for chunk in chunks if _asked(chunk))
+        pooling = [chunk for chunk in chunks if chunk.last or chunk.sampling.pooling == "mean"]
+        return first, scores, tuple((each.request_id, _pooled(each)) for each in pooling if each.sampling.pooling)
 
     def _check_sizes(self, plan: PrefillChunks) -> None:
         config = self.config
@@ -315,6 +317,13 @@ def _check_recalled(sampling: SamplingParams, recalled: Sequence[int], tokens: l
 
 def _asked(chunk: PrefillChunk) -> bool:
     return chunk.sampling.prompt_logprobs is not None
+
+
+def _pooled(chunk: PrefillChunk) -> tuple[int, ...]:
+    """A token's state is its id and its place."""
+    states = [(token, place) for place, token in enumerate(chunk.tokens, chunk.start)]
+    taken = states if chunk.sampling.pooling == "mean" else states[-1:]
+    return tuple(POOLED_ONE * sum(column) for column in zip(*taken, strict=True))
 
 
 def _scores(chunk: PrefillChunk) -> tuple[Sampled, ...]:

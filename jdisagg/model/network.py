@@ -228,12 +228,16 @@ class Stage(nnx.Module):
             x = y if held is None else jnp.where(held[index], y, x)
         return x
 
+    def states(self, x: Array) -> Array:
+        """[..., hidden] as the head takes them."""
+        assert self.norm is not None, "only the last stage has a head"
+        return self.norm(x)
+
     def logits(self, x: Array) -> Array:
         """[..., hidden] -> f32[..., V], whole on every shard."""
-        assert self.norm is not None, "only the last stage has a head"
         head = self.embed if self.head is None else self.head
         assert head is not None
-        x = self.norm(x)
+        x = self.states(x)
         y = scored(x, head[...]) if self.head_scale is None else self._scaled_scores(x, head[...])
         if self.head_cut.axes and self.head_cut.shards > 1:
             y = jax.lax.all_gather(y, self.head_cut.axes, axis=y.ndim - 1, tiled=True)

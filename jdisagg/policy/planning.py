@@ -70,9 +70,8 @@ def pages_to_reserve(reserve: Reserve, config: WorkerConfig) -> int:
 
 def readable_pages(request: Sized, config: WorkerConfig) -> int:
     """Leading pages of the prompt that may be read where it is prefilled, not computed: never that of its last token,
-    and none where every token's logprobs are asked for."""
-    scored = request.sampling.prompt_logprobs is not None
-    return 0 if scored else (request.prompt_tokens - 1) // config.page_size
+    and none where something of every token is asked for."""
+    return 0 if request.sampling.whole_prompt else (request.prompt_tokens - 1) // config.page_size
 
 
 def tail_tokens(request: Sized, config: WorkerConfig) -> int:

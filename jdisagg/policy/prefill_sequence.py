@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import add
 
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.messages import StartPrefill
@@ -15,6 +16,17 @@ from jdisagg.policy.parts import Piece
 from jdisagg.policy.planning import Order
 from jdisagg.policy.prefix_cache import Handle, PageHash
 from jdisagg.policy.shared_pages import NOTHING
+
+
+@dataclass(slots=True)
+class PromptTold:
+    """What its chunks have told of the prompt itself, where that was asked for."""
+
+    scored: list[Sampled] = field(default_factory=list[Sampled])  # logprobs so far
+    pooled: tuple[int, ...] = ()  # the last token's state, or the sum of all so far
+
+    def pool(self, share: tuple[int, ...]) -> None:
+        self.pooled = tuple(map(add, self.pooled, share)) if self.pooled else share
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +45,7 @@ class PrefillSequence:
     names: tuple[PageHash, ...] = ()  # of its full pages
     parts: list[KVTransfer] = field(default_factory=list[KVTransfer])  # as shipped
     planned: int = 0  # tokens that plans have taken
-    scored: list[Sampled] = field(default_factory=list[Sampled])  # prompt logprobs so far
+    told: PromptTold = field(default_factory=PromptTold)
 
     @property
     def owner(self) -> Attempt:

@@ -102,9 +102,12 @@ class PrefillSide:
         prompts = {each.request.request_id: each for each in self.steps.pop(event.step_id) if not each.handoff.over}
         for request_id, scored in event.prompt:
             if request_id in prompts:
-                prompts[request_id].scored.extend(scored)
+                prompts[request_id].told.scored.extend(scored)
+        for request_id, share in event.pooled:
+            if request_id in prompts:
+                prompts[request_id].told.pool(share)
         done = [(prompts[request_id], first) for request_id, first in event.first if request_id in prompts]
-        done = [(prompt, _worst([*prompt.scored, first])) for prompt, first in done]
+        done = [(prompt, _worst([*prompt.told.scored, first])) for prompt, first in done]
         self.out.draw([_first_draw(prompt, first) for prompt, first in done if not first.broken])
         for prompt, first in done:
             self.out.reach(prompt.owner, Mark.FIRST_TOKEN, now_s)
@@ -232,5 +235,5 @@ def _worst(drawn: list[Sampled]) -> Sampled:
 
 def _first_draw(prompt: PrefillSequence, first: Sampled) -> TokenDelta:
     """What the client learns after prefill; prompt logprobs only before its very first token."""
-    scored = tuple(prompt.scored) if prompt.num_output == 0 else ()
-    return TokenDelta(prompt.owner, prompt.num_output, (first,), scored)
+    scored = tuple(prompt.told.scored) if prompt.num_output == 0 else ()
+    return TokenDelta(prompt.owner, prompt.num_output, (first,), scored, prompt.told.pooled)

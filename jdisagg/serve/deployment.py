@@ -265,6 +265,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         tier_wire=RAW if settings.tier_compress == "none" else settings.tier_compress,
         mixed_steps=mixed,
         short_prompt_tokens=short,
+        embeds=settings.embeddings != "off",
         ack_timeout_s=settings.handoff_timeout_s,
         claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits for that long, and is to hear of it
         labels=Labels.parse(settings.labels),

@@ -31,6 +31,7 @@ class FrontSettings:
     queue_timeout_s: float | None = None  # a request still queued then ends with HTTP 408
     no_grammars: str = ""  # why answers are held to no form; empty where they may be
     parsers: Parsers = field(default_factory=Parsers)  # of reasoning and calls of tools
+    embeddings: str = "off"  # how prompts are pooled where a request does not say; off: they are not
     tracing: bool = False  # requests are traced, in the trace of whoever asked
     version: str = field(default_factory=lambda: version("jdisagg"))
 

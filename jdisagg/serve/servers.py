@@ -221,6 +221,7 @@ def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
         api_key=settings.api_key or None,
         parsers=parsers_of(service.tokenizer, settings.tool_call_parser, settings.reasoning_parser),
         no_grammars=why_no_grammars(settings),
+        embeddings=settings.embeddings,
         tracing=bool(settings.otlp_endpoint),
         api_keys={name: key for name, key in keys.items() if name != ADMIN},
         admin_key=keys.get(ADMIN),

@@ -22,6 +22,8 @@ from jdisagg.serve.http.admin import add_admin, admin_check
 from jdisagg.serve.http.cache import add_cache
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
+from jdisagg.serve.http.embeddings.body import EmbeddingsBody, ScoreBody
+from jdisagg.serve.http.embeddings.routes import add_embeddings
 from jdisagg.serve.http.front import Front, request_name
 from jdisagg.serve.http.gate import Gate
 from jdisagg.serve.http.jobs import chat_job, check_model, completion_job, decode, encode
@@ -48,7 +50,7 @@ from jdisagg.serve.service import Service
 
 TOKENS = errors.documented(400, 401, 404, 408, 413, 503)
 GENERATION = errors.documented(400, 401, 404, 408, 413, 429, 503)
-BODIES = (*PLAIN_BODIES, ResponsesBody, MessagesBody, CountBody)
+BODIES = (*PLAIN_BODIES, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, ScoreBody)
 STATE: dict[int | str, dict[str, Any]] = {503: {"description": "The body's `status` says why not"}}
 EMPTY = Response(status_code=499)  # for a client that has left: nobody reads it
 
@@ -73,6 +75,7 @@ def create_app(
     _add_generation(app, front)
     add_responses(app, front)
     add_messages(app, front)
+    add_embeddings(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
     if debug_state is not None:
@@ -95,12 +98,15 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
         body = await front.body(request, CompletionBody)
-        return front.respond(await completion_job(body, service, settings, request_name(request, body)), request)
+        return front.respond(
+            await completion_job(body, service, settings, request_name(request, body.request_id)), request
+        )
 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:
         body = await front.body(request, ChatBody)
-        return front.respond(await chat_job(body, service, settings, request_name(request, body)), request)
+        name = request_name(request, body.request_id)
+        return front.respond(await chat_job(body, service, settings, name), request)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: Exception) -> Response:

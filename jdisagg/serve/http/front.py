@@ -18,7 +18,7 @@ from jdisagg.serve.http.generation import Generation, Rendering
 from jdisagg.serve.http.jobs import Job, traced
 from jdisagg.serve.http.json_bounds import LIMITS
 from jdisagg.serve.http.rendering import Renderer
-from jdisagg.serve.http.schema import Body, DrawingFields, parse
+from jdisagg.serve.http.schema import Body, parse
 from jdisagg.serve.logprobs import TokenNames
 from jdisagg.serve.metrics import Metrics
 from jdisagg.serve.service import Service
@@ -66,8 +66,8 @@ class Front:
         }
 
 
-def request_name(request: Request, body: DrawingFields) -> str:
+def request_name(request: Request, asked: str | None) -> str:
     """The client's id for this request (header before body), or the one the gate drew; the answer's header has it."""
-    if "x-request-id" not in request.headers and plain_id(body.request_id):
-        request.state.request_id = str(body.request_id)
+    if "x-request-id" not in request.headers and plain_id(asked):
+        request.state.request_id = str(asked)
     return request.state.request_id

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -33,7 +33,7 @@ STREAM_HEADERS = [
 
 
 class Rendering(Protocol):
-    """How one interface shows a job's answers: a whole one after `gather`, or a stream of events."""
+    """How one interface shows a job's answers once they are whole."""
 
     @property
     def finish(self) -> Finish | None:
@@ -43,6 +43,11 @@ class Rendering(Protocol):
     async def gather(self, index: int, piece: Piece) -> None: ...
 
     def whole(self) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class Streaming(Rendering, Protocol):
+    """So, and as a stream of events."""
 
     async def opening(self, index: int, piece: Piece) -> bytes: ...
 
@@ -109,6 +114,7 @@ class Generation(Response):
 
     async def _streamed(self, send: Send) -> None:
         renderer, started, failure = self._renderer, False, None
+        assert isinstance(renderer, Streaming), "what is streamed has events"
         try:
             async with aclosing(self._batches()) as batches:
                 async for batch in batches:

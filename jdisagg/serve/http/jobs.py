@@ -92,7 +92,7 @@ async def decode(service: Service, ids: Sequence[int], skip_special_tokens: bool
 async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
     """`name` is the client's request id, or a fresh one."""
     check_model(body.model, service, settings)
-    given = _listed(body.prompt)
+    given = listed(body.prompt)
     _check_shape(body, len(given), settings)
     prompts = await _prompts(given, body, service)
     prompt_only = bool(body.echo) and body.max_tokens == 0
@@ -119,7 +119,7 @@ async def chat_job(
     if tools is not None and tools.choice == NONE:
         body = body.model_copy(update={"tools": None})
     found = await chat_ids(body, service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
-    ids = _last(found, body, service)
+    ids = last_tokens(found, body.truncate_prompt_tokens, service)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     asked: dict[str, Any] = {
         "max_tokens": max(1, service.max_model_len - len(ids)) if limit is None else limit,
@@ -190,9 +190,8 @@ async def _prompts(given: Sequence[str] | Sequence[list[int]], body: CompletionB
     return [await _shortened(Prompt(tuple(ids), text), body, service) for ids, text in zip(listed, shown, strict=True)]
 
 
-def _last(ids: tuple[int, ...], body: GenerationFields, service: Service) -> tuple[int, ...]:
+def last_tokens(ids: tuple[int, ...], most: int | None, service: Service) -> tuple[int, ...]:
     """As many of the prompt's last tokens as the client wants kept."""
-    most = body.truncate_prompt_tokens
     if most is None:
         return ids
     if most == 0:
@@ -201,13 +200,13 @@ def _last(ids: tuple[int, ...], body: GenerationFields, service: Service) -> tup
 
 
 async def _shortened(prompt: Prompt, body: CompletionBody, service: Service) -> Prompt:
-    ids = _last(prompt.ids, body, service)
+    ids = last_tokens(prompt.ids, body.truncate_prompt_tokens, service)
     if len(ids) == len(prompt.ids):
         return prompt
     return Prompt(ids, await decode(service, ids, body.skip_special_tokens) if body.echo else "")
 
 
-def _listed(prompt: Any) -> list[str] | list[list[int]]:
+def listed(prompt: Any) -> list[str] | list[list[int]]:
     """Every spelling of `prompt`: a text, texts, token ids, lists of token ids."""
     alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     return [prompt] if alone else list(prompt)

@@ -27,7 +27,7 @@ def add_messages(app: FastAPI, front: Front) -> None:
     async def messages(request: Request) -> Response:
         """The answer to messages, as Anthropic's clients ask for it; the key may come as `x-api-key`."""
         body = await front.body(request, MessagesBody)
-        job = await chat_job(chat_body_of(body), service, settings, request_name(request, body), "msg_")
+        job = await chat_job(chat_body_of(body), service, settings, request_name(request, body.request_id), "msg_")
         return front.respond(job, request, partial(MessageRenderer, body))
 
     @app.post(f"{MESSAGES}/count_tokens", openapi_extra=takes(CountBody), responses=COUNTS)

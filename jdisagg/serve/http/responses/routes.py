@@ -27,7 +27,7 @@ def add_responses(app: FastAPI, front: Front) -> None:
     async def responses(request: Request) -> Response:
         """Items in, items out, as OpenAI has them. Nothing is kept: a conversation goes on by its items in `input`."""
         body = await front.body(request, ResponsesBody)
-        job = await chat_job(chat_body_of(body), service, settings, request_name(request, body), "resp_")
+        job = await chat_job(chat_body_of(body), service, settings, request_name(request, body.request_id), "resp_")
         return front.respond(job, request, partial(ResponseRenderer, body))
 
     @app.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesBody), responses=COUNTS)
