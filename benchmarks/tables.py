@@ -89,6 +89,22 @@ def compression() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
+def digests() -> str:
+    """What digests of every page add to a shipment, by the clock and in CPU time."""
+    report = result("digests_cpu")
+    rows = [
+        [
+            each["shape"],
+            f"{each['mib']:.0f}",
+            *(f"{short(each[f'bare{of}_ms'])} -> {short(each[f'full{of}_ms'])} ({percent(each[share])})"
+              for of, share in (("", "share"), ("_cpu", "cpu_share"))),
+        ]
+        for each in report["costs"]
+    ]  # fmt: skip
+    head = ["shipment", "MiB", "without -> with digests, ms", "CPU, ms"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def weight_loss() -> str:
     report = result("weight_loss_smollm2")
     rows = [
@@ -338,6 +354,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         demo_load,
         transfer,
         compression,
+        digests,
         weight_loss,
         products,
         calibration,

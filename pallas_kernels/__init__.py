@@ -14,7 +14,7 @@ program is lowered for, `reference` is the definition in plain `jnp`, and `xla` 
 from pallas_kernels.contents import check_call
 from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_product import grouped_product
-from pallas_kernels.pack_kv_pages import pack_kv_pages
+from pallas_kernels.pack_kv_pages import digest_pages, pack_kv_pages
 from pallas_kernels.pack_kv_pages.wire_error import wire_error
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
@@ -29,6 +29,7 @@ __all__ = [
     "QuantizedPages",
     "check_call",
     "dequantize",
+    "digest_pages",
     "grouped_product",
     "pack_kv_pages",
     "paged_attention",

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jdisagg.core.worker_config import RAW, Digests
-from pallas_kernels import PackedPages, pack_kv_pages, unpack_kv_pages, wire_error
-from pallas_kernels.pack_kv_pages.reference import digest_pages
+from pallas_kernels import PackedPages, digest_pages, pack_kv_pages, unpack_kv_pages, wire_error
 
 SAMPLE = 8  # pages a digest, where they are sampled
 

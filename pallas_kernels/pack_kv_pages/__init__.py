@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.pack_kv_pages import gpu, tpu, xla
+from pallas_kernels.pack_kv_pages import gpu, reference, tpu, xla
 from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.wire_format import PackedPages, Pool, check_pools, fold_scales
@@ -51,3 +51,13 @@ def pack_quantized(pools: Sequence[QuantizedPages], page_ids: Array, digests: bo
         return packed._replace(scales=scales)
     folded = packed.digests + fold_scales(scales, packed.values.shape[-1])
     return packed._replace(scales=scales, digests=folded)
+
+
+def digest_pages(values: Array, scales: Array | None) -> Array:
+    """Digests of what arrived, u32 [L, N, Hkv]: `values` [L, N, Hkv, C, page_size, D'] and `scales` as packed.
+
+    The definition makes one pass over the bytes where XLA compiles it for a TPU or GPU; on a CPU it would keep words.
+    """
+    return on_platform(
+        values, scales, cuda=reference.digest_pages, tpu=reference.digest_pages, default=xla.digest_pages
+    )

@@ -1,13 +1,14 @@
 """Packing KV for XLA, written for the CPU: a few pages of every layer at a time, so that what is computed stays cached.
 
-Raw pages of all layers are one fused gather, without a copy on the way. Digests and codes come from a loop whose step
-gathers `STEP_BYTES` and finishes with them: over whole buffers instead, XLA's CPU backend keeps their words and f32
-copies, and the memory that the system hands out for those costs more than the arithmetic (32 MB to int8: 10 ms against
-86, busy machine). A loop that reads a bf16 pool has it converted whole, so such pages are gathered first, as bits.
+Raw pages of all layers are one fused gather, without a copy on the way, and digests are folded from what it left, page
+by page. Codes come from a loop whose step gathers `STEP_BYTES` and finishes with them. Over whole buffers instead, the
+CPU backend of XLA keeps their words and f32 copies, and the memory that the system hands out for those costs more than
+the arithmetic (32 MB to int8: 10 ms against 86; their digests: 3 ms of CPU against 16). A loop that reads a bf16 pool
+has it converted whole, so such pages are gathered first, as bits.
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -26,24 +27,23 @@ from pallas_kernels.wire_format import (
 )
 
 STEP_BYTES = 1 << 19  # of f32 pages: half of a core's second-level cache
+LANES = 512  # sums of a page's words that go on beside each other
 
 
 def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str, digests: bool = True) -> PackedPages:
     """As `pallas_kernels.pack_kv_pages`."""
     dtype, count = pools[0].dtype, page_ids.shape[0]
     sources, ids = [pool if dtype.itemsize == 4 else bits_of(pool) for pool in pools], page_ids
-    raw = None
     if wire == "raw":
-        raw = lax.bitcast_convert_type(jnp.stack([gather(source, page_ids) for source in sources]), dtype)
-        if not digests:
-            return PackedPages(raw, None, None)
+        raw, folded = jnp.stack([gather(source, page_ids) for source in sources]), None
+        if digests:
+            raw, folded = and_digests(raw, None)
+        return PackedPages(lax.bitcast_convert_type(raw, dtype), None, folded)
     if dtype.itemsize < 4:
         sources, ids = [gather(source, page_ids) for source in sources], jnp.arange(count, dtype=jnp.int32)
     step = pages_of_step(pools[0].shape, count)
 
     def finish(pages: Array) -> tuple[Array, ...]:
-        if wire == "raw":
-            return (fold(pages, None),)
         values, scales = lax.optimization_barrier(quantise_pages(floats_of(pages, dtype), wire))
         return (values, scales, fold(values, scales)) if digests else (values, scales)
 
@@ -55,8 +55,7 @@ def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str, digests
         return kept
 
     kept = lax.fori_loop(0, -(-count // step), do_step, rooms(pools, count, wire, digests))
-    values, scales = (raw, None) if raw is not None else kept[:2]
-    return PackedPages(values, scales, kept[-1] if digests else None)
+    return PackedPages(kept[0], kept[1], kept[2] if digests else None)
 
 
 def gather(pool: Array, page_ids: Array) -> Array:
@@ -81,10 +80,8 @@ def rooms(pools: Sequence[Array], count: int, wire: str, digests: bool) -> list[
     Made from a pool, so that inside `shard_map` they are known to differ from shard to shard as the pool does.
     """
     _, kv_heads, parts, page_size, size = pools[0].shape
-    found = []
-    if wire != "raw":
-        rows = kv_heads, parts * page_size
-        found += [((kv_heads, parts, page_size, packed_size(size, wire)), STORED[wire]), (rows, jnp.float32)]
+    rows = kv_heads, parts * page_size
+    found = [((kv_heads, parts, page_size, packed_size(size, wire)), STORED[wire]), (rows, jnp.float32)]
     if digests:
         found.append(((kv_heads,), jnp.uint32))
     zero = jnp.zeros_like(pools[0][0, 0, 0, 0, 0])
@@ -102,10 +99,40 @@ def quantise_pages(pages: Array, wire: str) -> tuple[Array, Array]:
     return codes.reshape(*heads, parts, page_size, codes.shape[-1]).astype(STORED[wire]), scales
 
 
+def digest_pages(values: Array, scales: Array | None) -> Array:
+    """As `reference.digest_pages`, of [L, N, Hkv, ...], one page after another."""
+    return and_digests(values if values.dtype.itemsize == 4 else bits_of(values), scales)[1]
+
+
+def and_digests(values: Array, scales: Array | None) -> tuple[Array, Array]:
+    """What is given, and its digests. Values pass through the loop: XLA would copy what leaves and is read by one."""
+    layers, count, kv_heads = values.shape[:3]
+
+    def fold_page(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        held, folded = carry
+        at = index // count, index % count
+        words = fold(one_page(held, at), None if scales is None else one_page(scales, at))
+        return held, lax.dynamic_update_slice(folded, words, (*at, 0))
+
+    nothing = jnp.zeros_like(values[0, 0, 0, 0, 0, 0]).astype(jnp.uint32)  # as in `rooms`
+    folded = jnp.broadcast_to(nothing, (layers, count, kv_heads))
+    return lax.fori_loop(0, layers * count, fold_page, (values, folded))
+
+
+def one_page(whole: Array, at: tuple[Array, Array]) -> Array:
+    """[L, N, ...] -> [1, 1, ...]."""
+    return lax.dynamic_slice(whole, (*at, *[0] * (whole.ndim - 2)), (1, 1, *whole.shape[2:]))
+
+
 def fold(values: Array, scales: Array | None) -> Array:
-    """As `reference.digest_pages`, in one sum over a page's words with the products of the weights."""
+    """As `reference.digest_pages`, of few pages: `LANES` sums of a page's words, then the sum of those.
+
+    XLA's CPU backend vectorises sums over all dimensions but the last, and the barrier keeps them apart from the last.
+    """
     *_, parts, page_size, size = values.shape
-    weights = page_weights(parts * page_size, size).reshape(-1)
-    words = words_of(values).reshape(*values.shape[:-3], -1)
-    total = jnp.sum(words * over(weights, words), axis=-1, dtype=jnp.uint32)
+    lanes = gcd(parts * page_size * size, LANES)
+    weights = page_weights(parts * page_size, size).reshape(-1, lanes)
+    words = words_of(values).reshape(*values.shape[:-3], -1, lanes)
+    sums = lax.optimization_barrier(jnp.sum(words * over(weights, words), axis=-2, dtype=jnp.uint32))
+    total = jnp.sum(sums, axis=-1, dtype=jnp.uint32)
     return total if scales is None else total + fold_scales(scales, size)

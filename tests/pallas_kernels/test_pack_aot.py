@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
-from pallas_kernels import QuantizedPages, pack_kv_pages, unpack_kv_pages
+from pallas_kernels import QuantizedPages, digest_pages, pack_kv_pages, unpack_kv_pages
+from pallas_kernels.platforms import traced_for
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.tpu_modes import tpu_devices
@@ -125,3 +126,19 @@ def test_shards_of_heads_pack_and_unpack_without_a_word_to_each_other(chip):
         program: Any = jax.jit(sharded, donate_argnums=0).lower(pools, ids).compile()
     assert not [word for word in ("all-reduce", "all-gather", "collective-permute") if word in program.as_text()]
     assert program.memory_analysis().temp_size_in_bytes < 16 * MIB
+
+
+@pytest.mark.parametrize("chip", ["v5e", "h100"])
+def test_digests_of_what_landed_cost_one_reading_of_it(chip):
+    submesh, layers, count = submesh_of(chip), 4, 64
+    values = array(submesh, (layers, count, 8, 2, 16, 128), "bfloat16")
+    with jax.sharding.set_mesh(submesh.mesh), traced_for("tpu" if chip == "v5e" else "gpu"):
+        program: Any = jax.jit(partial(digest_pages, scales=None)).lower(values).compile()
+    landed = values.size * values.dtype.itemsize
+    assert program.memory_analysis().temp_size_in_bytes < landed / 16, "words are kept"
+    entry = program.as_text().split("ENTRY", 1)[1].splitlines()
+    (name,) = [line.split()[0] for line in entry if "parameter(0)" in line]
+    readers = [line for line in entry if f"{name}," in line or f"{name})" in line]
+    assert len(readers) == 1, readers
+    if chip == "v5e":  # GPUs' programs say nothing of their bytes
+        assert program.cost_analysis()["bytes accessed"] < 1.4 * landed

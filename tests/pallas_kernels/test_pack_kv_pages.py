@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import KernelError, PackedPages, QuantizedPages, pack_kv_pages, unpack_kv_pages, wire_error
+from pallas_kernels import (
+    KernelError,
+    PackedPages,
+    QuantizedPages,
+    digest_pages,
+    pack_kv_pages,
+    unpack_kv_pages,
+    wire_error,
+)
 from pallas_kernels.pack_kv_pages import reference
 from pallas_kernels.quantized import quantize_pages
 from pallas_kernels.unpack_kv_pages import reference as unpack_reference
@@ -184,6 +192,20 @@ def test_exchanged_rows_of_a_page_are_seen(wire, dtype, one, other):
     got = UNPACK(pools, PackedPages(rows, scales, None), TO)[1]
     moved = np.asarray(rows != packed.values).any((3, 4, 5))
     assert (np.asarray(got != packed.digests) == moved).all()
+
+
+@pytest.mark.parametrize("shape", [SMALL, FAVOURITE, Shape(80, 3, 1, 6)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", ["raw", "int4"])
+def test_what_landed_has_the_digests_it_left_with(shape, dtype, wire):
+    pools = make_pools(shape, dtype)
+    packed = PACK(pools, FROM, wire=wire)
+    for parts in (slice(None), slice(1)):  # K and V, or pages of one part as latents have
+        values = packed.values[:, :, :, parts]
+        scales = None if packed.scales is None else packed.scales[..., : values.shape[3] * shape.page_size]
+        folded = jax.jit(digest_pages)(values, scales)
+        assert same(folded, reference.digest_pages(values, scales))
+    assert same(jax.jit(digest_pages)(packed.values, packed.scales), packed.digests)
 
 
 def test_weights_are_odd_and_no_two_words_of_a_page_exchange_unseen():
