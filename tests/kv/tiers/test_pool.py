@@ -264,7 +264,7 @@ def test_a_server_short_of_memory_evicts_and_takes_what_is_new():
             found, records = got(pool, names[start : start + 100])
             good[:0] = found
             np.testing.assert_array_equal(records[np.array(found)], many[start : start + 100][np.array(found)])
-        assert not all(good) and good[-1]
+        assert sum(good[-100:]) > sum(good[:100])  # which one goes is drawn by lot among some of the oldest
 
 
 def test_a_folder_that_takes_nothing_fails_and_does_not_hang(tmp_path):
