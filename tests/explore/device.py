@@ -40,6 +40,7 @@ class Seat(NamedTuple):
     table: tuple[int, ...]
     num_output: int
     stopped: bool
+    recalled: int  # output tokens that its grammar's place was made of
 
 
 class Held(NamedTuple):
@@ -154,6 +155,8 @@ class Machine:
         for admission in rows.admit:
             need(slots[admission.slot] is None, f"slot {admission.slot} of {self.config.worker} was not retired")
             slots[admission.slot] = self._seat(device, admission)
+        for read in rows.read:
+            slots[read.slot] = self._recalls(slots[read.slot], read.tokens)
         for grant in rows.grants:
             seat = slots[grant.slot]
             assert seat is not None and grant.index == len(seat.table)
@@ -179,7 +182,16 @@ class Machine:
         owner = self._owner_of(device, admission.pages, admission.request_id)
         expected = self.outputs[admission.request_id][admission.num_output - 1]
         need(admission.token == expected, f"{name(owner)} is fed token {admission.token}, not {expected}")
-        return Seat(owner, admission.position, admission.pages, admission.num_output, False)
+        told = self.requests[admission.request_id].sampling.grammar and admission.history.output
+        seat = Seat(owner, admission.position, admission.pages, admission.num_output, False, 0)
+        return self._recalls(seat, told) if told else seat
+
+    def _recalls(self, seat: Seat | None, tokens: tuple[int, ...]) -> Seat:
+        """The seat, whose grammar's place is told of these."""
+        assert seat is not None, "an empty slot is told tokens"
+        drawn = self.outputs[seat.owner.request_id][seat.recalled : seat.num_output]
+        need(tokens == drawn, f"{name(seat.owner)} is told that it drew {tokens}, not {drawn}")
+        return seat._replace(recalled=seat.num_output)
 
     def _step(self, device: Device, seat: Seat | None, stage: int, void: frozenset[Attempt]) -> Device:
         """One stage writes the token that is fed, and reads all up to it."""
@@ -197,6 +209,8 @@ class Machine:
         """A token; of a row that may draw more, one a turn, or as many of a draft as its position says; each is fed."""
         seat, drawn = device.slots[slot], []
         assert seat is not None, "an active slot is empty"
+        held = self.requests[seat.owner.request_id].sampling.grammar
+        need(not held or seat.recalled == seat.num_output, f"{name(seat.owner)} draws before its grammar knows where")
         accepted = width - 1 if self.config.decode_turns > 1 else (seat.position + 1) % width
         while not seat.stopped and len(drawn) <= accepted:
             if drawn:
@@ -205,7 +219,7 @@ class Machine:
             request_id = seat.owner.request_id
             token = self.outputs[request_id][seat.num_output]
             stopped = token in self.requests[request_id].sampling.stop_token_ids
-            seat = Seat(seat.owner, seat.position + 1, seat.table, seat.num_output + 1, stopped)
+            seat = seat._replace(position=seat.position + 1, num_output=seat.num_output + 1, stopped=stopped)
             drawn.append(Sampled(token))
         slots = (*device.slots[:slot], seat, *device.slots[slot + 1 :])
         return device._replace(slots=slots), tuple(drawn) or None

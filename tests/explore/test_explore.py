@@ -165,6 +165,26 @@ def test_a_row_whose_tokens_are_read_one_by_one_goes_through_a_fault():
     assert endings(whole(colocated(2, 1, requests=requests, **MIXED).but(fail=1))) == {"length", "error"}
 
 
+HELD = request(1, 2, max_tokens=6, synchronous=True, grammar="any")
+DRAFTS = {"requests": [HELD], "draft_tokens": 2, "num_pages": 4}
+
+
+@pytest.mark.parametrize(
+    ("scene", "fault", "also"),
+    [
+        (disaggregated(**DRAFTS), "cancel", {"abort"}),
+        pytest.param(disaggregated(**DRAFTS), "fail", set(), marks=pytest.mark.slow),
+        (disaggregated(**DRAFTS), "restart", set()),
+        (colocated(1, 2, **DRAFTS), "lose", set()),
+        (colocated(1, 2, **DRAFTS), "leave", {"cut", "rejected"}),
+    ],
+    ids=["cancel", "fail", "restart", "lose", "leave"],
+)
+def test_a_grammar_knows_of_every_token_that_drafts_drew_whatever_happens(scene, fault, also):
+    """Of two workers that each can do all, one may be gone: then the other begins with what the client has."""
+    assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "also"), [("fail", set()), ("cancel", {"abort"}), ("loss", set())])
 def test_turns_of_a_ring_go_through_a_fault(fault, also):

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 LONG = {"temperature": 0, "max_tokens": 300, "ignore_eos": True, "logprobs": 1}
 PROMPTS = ["def f(", "import os\n\n\nclass Tree:\n"]
 BODIES = [{**LONG, **more, "prompt": each} for each in PROMPTS for more in ({}, {"temperature": 0.7, "seed": 11})]
+HELD = {"structured_outputs": {"regex": "(copy|move) ([a-f]{40} ?){99}!"}}  # longer than an answer may become
+BODIES.append({**LONG, **HELD, "prompt": "def g(", "temperature": 0.7, "seed": 3})
 GRACE_S = 60.0
 
 
