@@ -41,6 +41,7 @@ GIVEN = {
     " --format=hf writes it",
     "vllm_python": "interpreter of an environment with vLLM",
     "hf_python": "interpreter of an environment with transformers",
+    "json_schema_suite": "folder json/tests in the source of jsonschema (pip download --no-binary :all: jsonschema)",
     "profiles": "two profiles of jdisagg.profile, with a comma, for the simulated lines of the crossover",
 }
 KERNELS = (
@@ -116,6 +117,7 @@ ALL = (
         "--streams=1,8 --drafts=1,3",
         "--drafts=3 --streams=1 --rounds=1 --tokens=8",
     ),
+    Benchmark("schemas", "benchmarks.schemas", "--suite={json_schema_suite}", "--every=60"),
     Benchmark("prefill_stages", "benchmarks.prefill_stages", "--rounds=5", "--prompts=64 --batches=1 --rounds=1"),
     Benchmark("prefix_reuse", "benchmarks.prefix_reuse", "--model={models}/small --turns=6"),
     Benchmark("published", "tests.published.table", "{data_dir}", knows_its_file=True),

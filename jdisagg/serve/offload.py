@@ -19,6 +19,7 @@ LEAVES = 2048  # values written as JSON at once
 T = TypeVar("T")
 _reading = ThreadPoolExecutor(1, "reading")
 _tokenizing = ThreadPoolExecutor(2, "tokenizing")
+_compiling = ThreadPoolExecutor(1, "compiling")  # who waits for a grammar waits for other grammars alone
 
 
 async def reading(size: int, work: Callable[[], T]) -> T:
@@ -36,8 +37,8 @@ async def tokenizing(size: int, work: Callable[[], T]) -> T:
 
 
 async def compiling(work: Callable[[], T]) -> T:
-    """As `tokenizing`, for what may take long however short it is."""
-    return await asyncio.get_running_loop().run_in_executor(_tokenizing, work)
+    """What `work` gives, which may take long however short it is, and lets other threads run."""
+    return await asyncio.get_running_loop().run_in_executor(_compiling, work)
 
 
 def dump(value: Any) -> str:

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask
 
 from jdisagg.core.errors import ConfigError
@@ -19,6 +19,12 @@ from jdisagg.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+# A mask of an ambiguous grammar takes the square of a row's items (43 ms of 2000, 3 of 500); an optional property of an
+# object takes four. Errors are logged, and grammars are clients' own.
+OF_SCHEMAS = LLParserLimits(max_items_in_row=2000, verbose_errors=False)
+OF_OTHERS = LLParserLimits(max_items_in_row=500, verbose_errors=False)
+SCHEMA = '{"grammars":[{"name":"json_schema",'  # as `grammar_from_json_schema` begins
+NO_TOKEN = "NoExtensionBias"  # what llguidance calls a place where nothing may follow
 KEPT = 256  # grammars whose compiled form is kept; the least recently used goes first
 
 
@@ -76,9 +82,12 @@ class Guidance:
         with self._lock:
             if grammar in self._kept:
                 return ""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = self._made(grammar)
+        mask = np.zeros(self.words, np.uint32)
         if not matcher.is_error():
-            GuidanceMatcher(matcher).fill(np.zeros(self.words, np.uint32))  # what only the first step finds out
+            fill_next_token_bitmask(matcher, mask.view(np.int32)[None], 0)  # what only the first step finds out
+            if NO_TOKEN in matcher.get_error() or not (mask.any() or matcher.is_error()):
+                return "there is no answer that it takes"
         if matcher.is_error():
             return _line(matcher.get_error())
         self._keep(grammar, matcher)
@@ -90,9 +99,13 @@ class Guidance:
             if found is not None:
                 self._kept.move_to_end(grammar)
                 return GuidanceMatcher(found.deep_copy())
-        made = LLMatcher(self._tokenizer, grammar, log_level=0)
+        made = self._made(grammar)
         self._keep(grammar, made.deep_copy())
         return GuidanceMatcher(made)
+
+    def _made(self, grammar: str) -> LLMatcher:
+        limits = OF_SCHEMAS if grammar.startswith(SCHEMA) else OF_OTHERS
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
     def _keep(self, grammar: str, matcher: LLMatcher) -> None:
         """Its compiled form, for whoever starts with it next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.request import MAX_GRAMMAR
 from jdisagg.model.grammars.grammars import GrammarCompiler, Whitespace
 from jdisagg.serve.http.json_bounds import brief
+from jdisagg.serve.structured.subschemas import as_the_standard_has_it, at_fault, too_wide
 
 SCHEMA, REGEX, CHOICE, GRAMMAR = "schema", "regex", "choice", "grammar"
 ANY_OBJECT = {"type": "object"}
@@ -26,6 +28,7 @@ PLAIN = {
 STRUCTURED = {"json": SCHEMA, "regex": REGEX, "choice": CHOICE, "grammar": GRAMMAR}  # fields of structured_outputs
 OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback", "disable_additional_properties")
 MAX_CHOICES = 4096
+TOO_LARGE = "too large"  # in what llguidance says of a grammar over its limits
 ORDINARY, COMPACT = Whitespace(), Whitespace("")
 
 
@@ -114,13 +117,29 @@ def grammar_of(form: Form, compiler: GrammarCompiler) -> str:
         raise RequestError(said, param=form.field)
     why = compiler.why_not(grammar)
     if why:
-        raise RequestError(f"{form.field} cannot be compiled: {why}", param=form.field)
+        raise RequestError(f"{form.field}{_where(form, why, compiler)} cannot be compiled: {why}", param=form.field)
     return grammar
+
+
+def _where(form: Form, why: str, compiler: GrammarCompiler) -> str:
+    """At which pointer of a schema, where a part of it alone is at fault; not asked where to compile takes long."""
+    if form.kind != SCHEMA or TOO_LARGE in why:
+        return ""
+    found = at_fault(_schema(form), why, lambda part: compiler.why_not(compiler.of_schema(part, form.whitespace)))
+    return found and f" at #{found}"
 
 
 def _schema(form: Form) -> Any:
     if isinstance(form.what, str | dict | bool):
-        return form.what
+        try:
+            schema = as_the_standard_has_it(json.loads(form.what) if isinstance(form.what, str) else form.what)
+        except json.JSONDecodeError:
+            return form.what  # the compiler says what is wrong with it
+        except RecursionError as error:
+            raise RequestError(f"{form.field} is nested too deeply", param=form.field) from error
+        if said := too_wide(schema):
+            raise RequestError(f"{form.field} has {said}", param=form.field)
+        return schema
     raise RequestError(f"{form.field} is {brief(form.what)}, must be a JSON schema", param=form.field)
 
 

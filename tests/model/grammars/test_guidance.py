@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import jdisagg
 from jdisagg.model.grammars.grammars import Whitespace, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve.structured.subschemas import MOST_OPTIONAL
 
 EMBEDDED_MODEL = Path(jdisagg.__file__).parent / "embedded"
 VOCAB = 4096
@@ -147,11 +148,32 @@ def test_a_schema_that_cannot_be_compiled_is_named(schema: str, says: str):
     assert says in found and "\n" not in found
 
 
+def test_a_schema_that_takes_nothing_is_refused(caplog: pytest.LogCaptureFixture):
+    nothing = {"type": "string", "pattern": "^a$", "minLength": 2}
+    assert GRAMMARS.why_not(GRAMMARS.of_schema(nothing, COMPACT)) and not caplog.records
+
+
 def test_a_grammar_that_explodes_is_refused_and_takes_no_time():
     began = time.monotonic()
     parts = [[{"type": "object", "properties": {f"k{n}": {"const": m}}} for m in range(6)] for n in range(8)]
     found = GRAMMARS.why_not(GRAMMARS.of_schema({"allOf": [{"anyOf": each} for each in parts]}, COMPACT))
     assert "too large" in found and time.monotonic() - began < 20
+
+
+def test_an_object_of_as_many_optional_properties_as_are_allowed_can_be_written():
+    wide = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(MOST_OPTIONAL)}}
+    assert len(walk(GRAMMARS.of_schema({**wide, "additionalProperties": False}, COMPACT), 1)) > 1
+
+
+def test_an_ambiguous_grammar_ends_its_answer_before_its_masks_take_long():
+    matcher, mask = GRAMMARS.start(GRAMMARS.of_grammar('start: e\ne: e e | "a" | e "a" e |')), np.zeros(128, np.uint32)
+    worst_s, tokens = 0.0, TOKENIZER.encode("a", False)
+    for _ in range(300):
+        began_s = time.thread_time()
+        matcher.take(tokens)
+        matcher.fill(mask)
+        worst_s = max(worst_s, time.thread_time() - began_s)
+    assert not mask.any() and worst_s < 0.1
 
 
 def test_a_grammar_that_goes_is_not_refused():
