@@ -39,8 +39,8 @@ from jdisagg.groups import run_group
 from jdisagg.model.checkpoint import weight_files
 from jdisagg.named_models import located
 from jdisagg.serve import servers
-from jdisagg.serve.answer_file import AnswerFile
-from jdisagg.serve.batch import Batch, read_jobs, run_jobs
+from jdisagg.serve.answer_file import PLAIN, AnswerFile
+from jdisagg.serve.batch import Batch, read_jobs
 from jdisagg.serve.build import build
 from jdisagg.serve.cluster.front_process import build_front
 from jdisagg.serve.cluster.processes import (
@@ -58,6 +58,7 @@ from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.dry_run import DryRun
 from jdisagg.serve.local import LocalService
 from jdisagg.serve.log_lines import write_logs
+from jdisagg.serve.requests_file import holds_calls, read_calls, rows_of
 
 FAILED = 1
 FLUSH_S = 2.0  # for answers to end with the error after the driver has died
@@ -231,10 +232,12 @@ def _batch(settings: Settings) -> Iterator[Batch | None]:
     if not prompts.exists():
         raise ConfigError(f"--prompts={prompts}: there is no such file")
     try:
-        jobs = read_jobs(prompts)
+        calls = read_calls(prompts) if holds_calls(prompts) else []
+        jobs = calls or read_jobs(prompts)
     except OSError as error:
         raise ConfigError(f"--prompts={prompts}: {error}") from error
-    with AnswerFile(Path(settings.output), {job.line for job in jobs}, prompts) as answers:
+    rows = rows_of(calls) if calls else PLAIN
+    with AnswerFile(Path(settings.output), {job.line for job in jobs}, prompts, rows) as answers:
         yield Batch(jobs, answers)
 
 
@@ -244,8 +247,8 @@ async def run_batch(service: LocalService, settings: Settings, batch: Batch) -> 
     with Progress() as bar:
         done = len(batch.jobs) - len(left)
         task = bar.add_task(f"{settings.prompts} -> {settings.output}", total=len(batch.jobs), completed=done)
-        sampling, write = terminal.sampling_of(settings), batch.answers.write
-        failed = await run_jobs(service, left, sampling, write, lambda: bar.advance(task))
+        app, sampling = servers.offline_app(service, settings), terminal.sampling_of(settings)
+        failed = await batch.run(service, app, sampling, lambda: bar.advance(task))
     if failed:
         print(f"jdisagg: {failed} of {len(left)} prompts failed; run it again to try them again", file=sys.stderr)
     return FAILED if failed else 0

@@ -6,26 +6,42 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from jdisagg.core.errors import OutputError
 
-BEGINS = b'{"line": '  # every line that this writes
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What lines of answers look like: how all of them begin, and which line of the prompts one answers, if any."""
+
+    begins: bytes
+    line_of: Callable[[Any], int | None]
+
+
+def _answered(row: Any) -> int | None:
+    if not isinstance(row, dict) or type(row.get("line")) is not int:
+        return None
+    return row["line"] if isinstance(row.get("text", row.get("error")), str) else None
+
+
+PLAIN = Rows(b'{"line": ', _answered)
 
 
 class AnswerFile:
     """An --output that is open for one run: what it has already, and room for more. It is locked until closed."""
 
-    def __init__(self, path: Path, lines: Collection[int], prompts: Path) -> None:
+    def __init__(self, path: Path, lines: Collection[int], prompts: Path, rows: Rows = PLAIN) -> None:
         """Takes up the file where an earlier run stopped, or begins it; `lines` are those that `prompts` has.
 
         Raises OutputError, the file untouched, where a line of it is not an answer to one of `lines`, where it is the
         file of prompts, a link, a pipe or a device, or where another process writes it.
         """
-        self.path = path
+        self.path, self._rows = path, rows
         self._refuse_what_is_no_file(prompts)
         self._is_new = not path.exists()
         try:
@@ -69,15 +85,27 @@ class AnswerFile:
         end = 0
         with os.fdopen(os.dup(self._file), "rb") as file:
             for number, text in enumerate(file, start=1):
-                line = _answered(text)
+                line = self._line_of(text)
                 if line is not None and line in lines:
                     done.add(line)
                     end += len(text)
                 elif line is not None:
                     raise self._error(f"line {number} answers line {line + 1} of other prompts: it has no such line")
-                elif not _was_cut_off(text):
+                elif not self._was_cut_off(text):
                     raise self._error(f"line {number} is not an answer of this command; nothing was changed")
         return done, end
+
+    def _line_of(self, text: bytes) -> int | None:
+        """None where it is no whole answer."""
+        try:
+            return self._rows.line_of(json.loads(text)) if text.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            return None
+
+    def _was_cut_off(self, text: bytes) -> bool:
+        """Whether it is the beginning of an answer, the end of which was never written."""
+        begins = self._rows.begins
+        return not text.endswith(b"\n") and (text.startswith(begins) or begins.startswith(text))
 
     def _cut(self) -> None:
         """Drops what a crash or a full disk left of a line."""
@@ -88,7 +116,7 @@ class AnswerFile:
             raise self._error(error.strerror) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Adds one answer, `row["line"]` first. Raises OutputError where there is no room for all of it: none stays."""
+        """Adds one answer, its name first. Raises OutputError where there is no room for all of it: none stays."""
         text = json.dumps(row).encode() + b"\n"
         left = memoryview(text)
         try:
@@ -111,21 +139,3 @@ class AnswerFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def _answered(text: bytes) -> int | None:
-    """Which line of the prompts a line of the file answers; None where it is no whole answer."""
-    if not text.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get("line")) is not int:
-        return None
-    return row["line"] if isinstance(row.get("text", row.get("error")), str) else None
-
-
-def _was_cut_off(text: bytes) -> bool:
-    """Whether it is the beginning of an answer, the end of which was never written."""
-    return not text.endswith(b"\n") and (text.startswith(BEGINS) or BEGINS.startswith(text))

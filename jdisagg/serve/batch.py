@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.types import ASGIApp
 
 from jdisagg.core.errors import OutputError, RequestError
 from jdisagg.serve.answer_file import AnswerFile
 from jdisagg.serve.offline import AT_ONCE, Prompt, complete
+from jdisagg.serve.requests_file import Call, row_of
 from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.service import Draining, Service
 
@@ -29,15 +32,26 @@ class Job:
 class Batch:
     """A file of prompts, and that of their answers."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[Job] | Sequence[Call]
     answers: AnswerFile
 
     @property
-    def left(self) -> list[Job]:
+    def left(self) -> list[Job | Call]:
         """Those without an answer yet."""
         return [job for job in self.jobs if job.line not in self.answers.done]
 
+    async def run(
+        self, service: Service, app: ASGIApp, sampling: SamplingParams, on_progress: Callable[[], object]
+    ) -> int:
+        """Runs those: requests by the routes of `app`, bare prompts by `sampling`. Returns how many failed."""
 
+        async def one(job: Job | Call) -> dict[str, Any] | None:
+            return await (row_of(app, job) if isinstance(job, Call) else _row(service, job, sampling))
+
+        return await run_each(self.left, one, self.answers.write, on_progress)
+
+
+AnyJob = TypeVar("AnyJob")
 _OVERRIDES = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 
 
@@ -91,12 +105,22 @@ async def run_jobs(
     Returns how many failed for no fault of theirs: they get no line, so that the next run takes them up again.
     Raises OutputError, the others cancelled, where `write` does.
     """
+    return await run_each(jobs, lambda job: _row(service, job, sampling), write, on_progress)
+
+
+async def run_each(
+    jobs: Sequence[AnyJob],
+    row_of: Callable[[AnyJob], Awaitable[dict[str, Any] | None]],
+    write: Callable[[dict[str, Any]], object],
+    on_progress: Callable[[], object],
+) -> int:
+    """As `run_jobs`, of jobs whose rows `row_of` makes: None where trying again may help."""
     room, failed = asyncio.Semaphore(AT_ONCE), 0
 
-    async def one(job: Job) -> None:
+    async def one(job: AnyJob) -> None:
         nonlocal failed
         async with room:
-            row = await _row(service, job, sampling)
+            row = await row_of(job)
         if row is None:
             failed += 1
         else:

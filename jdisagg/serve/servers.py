@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -209,6 +209,13 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.01)
     if task.done():
         task.result()
+
+
+def offline_app(service: LocalService, settings: Settings) -> FastAPI:
+    """The routes for requests of a file: without keys and clients' limits, and whoever waits may wait."""
+    plain = front_settings(service, settings)
+    own = replace(plain, api_key=None, api_keys={}, admin_key=None, rates=Rates(), queue_timeout_s=None)
+    return create_app(service, own)
 
 
 def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
