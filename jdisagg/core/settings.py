@@ -134,7 +134,8 @@ class Settings:
     decode_turns: int = _setting(8, "scheduling", "tokens of each row that one step of a ring draws at most; fewer"
                                  " where somebody waits or pages are short")  # fmt: skip
     speculative: str = _everyday("off", "scheduling", "ngram[:N]: 3 or N tokens a step are guessed from earlier ones;"
-                                 " auto[:N]: where that is faster; grammar[:N]: what a grammar forces")  # fmt: skip
+                                 " draft[:MODEL][:N]: by a small model (MODEL/draft of --model where none is named);"
+                                 " auto[:MODEL][:N]: where faster; grammar[:N]: what a grammar forces")  # fmt: skip
     handoff_timeout_s: float = _setting(30.0, "scheduling", "deadline of a handoff's waits, prefill apart")
     prefill_timeout_s: float = _setting(300.0, "scheduling", "from a free reservation to the first token")
     stall_timeout_s: float = _setting(120.0, "scheduling", "longest gap between two tokens of a request")

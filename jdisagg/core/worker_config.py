@@ -94,6 +94,7 @@ class WorkerConfig:
     decode_turns: int = 1  # of a ring: tokens of each row that one step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
+    draft_ngrams: bool = True  # guessed from tokens that stood there before; else by a model
     draft_auto: bool = False  # only where that is thought to be faster than a token a step
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO

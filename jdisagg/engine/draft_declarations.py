@@ -12,8 +12,14 @@ def declared_drafts(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: 
     number = slots.rows
     history, state, wide = slots.ints(number, length), slots.ints(4, number), slots.ints(4, rows.rows)
     size, held = local_bytes(history), (history, state, wide)
+    layers = programs.layers
+    of_model = [] if layers is None else layers.declared(slots.stage + 1, number, length)
+    if layers is not None:
+        set_fed = slots.ints(number), slots.ints(), slots.ints()
+        of_model.append(slots.program("draw set fed", layers.set_fed, set_fed))
     logits, given = rows.logits, slots.ints(number, rows.rows // number - 1)
     return [
+        *of_model,
         slots.program("draw guess", programs.widen, (history, state, slots.ints(number), given)),
         slots.program("draw note", programs.note, (history, state), size),
         slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size),

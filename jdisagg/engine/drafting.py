@@ -36,6 +36,7 @@ from jdisagg.engine.decode import (
     Microbatch,
     advanced,
 )
+from jdisagg.engine.draft_layers import FREE, DraftLayers, primed
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup, running
 from jdisagg.engine.ngrams import MAX_NGRAM
@@ -45,7 +46,6 @@ from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
 NO_GUESS = -1
-FREE = -2  # in the place of a token that the host gives: the row guesses for itself
 
 
 def guessed(history: Array, state: Array, drafts: int) -> Array:
@@ -166,7 +166,9 @@ class PendingDrafts:
 class DraftPrograms:
     """Those of steps with drafts, beside those of steps of one token."""
 
-    def __init__(self, drafts: int) -> None:
+    def __init__(self, drafts: int, layers: DraftLayers | None = None) -> None:
+        """layers: of the model that guesses, where there is one."""
+        self.layers = layers
         self.widen = Program(partial(widened, drafts=drafts))
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
         self.note, self.set_tokens = Program(noted, donate=(0,)), Program(with_tokens, donate=(0,))
@@ -176,7 +178,8 @@ class DraftPrograms:
     @property
     def programs(self) -> list[Program]:
         drawing = [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens]
-        return [*drawing, self.firsts, self.logprobs, self.mask]
+        drawing += [self.firsts, self.logprobs, self.mask]
+        return [*drawing, *(self.layers.programs if self.layers else ())]
 
 
 class Guesses:
@@ -187,6 +190,7 @@ class Guesses:
         self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
         self.free: Array = batch.put(np.full((batch.size, drafts), FREE, np.int32))
+        self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens that the model that guesses has read
         self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
 
     def tokens_of(self, admission: Admission) -> np.ndarray:
@@ -221,23 +225,43 @@ class DraftingDecoder(Decoder):
         config: WorkerConfig,
         vocab_size: int,
         grammars: Grammars | None = None,
+        layers: DraftLayers | None = None,
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
-        self.drafts = DraftPrograms(config.draft_tokens)
+        self.drafts = DraftPrograms(config.draft_tokens, layers)
         sizes = history_length(config), config.draft_tokens
         self.guesses = [Guesses(batch, *sizes) for batch in self.microbatches]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         batch, guesses = super().begin(plan), self.guesses[plan.microbatch]
         for admission in plan.admit:
-            row = np.asarray(admission.slot - batch.first_slot, np.int32), guesses.tokens_of(admission)
-            guesses.history = self.drafts.set_tokens(guesses.history, *batch.put(row))
+            self._admit(batch, guesses, admission)
         guesses.wide = None
         if self._any_drafts(batch, plan):
             guesses.send_widths(batch, plan)
-            given = guesses.given(batch)
+            given = self._guess(batch, guesses, guesses.given(batch), plan.table_pages)
             guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
         return batch
+
+    def _admit(self, batch: Microbatch, guesses: Guesses, admission: Admission) -> None:
+        row = admission.slot - batch.first_slot
+        tokens = batch.put((np.asarray(row, np.int32), guesses.tokens_of(admission)))
+        guesses.history = self.drafts.set_tokens(guesses.history, *tokens)
+        if self.drafts.layers is not None:
+            guesses.fed = primed(self.drafts.layers, guesses.fed, row, admission)
+
+    def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
+        """The drafts of the host's, and for other rows those of the model that guesses; FREE is left to n-grams."""
+        layers = self.drafts.layers
+        if layers is None:
+            return given
+        held = guesses.history, batch.state, guesses.fed, guesses.widths, given, batch.metadata
+        if batch.rows.adapters is None:
+            table = batch.table_on(layers.submesh, width)
+        else:
+            table = layers.submesh.put(batch.table[:, :width].copy())  # adapters are the other model's
+        given, guesses.fed = layers.guess(table, *held)
+        return given
 
     def _any_drafts(self, batch: Microbatch, plan: DecodeRows) -> bool:
         """Makes those of rows with grammars, and says whether any row may have one."""

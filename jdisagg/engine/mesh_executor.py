@@ -30,6 +30,7 @@ from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.engine.draft_layers import DraftModel, open_draft
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup
@@ -112,6 +113,7 @@ class Place:
     dtype: DTypeLike
     weights: WeightFormat
     grammars: Grammars | None
+    draft: DraftModel | None = None  # that guesses what is drawn
 
 
 class MeshExecutor:
@@ -129,6 +131,7 @@ class MeshExecutor:
         weights: WeightFormat = AS_MADE,
         grammars: Grammars | None = None,
         load: LoadStage = load_stage,
+        draft: DraftModel | None = None,
     ) -> None:
         """Reads the weights (`load`) and allocates the pages; `warm` must follow before the first plan.
 
@@ -136,7 +139,7 @@ class MeshExecutor:
         stage-major. KV pages have the layout's dtype.
         """
         self.config, self.model = config, model
-        self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars)
+        self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars, draft)
         self.error_monitor = ErrorMonitor(config.error_bound)
         self.ring: Ring | None = None
         room = room_of(config, dtype)
@@ -154,7 +157,9 @@ class MeshExecutor:
                 LayerGroup(params, model, run, submesh, layout, config.num_pages, room)
                 for params, (run, submesh) in zip(loaded, cuts, strict=True)
             ]
-        self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
+        submeshes = [group.submesh for group in self.layer_groups]
+        self.draft = open_draft(draft, config, submeshes, layout.dtype, dtype)
+        self.transfer_programs = transfer_programs_of(config, submeshes)
         self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)
         self.runner = self._runner()
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
@@ -175,11 +180,13 @@ class MeshExecutor:
     def _runner(self) -> Runner | RingRunner:
         if self.ring is not None:
             return RingRunner(self.ring, self.config, self.place.grammars, self._adapters())
-        return Runner(self.layer_groups, self.config, self.model.vocab_size, self.place.grammars, self._adapters())
+        parts = self.layer_groups, self.config, self.model.vocab_size, self.place.grammars
+        return Runner(*parts, self._adapters(), self.draft)
 
     def owner(self, declared: DeclaredProgram) -> Any:
-        """What holds the weights and pools that the program reads: a layer group, or the ring behind its stages."""
-        return self.ring if declared.stage == len(self.layer_groups) else self.layer_groups[declared.stage]
+        """What holds the weights and pools that the program reads: a layer group, or what stands behind its stages."""
+        behind = declared.stage == len(self.layer_groups)  # the ring, or the model that guesses
+        return (self.ring or self.draft) if behind else self.layer_groups[declared.stage]
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         return self.runner.run(plan, group_done)

@@ -35,6 +35,7 @@ def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWei
     for group in machine.layer_groups:
         held.add(group.params, machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
         group.kv.pools.clear()
+    _give_up_draft(machine)
     return _made(machine, shape, held), held
 
 
@@ -43,15 +44,23 @@ def read_anew(machine: MeshExecutor, shape: Shape) -> MeshExecutor:
     for group in machine.layer_groups:
         group.params.leaves.clear()
         group.kv.pools.clear()
+    _give_up_draft(machine)
     return _made(machine, shape, None)
+
+
+def _give_up_draft(machine: MeshExecutor) -> None:
+    """The model that guesses is small: it is read anew where the machine is to decode."""
+    if machine.draft is not None:
+        machine.draft.params.leaves.clear()
+        machine.draft.kv.pools.clear()
 
 
 def _made(machine: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
     place = replace(machine.place, layout=shape.layout, layers=shape.layers)
     parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
     if held is None:
-        return MeshExecutor(shape.config, machine.model, *parts)
-    return MeshExecutor(shape.config, machine.model, *parts, load=held.load)
+        return MeshExecutor(shape.config, machine.model, *parts, draft=place.draft)
+    return MeshExecutor(shape.config, machine.model, *parts, load=held.load, draft=place.draft)
 
 
 Owned = tuple[MeshExecutor, DeclaredProgram]

@@ -17,6 +17,7 @@ from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.decode import Decoder, Drawing, Microbatch
+from jdisagg.engine.draft_layers import DraftLayers
 from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
@@ -71,11 +72,13 @@ class Runner:
         vocab_size: int,
         grammars: Grammars | None = None,
         adapters: AdapterSlots | None = None,
+        draft: DraftLayers | None = None,
     ) -> None:
+        """draft: of the model that guesses, where there is one."""
         self.layer_groups, self.config, self.adapters = layer_groups, config, adapters
         parts = layer_groups, config, vocab_size, grammars
         self.prefiller = Prefiller(*parts) if config.computes_prompts else None
-        drafting = DraftingDecoder(*parts) if config.role.decodes and config.draft_tokens else None
+        drafting = DraftingDecoder(*parts, draft) if config.role.decodes and config.draft_tokens else None
         self.drafts = drafting.drafts if drafting else None
         self.decoder = drafting or (Decoder(*parts) if config.role.decodes else None)
         self.gates = Gates()

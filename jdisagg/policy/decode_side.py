@@ -193,4 +193,6 @@ class DecodeSide:
 
 def choice_of(config: WorkerConfig) -> DraftChoice | None:
     """None where drafts are verified wherever a row may be wider than a token."""
-    return DraftChoice((config.draft_tokens,), by_ngrams=True) if config.draft_auto and config.draft_tokens else None
+    if not (config.draft_auto and config.draft_tokens):
+        return None
+    return DraftChoice((config.draft_tokens,), by_ngrams=config.draft_ngrams)

@@ -16,6 +16,7 @@ from jdisagg.core.router_config import Reserving, RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.reshape import Shape
 from jdisagg.kv.shipping import shapes_of
@@ -196,14 +197,25 @@ def load_executors(
     weights = choose_weights(deployment, settings, source, told, choices_folder())
     grammars = grammars_of(settings, deployment.model_folder, deployment.model.vocab_size)
 
+    draft = draft_of(deployment, settings)
+
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
         place = deployment.place(name)
         places = [here[device] for device in place.device_ids]
         what = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
-        return kind(config, *what, places, jnp.dtype(deployment.dtype_of(config.role)), weights, grammars)
+        dtype = jnp.dtype(deployment.dtype_of(config.role))
+        return kind(config, *what, places, dtype, weights, grammars, draft=draft)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])
     return {machine.config.worker: machine for machine in machines}
+
+
+def draft_of(deployment: Deployment, settings: Settings) -> DraftModel | None:
+    """The model that guesses what is drawn. Raises CheckpointError."""
+    if deployment.draft is None:
+        return None
+    folder, config = deployment.draft
+    return DraftModel(open_source(folder, settings.load_format, config, settings.seed), config)
 
 
 def warm(

@@ -21,12 +21,12 @@ from jdisagg.core.reshard import StageShape
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.stages import ring_cut, split_layers, split_prefill
 from jdisagg.core.targets import GIB
-from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
+from jdisagg.core.weight_format import AS_ACTIVATIONS, AS_MADE, WeightFormat
 from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.model.weight_bytes import ring_shard_bytes, shard_bytes
-from jdisagg.serve.speculation import read_speculation
+from jdisagg.serve.speculation import read_draft, read_speculation
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
@@ -54,6 +54,7 @@ class Deployment:
     workers: tuple[WorkerConfig, ...]
     device_bytes: int | None = None  # of memory, of one device; None on the CPU
     dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
+    draft: tuple[Path, ModelConfig] | None = None  # the model that guesses what is drawn
 
     def dtype_of(self, role: Role) -> str:
         """Of activations of workers of this role."""
@@ -108,7 +109,8 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
             f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
         )
     layers = cut_layers(model, mesh)
-    budget = Budget(model, layers, dtype, weights, device_bytes)
+    draft = read_draft(settings.speculative, folder, model)
+    budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
     name = settings.served_model_name or name_of(folder)
     workers = tuple(
@@ -128,7 +130,8 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
     return Deployment(
-        folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes, dtypes
+        *(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes, dtypes),
+        draft,
     )
 
 
@@ -253,6 +256,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         draft_tokens=0 if ring else speculation.tokens,
         guesses=speculation.guesses,
         draft_auto=speculation.auto and not ring,
+        draft_ngrams=not speculation.draft,
         table_buckets=tuple(pages),
         max_chunk_seqs=settings.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
@@ -330,6 +334,7 @@ class Budget:
     dtype: str  # of activations
     weights: WeightFormat
     device_bytes: int | None
+    draft: ModelConfig | None = None  # that guesses, beside the last stage
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
         """The worker's part, where it shares a device with others."""
@@ -375,9 +380,14 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
     """Pages that the fullest of the worker's devices holds beside its weights."""
     assert budget.device_bytes is not None
     allowed, found = int(budget.device_bytes * settings.hbm_fraction), []
-    for layers, held_bytes in budget.stages(place):
+    stages = budget.stages(place)
+    for number, (layers, held_bytes) in enumerate(stages, 1):
         page_bytes = len(layers) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
-        found.append(((allowed - held_bytes) // page_bytes, held_bytes))
+        of_draft = 0
+        if budget.draft is not None and place.role.decodes and number == len(stages):
+            of_draft = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
+            page_bytes += KVLayout.of(budget.draft, kv.page_size, kv.dtype).held_page_bytes(place.tp) // place.tp
+        found.append(((allowed - held_bytes - of_draft) // page_bytes, held_bytes + of_draft))
     pages, held_bytes = min(found)
     if pages < kv.pages_for(longest):
         raise NoRoom(

@@ -1,32 +1,60 @@
-"""What `--speculative` says: where the tokens come from that a step verifies, and how many."""
+"""What `--speculative` says: where the tokens come from that a step verifies, how many, and when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from jdisagg.core.errors import FlagError
+from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.checkpoint import read_model, why_no_model
 
 DRAFT_TOKENS = 3
-KINDS = ("ngram", "auto", "grammar")
+OWN = "draft"  # the draft that lies with a model, in a folder of this name
+KINDS = ("ngram", "auto", "grammar", OWN)
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Tokens of a draft, 0 for none; whether they are guessed of any row's, or come of grammars alone; and whether
-    they are verified only where that is faster."""
+    """Tokens of a draft, 0 for none; whether they are guessed of any row's, or come of grammars alone; whether they are
+    verified only where that is faster; and the model that guesses them, "" where n-grams do."""
 
     tokens: int = 0
     guesses: bool = True
     auto: bool = False
+    draft: str = ""
 
 
 def read_speculation(said: str) -> Speculation:
-    """Of off, or a kind, or as many tokens as ngram:5 says. Raises FlagError."""
-    kind, _, number = said.partition(":")
+    """Of off, or KIND[:MODEL][:N]. Raises FlagError."""
+    kind, *rest = said.split(":")
     if said == "off":
         return Speculation()
-    if kind not in KINDS or (number and not number.isdecimal()) or number in ("0", "00"):
+    number = rest.pop() if rest and rest[-1].isdecimal() else str(DRAFT_TOKENS)
+    model = ":".join(rest) or (OWN if kind == OWN else "")
+    named = kind in (OWN, "auto")
+    if kind not in KINDS or int(number) == 0 or said.endswith(":") or (model and not named):
         raise FlagError(
-            f"--speculative={said}: say off, {', '.join(KINDS)}, or ngram:N for N tokens instead of {DRAFT_TOKENS}"
+            f"--speculative={said}: say off, {', '.join(KINDS)}, draft:MODEL, auto:MODEL, or one of them with :N"
+            f" for N tokens instead of {DRAFT_TOKENS}"
         )
-    return Speculation(int(number or DRAFT_TOKENS), kind != "grammar", kind == "auto")
+    return Speculation(int(number), kind != "grammar", kind == "auto", model)
+
+
+def read_draft(said: str, model_folder: Path, model: ModelConfig) -> tuple[Path, ModelConfig] | None:
+    """Where the model lies that guesses, and its numbers; None where none does. Raises FlagError, CheckpointError where
+    there is none, ConfigError where its tokens are not the other's."""
+    draft = read_speculation(said).draft
+    if not draft:
+        return None
+    folder = model_folder / OWN if draft == OWN else Path(draft)
+    why = why_no_model(folder)
+    if why is not None:
+        raise CheckpointError(f"--speculative={said}: {folder}: {why}")
+    found = read_model(folder)
+    if found.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"--speculative={said}: {folder} has a vocabulary of {found.vocab_size} tokens and {model_folder} one of"
+            f" {model.vocab_size}: name a draft that reads the same tokens"
+        )
+    return folder, found

@@ -21,6 +21,7 @@ from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, Wo
 from jdisagg.core.stages import ring_cut
 from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
 from jdisagg.model.params import load_stage
@@ -45,6 +46,7 @@ def open_machine(
     config: ModelConfig = CONFIG,
     source: Source = SOURCE,
     pp: int = 1,
+    draft: DraftModel | None = None,
     **sizes: Any,
 ) -> MeshExecutor:
     """A cold machine over `devices`; `sizes` are fields of its WorkerConfig."""
@@ -52,7 +54,7 @@ def open_machine(
     worker = WorkerConfig(
         WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
     )
-    return MeshExecutor(worker, config, source, layout, layers, devices, jnp.float32)
+    return MeshExecutor(worker, config, source, layout, layers, devices, jnp.float32, draft=draft)
 
 
 @cache

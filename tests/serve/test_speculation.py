@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from jdisagg import LLM, SamplingParams
-from jdisagg.core.errors import FlagError
-from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, read_speculation
+from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg.model.checkpoint import read_model
+from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, read_draft, read_speculation
 from tests.fixtures import conformance
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 3], list(range(20, 30)), [7] * 12]
@@ -30,16 +34,34 @@ def answers(speculative: str) -> tuple[list[list[int]], int]:
 @pytest.mark.slow
 def test_tokens_are_those_of_a_stack_that_guesses_none_where_pages_do_not_do_for_all():
     plain, _ = answers("off")
-    for speculative in ("ngram:3", "auto"):
+    folder = conformance.load("llama3").folder
+    for speculative in ("ngram:3", f"auto:{folder}"):
         guessed, recompiles = answers(speculative)
         assert guessed == plain and recompiles == 0
     assert {len(each) for each in plain} == {40, 30}
 
 
-@pytest.mark.parametrize("said", ["ngram:0", "ngram:x", "grammar:-1", "guess"])
+@pytest.mark.parametrize("said", ["ngram:0", "ngram:x", "grammar:-1", "guess", "ngram:", "draft:0", ""])
 def test_what_drafts_nothing_is_refused_with_what_may_be_said(said: str):
-    with pytest.raises(FlagError, match=f"--speculative={said}: say off, ngram, auto, grammar, or ngram:N"):
+    with pytest.raises(FlagError, match=f"--speculative={said}: say off, ngram, auto, grammar, draft, draft:MODEL"):
         read_speculation(said)
+
+
+def test_a_model_that_guesses_is_named_or_lies_with_the_model():
+    said = {each: read_speculation(each).draft for each in ("draft", "draft:5", "draft:/a/b", "draft:c:\\d:7", "auto")}
+    assert said == {"draft": "draft", "draft:5": "draft", "draft:/a/b": "/a/b", "draft:c:\\d:7": "c:\\d", "auto": ""}
+    assert read_speculation("auto:draft:2") == Speculation(2, auto=True, draft="draft")
+
+
+def test_a_draft_with_another_vocabulary_is_refused_with_both_numbers():
+    small = conformance.load("llama3")
+    with pytest.raises(ConfigError, match=r"vocabulary of \d+ tokens and .* one of 4096"):
+        read_draft(f"draft:{small.folder}", Path("anywhere"), replace(read_model(small.folder), vocab_size=4096))
+
+
+def test_a_model_without_a_draft_says_where_it_looked(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=f"--speculative=draft: {tmp_path}/draft"):
+        read_draft("draft", tmp_path, read_model(conformance.load("llama3").folder))
 
 
 def test_drafts_come_of_any_rows_tokens_or_of_grammars_alone():
