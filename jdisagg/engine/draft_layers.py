@@ -12,9 +12,8 @@ distributions that are alike then draw alike, at any temperature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +124,8 @@ class DraftLayers(LayerGroup):
         for ahead in range(1, given.shape[1]):
             enabled = on & (widths > ahead)
             rows = rows_of(guess[-1], position + ahead, enabled)
-            pools, logits, *_ = self._decode(leaves, pools, table, rows, None)
+            made: Any = self._decode(leaves, pools, table, rows, None)
+            pools, logits = made[0], made[1]
             fed = jnp.where(enabled, position + ahead + 1, fed)
             guess.append(drawn_alike(logits, metadata, position + ahead + 1))
         found = jnp.where(on[:, None], jnp.stack(guess, axis=1), FREE)
@@ -212,16 +212,24 @@ def drawn_alike(logits: Array, metadata: SamplingMetadata, positions: Array) -> 
     return jnp.maximum(jax.lax.cond(any_drawn, drawn, pick_greedy, logits), 0)
 
 
-def open_draft(
-    draft: DraftModel | None, worker: WorkerConfig, submeshes: Sequence[Submesh], kv_dtype: str, dtype: DTypeLike
-) -> DraftLayers | None:
-    """The model that a worker of these stages guesses by; None where it needs none."""
-    if draft is None or not (worker.role.decodes and worker.draft_tokens):
+class Beside(Protocol):
+    """What the machine of the other model is made of."""
+
+    @property
+    def draft(self) -> DraftModel | None: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def dtype(self) -> DTypeLike: ...
+
+
+def open_draft(place: Beside, worker: WorkerConfig, submesh: Submesh) -> DraftLayers | None:
+    """The model that a worker guesses by, on its last stage; None where it needs none."""
+    if place.draft is None or not (worker.role.decodes and worker.draft_tokens):
         return None
-    layers, submesh = range(draft.config.num_layers), submeshes[-1]
-    params = load_stage(draft.source, draft.config, layers, submesh.mesh, dtype)
-    layout = KVLayout.of(draft.config, worker.page_size, kv_dtype)
-    return DraftLayers(params, draft.config, submesh, layout, worker)
+    source, config = place.draft.source, place.draft.config
+    params = load_stage(source, config, range(config.num_layers), submesh.mesh, place.dtype)
+    return DraftLayers(params, config, submesh, KVLayout.of(config, worker.page_size, place.layout.dtype), worker)
 
 
 def primed(layers: DraftLayers, fed: Array, row: int, admission: Admission) -> Array:

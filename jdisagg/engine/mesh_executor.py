@@ -30,7 +30,7 @@ from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.draft_layers import DraftModel, open_draft
+from jdisagg.engine.draft_layers import DraftLayers, DraftModel, open_draft
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup
@@ -157,9 +157,7 @@ class MeshExecutor:
                 LayerGroup(params, model, run, submesh, layout, config.num_pages, room)
                 for params, (run, submesh) in zip(loaded, cuts, strict=True)
             ]
-        submeshes = [group.submesh for group in self.layer_groups]
-        self.draft = open_draft(draft, config, submeshes, layout.dtype, dtype)
-        self.transfer_programs = transfer_programs_of(config, submeshes)
+        self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
         self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)
         self.runner = self._runner()
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
@@ -181,7 +179,12 @@ class MeshExecutor:
         if self.ring is not None:
             return RingRunner(self.ring, self.config, self.place.grammars, self._adapters())
         parts = self.layer_groups, self.config, self.model.vocab_size, self.place.grammars
-        return Runner(*parts, self._adapters(), self.draft)
+        return Runner(*parts, self._adapters(), open_draft(self.place, self.config, self.layer_groups[-1].submesh))
+
+    @property
+    def draft(self) -> DraftLayers | None:
+        """The model that guesses, where there is one."""
+        return self.runner.drafts.layers if self.runner.drafts is not None else None
 
     def owner(self, declared: DeclaredProgram) -> Any:
         """What holds the weights and pools that the program reads: a layer group, or what stands behind its stages."""

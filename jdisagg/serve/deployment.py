@@ -105,9 +105,8 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     longest = min(settings.max_model_len or model.max_position, model.max_position)
     if settings.max_model_len > model.max_position:
-        raise ConfigError(
-            f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
-        )
+        over = f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
+        raise ConfigError(over)
     layers = cut_layers(model, mesh)
     draft = read_draft(settings.speculative, folder, model)
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None)
@@ -129,10 +128,8 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
-    return Deployment(
-        *(folder, name, model, mesh, layers, dtype, weights, kv, prefill_kv, longest, workers, device_bytes, dtypes),
-        draft,
-    )
+    kept = kv, prefill_kv, longest, workers, device_bytes, dtypes, draft
+    return Deployment(folder, name, model, mesh, layers, dtype, weights, *kept)
 
 
 def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:
