@@ -17,14 +17,16 @@ from jdisagg.serve.http.schema import REFUSED
 from tests.serve.scripted import ScriptedService
 
 ROOT = Path(__file__).parents[2]
-PROTO = ROOT / "jdisagg" / "serve" / "grpc" / "jetstream.proto"
+GRPC = ROOT / "jdisagg" / "serve" / "grpc"
+PROTOS = (GRPC / "jetstream.proto", "service Orchestrator"), (GRPC / "inference.proto", "service Inference")
 INTRO = """# HTTP, gRPC, Python
 
-Any client of the OpenAI API (completions, chat and responses) works with `http://HOST:8000/v1`, any client of
-Anthropic's messages with `http://HOST:8000`, any client of JetStream's `Orchestrator` with the gRPC port (health and
-reflection are served too). `GET /openapi.json` is the machine's edition of the HTTP part. Every answer has
-`x-request-id`; a body with `"ledger": true` gets back where its time went. With `--api_key` every request sends
-`Authorization: Bearer KEY` or `x-api-key: KEY`; `/admin` is for the key named `admin`."""
+Any client of the OpenAI API (completions, chat, responses, embeddings) works with `http://HOST:8000/v1`, any client of
+Anthropic's messages with `http://HOST:8000`, any client of JetStream's `Orchestrator` with the gRPC port, where
+`jdisagg.v1.Inference` has the routes of HTTP in JSON (health and reflection are served too). `GET /openapi.json` is the
+machine's edition of the HTTP part. Every answer has `x-request-id`; a body with `"ledger": true` gets back where its
+time went. With `--api_key` every request sends `Authorization: Bearer KEY` or `x-api-key: KEY`; `/admin` is for the key
+named `admin`."""
 DOES = {
     "/v1/completions": "A completion, or several; `stream` for server-sent events.",
     "/v1/chat/completions": "The answer to messages, by the model's own template.",
@@ -98,8 +100,12 @@ def refused_text() -> str:
 
 
 def grpc_text() -> str:
-    proto = PROTO.read_text(encoding="utf-8")
-    return f"## gRPC\n\n```protobuf\n{proto[proto.index('service Orchestrator') :].rstrip()}\n```"
+    shown = []
+    for path, start in PROTOS:
+        proto = path.read_text(encoding="utf-8")
+        package = proto[proto.index("package") : proto.index(";", proto.index("package")) + 1]
+        shown.append(f"```protobuf\n{package}\n\n{proto[proto.index(start) :].rstrip()}\n```")
+    return "\n\n".join(["## gRPC", *shown])
 
 
 def python_text() -> str:

@@ -164,9 +164,9 @@ async def start(
     running = Running(None, None, None, [])
     if service.metrics is not None:
         running.lag_watch = asyncio.create_task(lag.watch(service.metrics.lagged))
+    app = create_app(service, front, service.metrics, service.debug_state, clients, profiles)
     if sockets.http is not None:
         _listen(sockets.http, settings)
-        app = create_app(service, front, service.metrics, service.debug_state, clients, profiles)
         running.http = _http_server(service, front, app, settings.log_level)
         running.http_task = asyncio.create_task(running.http.serve(sockets=[sockets.http]))
         await _until(lambda: running.http is not None and running.http.started, running.http_task)
@@ -174,14 +174,16 @@ async def start(
         others = "a page at /; /metrics, /health, /openapi.json"
         running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; {others})")
     if sockets.grpc_port is not None:
-        running.grpc_server = create_grpc_server(service, front, clients)
+        running.grpc_server = create_grpc_server(service, front, clients, app)
         address = f"{settings.host}:{sockets.grpc_port}"
         try:
             running.grpc_server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"--grpc_port={settings.grpc_port}: cannot bind {address}") from error
         await running.grpc_server.start()
-        running.urls.append(f"gRPC  {settings.host}:{sockets.grpc_port}            (jetstream_proto.Orchestrator)")
+        running.urls.append(
+            f"gRPC  {settings.host}:{sockets.grpc_port}            (jetstream_proto.Orchestrator, jdisagg.v1.Inference)"
+        )
     return running
 
 

@@ -1,8 +1,7 @@
-"""The gRPC front: JetStream's Orchestrator, the standard health service, and reflection."""
+"""The gRPC front: JetStream's Orchestrator, HTTP's routes as methods, the standard health service, and reflection."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
 
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
@@ -22,7 +22,11 @@ from jdisagg.serve import offload
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, answers, check_work, failure_of
+from jdisagg.serve.grpc.calls import Call, metadata, write
 from jdisagg.serve.grpc.health import HealthOfService
+from jdisagg.serve.grpc.inference import NAME as INFERENCE
+from jdisagg.serve.grpc.inference import Inference
+from jdisagg.serve.grpc.inference_pb2_grpc import add_InferenceServicer_to_server
 from jdisagg.serve.grpc.jetstream_pb2 import (
     DESCRIPTOR,
     DecodeRequest,
@@ -31,6 +35,7 @@ from jdisagg.serve.grpc.jetstream_pb2 import (
     HealthCheckResponse,
 )
 from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorServicer, add_OrchestratorServicer_to_server
+from jdisagg.serve.http.app import create_app
 from jdisagg.serve.sampling import choice_seed, fold_seed, sampling_params
 from jdisagg.serve.service import Draining, Rejected, Service
 from jdisagg.serve.text import TextOptions
@@ -38,7 +43,6 @@ from jdisagg.serve.text import TextOptions
 MAX_SAMPLES = 128
 NAME = DESCRIPTOR.services_by_name["Orchestrator"].full_name
 Sample = DecodeResponse.StreamContent.Sample
-Call = grpc.aio.ServicerContext
 
 STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -52,15 +56,20 @@ FAILED_STATUS = {
 
 
 def create_grpc_server(
-    service: Service, settings: FrontSettings | None = None, clients: Clients | None = None
+    service: Service,
+    settings: FrontSettings | None = None,
+    clients: Clients | None = None,
+    app: ASGIApp | None = None,
 ) -> grpc.aio.Server:
-    """A server without a port yet: `add_insecure_port`, then `await start()`."""
+    """A server without a port yet: `add_insecure_port`, then `await start()`. `app` is that of HTTP, where it is."""
     settings = settings or FrontSettings()
     clients = clients or Clients(settings, service.now_s)
     server = grpc.aio.server(options=_options(settings))
     add_OrchestratorServicer_to_server(Orchestrator(service, settings, clients), server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", NAME)), server)
-    reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    app = create_app(service, settings, clients=clients) if app is None else app
+    add_InferenceServicer_to_server(Inference(app, settings.client_timeout_s), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", NAME, INFERENCE)), server)
+    reflection.enable_server_reflection((NAME, INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
 
 
@@ -104,27 +113,20 @@ class Orchestrator(OrchestratorServicer):
                             raise failure
                         if piece.text or piece.delta.sampled:
                             ids = [each.token for each in piece.delta.sampled]
-                            await self._write(context, _response(index, len(requests), piece.text, ids))
+                            response = _response(index, len(requests), piece.text, ids)
+                            await write(context, response, settings.client_timeout_s)
         except JdisaggError as error:
             await _abort(context, error)
 
-    async def _write(self, context: Call, response: DecodeResponse) -> None:
-        """Ends the call where the client has not read for too long."""
-        timeout_s = self._settings.client_timeout_s
-        try:
-            await asyncio.wait_for(context.write(response), timeout_s)
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.CANCELLED, f"the client read nothing for {timeout_s:g} s")
-
     async def _recognised(self, context: Call) -> str:
-        client = self._clients.recognised(_metadata(context, "authorization"), context.peer().rpartition(":")[0])
+        client = self._clients.recognised(metadata(context, "authorization"), context.peer().rpartition(":")[0])
         if client is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
         return client
 
     async def _traced(self, context: Call, requests: list[Request]) -> list[Request]:
         """The requests in the trace of whoever asked, who is told the first one's span, as HTTP tells it."""
-        header = _metadata(context, "traceparent") if self._settings.tracing else ""
+        header = metadata(context, "traceparent") if self._settings.tracing else ""
         parent = parse_traceparent(header)
         if parent is None:
             return requests
@@ -177,14 +179,9 @@ class Orchestrator(OrchestratorServicer):
         return TextOptions(stop_token_ids=ends, eos_ids=ends)
 
 
-def _metadata(context: Call, name: str) -> str:
-    """What the client sent under `name`; empty where it sent nothing."""
-    return str(dict(context.invocation_metadata() or ()).get(name, ""))
-
-
 def _seconds(context: Call, name: str) -> float | None:
     """An objective of the call, by its metadata, for the interface has no field for it. Raises RequestError."""
-    text = _metadata(context, name)
+    text = metadata(context, name)
     try:
         return float(text) if text else None
     except ValueError:
