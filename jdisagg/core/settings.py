@@ -215,9 +215,7 @@ class Settings:
     prompt: str = _everyday("", "one-shot", "stream one answer to the terminal and stop")
     raw_prompt: bool = _setting(False, "one-shot", "complete --prompt as it stands, without the model's chat template")
     chat: bool = _everyday(False, "one-shot", "talk in the terminal; Ctrl-C stops an answer, Ctrl-D ends")
-    prompts: str = _everyday(
-        "", "one-shot", "JSONL file of prompts, or of requests in OpenAI's batch format, to run with --output"
-    )
+    prompts: str = _everyday("", "one-shot", "JSONL file of prompts, or OpenAI's batch format, to run with --output")
     output: str = _everyday(
         "", "one-shot", "what is written: completions (JSONL), a profile (JSON), a plan (TOML), a model"
     )
