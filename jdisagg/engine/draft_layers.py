@@ -148,8 +148,8 @@ class DraftLayers(LayerGroup):
         rows = rows_of(tokens, places, wanted[:, None] & (places <= position[:, None]))
         stage, x = self._run(leaves, None, rows[TOKEN])
         slots, adapters = self._slots(pools, table, rows)
-        layers = self._layers(stage, pools, slots, None, running(rows), adapters)
-        x = stage.run_layers(x, rows[POSITION], layers).reshape(*places.shape, -1)
+        x, layers = self._run_layers(stage, pools, (slots, None), running(rows), adapters, x, rows[POSITION])
+        x = x.reshape(*places.shape, -1)
         read = jnp.minimum(fed + LATELY, position + 1)
         last = jnp.take_along_axis(x, jnp.maximum(read - fed - 1, 0)[:, None, None], axis=1)[:, 0]
         return layers.pools, stage.logits(last), read

@@ -23,10 +23,12 @@ from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.lookup import by_rows
+from jdisagg.engine.looped_layers import LoopedLayers
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
+from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.low_rank import Room
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
@@ -99,17 +101,35 @@ class LayerGroupPrograms:
         stage = self.params.merge(leaves)
         return stage, stage.embed_tokens(tokens) if x is None else x
 
-    def _layers(
+    @property
+    def turns(self) -> int:
+        """Of the loop that its layers are in programs; 1 where they are written out."""
+        return self.params.repeat.turns if isinstance(self.params, LoopedParams) and self.params.repeat else 1
+
+    @property
+    def joined(self) -> bool:
+        """Whether all layers' pages lie in one pool."""
+        return self.turns > 1
+
+    def _run_layers(
         self,
         stage: Stage,
         pools: list[Array],
-        rows: DecodeRows | None,
-        chunks: ChunkRows | None,
+        kinds: tuple[DecodeRows | None, ChunkRows | None],
         live: Array,
         adapters: list[Array],
-    ) -> PagedLayers:
+        x: Array,
+        positions: Array,
+    ) -> tuple[Array, PagedLayers | LoopedLayers]:
+        """Activations after all layers, and what they leave."""
+        if stage.repeat is not None:
+            assert not adapters, "layers whose rows have adapters are written out"
+            (pool,) = pools
+            looped = LoopedLayers(pool, *kinds, len(self.layers), self.config.experts, live)
+            return looped.run(stage, x, positions), looped
         slots = jnp.concatenate(adapters) if adapters else None
-        return PagedLayers(pools, rows, chunks, stage.attention, self.config.experts, live, slots)
+        layers = PagedLayers(pools, *kinds, stage.attention, self.config.experts, live, slots)
+        return stage.run_layers(x, positions, layers), layers
 
     def _slots(self, pools: list[Array], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
@@ -126,17 +146,15 @@ class LayerGroupPrograms:
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, state[0])
         slots, adapters = self._slots(pools, table, state)
-        layers = self._layers(stage, pools, slots, None, running(state), adapters)
-        x = stage.run_layers(x, state[1], layers)
+        x, layers = self._run_layers(stage, pools, (slots, None), running(state), adapters, x, state[1])
         return layers.pools, stage.logits(x) if self.is_last else x, *layers.counts
 
     def _prefill(
         self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, rows[0])
-        chunks, live = self._chunks(pools, rows, spans, table), in_chunks(rows, spans)
-        layers = self._layers(stage, pools, None, chunks, live, [*rows[3:]])
-        x = stage.run_layers(x, rows[1], layers)
+        kinds = None, self._chunks(pools, rows, spans, table)
+        x, layers = self._run_layers(stage, pools, kinds, in_chunks(rows, spans), [*rows[3:]], x, rows[1])
         return layers.pools, x, *layers.counts
 
     def _mixed(
@@ -155,9 +173,9 @@ class LayerGroupPrograms:
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
         slots, adapters = self._slots(pools, slot_table, state)
         kinds = slots, self._chunks(pools, rows, spans, table)
-        live = jnp.concatenate([running(state), in_chunks(rows, spans)])
-        layers = self._layers(stage, pools, *kinds, live, [*adapters, *rows[3:]])
-        x = stage.run_layers(x, jnp.concatenate([state[1], rows[1]]), layers)
+        live, adapters = jnp.concatenate([running(state), in_chunks(rows, spans)]), [*adapters, *rows[3:]]
+        positions = jnp.concatenate([state[1], rows[1]])
+        x, layers = self._run_layers(stage, pools, kinds, live, adapters, x, positions)
         if not self.is_last:
             return layers.pools, x, *layers.counts
         rows_of_slots, chunks = x[: state.shape[1]], x[state.shape[1] :]
@@ -212,7 +230,7 @@ class LayerGroup(LayerGroupPrograms):
         room: Room | None = None,
     ) -> None:
         super().__init__(config, layers, submesh, params, room)
-        self.kv = StagePages(layout, layers, num_pages, submesh)
+        self.kv = StagePages(layout, layers, num_pages, submesh, joined=self.joined)
         self.load = ExpertLoad(self.sparse, config.experts)
 
     def decode(self, table: Array, state: Array, x: Array | None) -> Array:

@@ -52,6 +52,7 @@ from jdisagg.kv.shipping import (
     ship_pages,
 )
 from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.looped_params import load_for_platform
 from jdisagg.model.params import StageParams, load_stage
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
@@ -130,10 +131,10 @@ class MeshExecutor:
         dtype: DTypeLike,
         weights: WeightFormat = AS_MADE,
         grammars: Grammars | None = None,
-        load: LoadStage = load_stage,
+        load: LoadStage | None = None,
         draft: DraftModel | None = None,
     ) -> None:
-        """Reads the weights (`load`) and allocates the pages; `warm` must follow before the first plan.
+        """Reads the weights (by `load`) and allocates the pages; `warm` must follow before the first plan.
 
         `layers` are the runs of layers of this worker's stages, or of its layer groups; `devices` are this worker's,
         stage-major. KV pages have the layout's dtype.
@@ -152,6 +153,7 @@ class MeshExecutor:
         else:
             submeshes = submeshes_of(config, len(layers), devices)
             cuts = list(zip(layers, submeshes, strict=True))
+            load = load or (load_for_platform if room is None else load_stage)  # rows' adapters go layer by layer
             loaded = [load(source, model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [
                 LayerGroup(params, model, run, submesh, layout, config.num_pages, room)

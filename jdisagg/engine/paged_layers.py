@@ -52,7 +52,7 @@ class PagedLayers:
         graph, leaves = nnx.split(layer)
         kind = graph, self.options_of(index)
         if kind not in self._kinds:
-            self._kinds[kind] = jax.jit(partial(_layer, *kind, self.experts))
+            self._kinds[kind] = jax.jit(partial(run_layer, *kind, self.experts))
         x, self.pools[index], sent = self._kinds[kind](leaves, self.pools[index], x, rotation, *self._inputs)
         self._sent += sent
         return x
@@ -63,7 +63,7 @@ class PagedLayers:
         return (jnp.stack(self._sent),) if self._sent else ()
 
 
-def _layer(
+def run_layer(
     graph: nnx.GraphDef[Layer],
     options: AttentionOptions,
     experts: Experts | None,

@@ -30,9 +30,10 @@ from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_fir
 from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.kv.packing import HeadSlices
-from jdisagg.kv.pools import abstract_pool
+from jdisagg.kv.pools import abstract_pool, abstract_pools
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
+from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.low_rank import Room
 from jdisagg.model.params import abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
@@ -117,10 +118,8 @@ class ProgramTable:
     def pool_bytes(self, stage: int, layers: int | None = None) -> int:
         """Of one device: the pages of `layers` layers of the layer group (None: all), without padding."""
         group = self.layer_groups[stage]
-        return (len(group.layers) if layers is None else layers) * local_bytes(self._pool(group.submesh))
-
-    def _pool(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
-        return abstract_pool(self.layout, self.config.num_pages, submesh)
+        pool = abstract_pool(self.layout, self.config.num_pages, group.submesh)
+        return (len(group.layers) if layers is None else layers) * local_bytes(pool)
 
     def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
         group = self.layer_groups[stage]
@@ -136,12 +135,13 @@ class ProgramTable:
             group.submesh,
             group.layers,
             abstract(group.params.leaves),
-            [self._pool(group.submesh)] * len(group.layers),
+            pools_for(group, self.layout, self.config.num_pages, len(group.layers)),
             (group.is_first, group.is_last, windows),
             activation_bytes(self.model, self.dtype, rows, group.submesh.tp)
             + (logit_bytes(self.model, rows) if gathers else 0),
             self.pool_bytes(stage),
             {**({"all-reduce": sums} if sums else {}), **gathers},
+            group.turns,
         )
 
     def _prefills(self, tokens: int) -> Iterator[DeclaredProgram]:
@@ -192,27 +192,29 @@ class ProgramTable:
         return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)
 
     def _pack(self, route: Route, wire: str, groups: int) -> DeclaredProgram:
-        submesh, pages = self.layer_groups[route.source_stage].submesh, groups * route.group.source
+        held, pages = self.layer_groups[route.source_stage], groups * route.group.source
+        submesh = held.submesh
         program = self.transfer_programs[submesh].pack_program(route.heads.slice_heads, wire, route.dtype)
-        number, pool = len(route.layers), self._pool(submesh)
+        number = len(route.layers)
         return DeclaredProgram(
             "pack",
             route.source_stage,
             pages,
             program,
-            (whole(submesh, (pages,)),),
+            (places_for(held, number, pages),),
             submesh,
             route.layers,
-            pools=[pool] * number,
+            pools=pools_for(held, self.layout, self.config.num_pages, number),
             traits=_traits(wire),
-            batch_bytes=2 * number * pages * local_bytes(pool) // (self.config.num_pages + 1),
+            batch_bytes=2 * pages * self.pool_bytes(route.source_stage, number) // (self.config.num_pages + 1),
         )
 
     def _inserts(
         self, source: StageShape, route: Route, wire: str, groups: int, *, records: bool
     ) -> Iterator[DeclaredProgram]:
         stage, pages = route.destination_stage, groups * route.group.source
-        submesh, number = self.layer_groups[stage].submesh, len(route.layers)
+        held, number = self.layer_groups[stage], len(route.layers)
+        submesh = held.submesh
         form = replace(self.layout, page_size=source.page_size, dtype=source.dtype)
         cut = slice_shapes(form, self.layout.dtype, number, pages, route.heads, self.config.digests, wire)
         if records:
@@ -229,13 +231,24 @@ class ProgramTable:
             stage,
             pages,
             programs.insert_program,
-            (whole(submesh, (taken,)), slices.numbers),
+            (places_for(held, number, taken), slices.numbers),
             *place,
-            pools=[self._pool(submesh)] * number,
+            pools=pools_for(held, self.layout, self.config.num_pages, number),
             traits=traits,
             batch_bytes=2 * moved,
             donated_bytes=donated,
         )
+
+
+def pools_for(group: LayerGroupPrograms, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
+    """Those that `layers` of the group's layers lie in."""
+    held = len(group.layers) if group.joined else layers
+    return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
+
+
+def places_for(group: LayerGroupPrograms, layers: int, pages: int) -> jax.ShapeDtypeStruct:
+    """As `pools.places_in`."""
+    return whole(group.submesh, (layers, pages) if group.joined else (pages,))
 
 
 def abstract_table(
@@ -249,8 +262,9 @@ def abstract_table(
 ) -> ProgramTable:
     """Of a worker that need not exist; arguments as those of `MeshExecutor`, devices perhaps of a topology."""
     submeshes, room = submeshes_of(config, len(layers), devices), room_of(config, dtype)
+    outline = abstract_for_platform if room is None else abstract_stage_params  # rows' adapters go layer by layer
     groups = [
-        LayerGroupPrograms(model, run, submesh, abstract_stage_params(model, run, submesh.mesh, dtype, weights), room)
+        LayerGroupPrograms(model, run, submesh, outline(model, run, submesh.mesh, dtype, weights), room)
         for run, submesh in zip(layers, submeshes, strict=True)
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.model.looped_params import load_held, whole_stage
 from jdisagg.model.reshard import HeldWeights
 
 
@@ -33,9 +35,11 @@ def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWei
     """Another machine on the same devices; what of the weights was moved, and what had to be read again."""
     held, place = HeldWeights(), machine.place
     for group in machine.layer_groups:
-        held.add(group.params, machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
         group.kv.pools.clear()
     _give_up_draft(machine)
+    for group in machine.layer_groups:
+        cut = machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights
+        held.add(whole_stage(group.params, *cut), *cut)
     return _made(machine, shape, held), held
 
 
@@ -60,7 +64,8 @@ def _made(machine: MeshExecutor, shape: Shape, held: HeldWeights | None) -> Mesh
     parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
     if held is None:
         return MeshExecutor(shape.config, machine.model, *parts, draft=place.draft)
-    return MeshExecutor(shape.config, machine.model, *parts, load=held.load, draft=place.draft)
+    load = held.load if shape.config.max_loras else partial(load_held, held)
+    return MeshExecutor(shape.config, machine.model, *parts, load=load, draft=place.draft)
 
 
 Owned = tuple[MeshExecutor, DeclaredProgram]

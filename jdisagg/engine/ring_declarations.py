@@ -136,6 +136,7 @@ class AbstractStage:
     """A stage of a ring that need not exist."""
 
     programs: tuple[Program, ...] = ()
+    joined = False  # each place has a pool
 
     def __init__(self, cut: RingCut, ring: RingMesh, stage: int) -> None:
         self.layers, self.submesh = cut.runs[stage], ring.stages[stage]

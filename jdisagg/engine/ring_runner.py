@@ -35,6 +35,8 @@ from jdisagg.parallel.submesh import Program
 class Ring(RingPrograms):
     """A ring that runs: its weights are loaded and its pages allocated."""
 
+    joined = False  # each place has a pool
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -61,6 +63,7 @@ class RingStage:
     """One stage of a ring as shipments and figures see it: its layers, its submesh, its pages."""
 
     programs: tuple[Program, ...] = ()  # those of the ring are not its own
+    joined = False
 
     def __init__(self, ring: Ring, stage: int) -> None:
         self.layers, self.submesh = ring.cut.runs[stage], ring.ring.stages[stage]

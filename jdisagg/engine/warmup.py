@@ -31,7 +31,7 @@ def run_null(group: LayerGroup | Ring, declared: DeclaredProgram, batch: tuple[A
     The batch may be donated: each call needs one of its own.
     """
     first = declared.layers.start - group.layers.start
-    held = slice(first, first + len(declared.layers))
+    held = slice(0, 1) if group.joined else slice(first, first + len(declared.layers))
     weights = [] if declared.weights is None else [group.params.leaves]
     pools = [] if declared.pools is None else [group.kv.pools[held]]
     results = declared.program(*weights, *pools, *batch)

@@ -48,21 +48,44 @@ def by_kind(arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
 def pack_shard(
     pools: Sequence[Array], pages: Array, *, slice_heads: int, wire: str, dtype: str, digests: Digests
 ) -> HeadSlices:
-    """Pools of some layers and i32[n] -> head slices of `slice_heads` heads.
+    """Pools of some layers and i32[n], or one pool of all of them and i32[layers, n] -> head slices of `slice_heads`
+    heads.
 
     dtype: of raw numbers on their way, no wider than the pools'.
     """
-    lost = None if wire == RAW else wire_error(pools, pages, wire)
+    lost = None if wire == RAW else _lost(pools, pages, wire)
     if wire == RAW and pools[0].dtype != dtype:
-        pools, pages = [pool[pages].astype(dtype) for pool in pools], jnp.arange(pages.shape[0], dtype=jnp.int32)
-    packed = pack_kv_pages(pools, pages, wire=wire, digests=digests is Digests.FULL)
+        count = jnp.arange(pages.size, dtype=jnp.int32)
+        pools, pages = [pool[pages.reshape(-1)].astype(dtype) for pool in pools], count.reshape(pages.shape)
+    packed = _packed(pools, pages, wire, digests=digests is Digests.FULL)
     sums = packed.digests
     if digests is Digests.SAMPLED:
-        sums = pack_kv_pages(pools, pages[::SAMPLE], wire=wire).digests
-    heads = packed.values.shape[2]
-    errors = None if lost is None else jnp.broadcast_to(lost[:, None, None], (len(pools), 1, heads))
+        sums = _packed(pools, pages[..., ::SAMPLE], wire, digests=True).digests
+    layers, heads = packed.values.shape[0], packed.values.shape[2]
+    errors = None if lost is None else jnp.broadcast_to(lost[:, None, None], (layers, 1, heads))
     whole = packed.values, packed.scales, sums, errors
     return HeadSlices(*([] if each is None else jnp.split(each, heads // slice_heads, axis=2) for each in whole))
+
+
+def _packed(pools: Sequence[Array], pages: Array, wire: str, *, digests: bool) -> PackedPages:
+    packed = pack_kv_pages(pools, pages.reshape(-1), wire=wire, digests=digests)
+    if pages.ndim == 1:
+        return packed
+    return reshaped(packed, pages.shape)
+
+
+def reshaped(packed: PackedPages, leading: tuple[int, ...]) -> PackedPages:
+    """The same pages with other leading dimensions than [layers, n]."""
+    values, scales, digests = (None if each is None else each.reshape(*leading, *each.shape[2:]) for each in packed)
+    assert values is not None
+    return PackedPages(values, scales, digests)
+
+
+def _lost(pools: Sequence[Array], pages: Array, wire: str) -> Array:
+    """f32[layers]."""
+    if pages.ndim == 1:
+        return wire_error(pools, pages, wire)
+    return jnp.concatenate([wire_error(pools, layer, wire) for layer in pages])
 
 
 def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
@@ -82,10 +105,14 @@ def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
 
 
 def insert_shard(pools: list[Array], pages: Array, slices: HeadSlices) -> list[Array]:
-    """Joins the head slices of a shard, cuts them into pages of the pools' size and writes those in place."""
+    """Joins the head slices of a shard, cuts them into pages of the pools' size and writes those in place; pools and
+    pages as `pack_shard` takes them."""
     page_size = pools[0].shape[3]
     packed = PackedPages(_joined(slices.values), _joined(slices.scales) if slices.scales else None, None)
-    return unpack_kv_pages(pools, recut(packed, page_size), pages, digests=False)[0]
+    packed = recut(packed, page_size)
+    if pages.ndim > 1:
+        packed = reshaped(packed, (1, pages.size))
+    return unpack_kv_pages(pools, packed, pages.reshape(-1), digests=False)[0]
 
 
 def _joined(slices: list[Array]) -> Array:

@@ -24,7 +24,7 @@ from jdisagg.core.reshard import HeadPlan, Move, PageGroup, StageShape, narrower
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
-from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, pool_format
+from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, places_in, pool_format, pools_of
 from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, shards_here
 from pallas_kernels.platforms import traced_for
 
@@ -57,7 +57,8 @@ class TransferPrograms:
         )
 
     def pack(self, pools: Sequence[Array], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
-        """Pools of some layers, i32[n] -> head slices, each array one slice of every source shard."""
+        """Pools of some layers, and pages as `pools.places_in` -> head slices, each array one slice of every source
+        shard."""
         return self.pack_program(slice_heads, wire, dtype)(list(pools), self.submesh.put(pages))
 
     def pack_program(self, slice_heads: int, wire: str, dtype: str) -> Program:
@@ -67,9 +68,9 @@ class TransferPrograms:
             self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), SLICE_SPEC)
         return self._packs[key]
 
-    def insert(self, pools: Sequence[Array], landed: LandedKV) -> list[Array]:
-        """The pools of `landed.layers`, donated -> the same with the pages written."""
-        return self.insert_program(list(pools), self.submesh.put(landed.pages), landed.slices.numbers)[0]
+    def insert(self, pools: Sequence[Array], pages: np.ndarray, landed: LandedKV) -> list[Array]:
+        """The pools of `landed.layers`, donated, and its pages as `pools.places_in` -> the same with them written."""
+        return self.insert_program(list(pools), self.submesh.put(pages), landed.slices.numbers)[0]
 
     def check(self, landed: LandedKV) -> Array | None:
         """bool[tp]: whether what landed on each shard may be taken; None where nothing came to tell it by."""
@@ -83,7 +84,7 @@ class TransferPrograms:
 
 def insert_pages(pools: list[Array], pages: Array, slices: HeadSlices) -> tuple[list[Array], Array]:
     """`insert_shard`; the second result only says that it is done."""
-    return insert_shard(pools, pages, slices), pages[:1]
+    return insert_shard(pools, pages, slices), pages.reshape(-1)[:1]
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,9 @@ def _pack(
     held: PagesOfStage, programs: TransferPrograms, move: Move, source_pages: Sequence[int], wire: str
 ) -> HeadSlices:
     route, span = move.route, move.span
-    pools = held.pools[route.layers.start - held.layers.start : route.layers.stop - held.layers.start]
     pages = padded(source_pages[slice(*span.source)], span.groups * route.group.source)
-    return programs.pack(pools, pages, route.heads.slice_heads, wire, route.dtype)
+    pools, places = held.pools[pools_of(held, route.layers)], places_in(held, route.layers, pages)
+    return programs.pack(pools, places, route.heads.slice_heads, wire, route.dtype)
 
 
 def ship_pages(
@@ -228,8 +229,8 @@ def insert_landed(
     """Scatters what has landed into the pools of its stages, in place. `programs`: the destination's."""
     for each in landed:
         stage = stages[each.stage]
-        layers = slice(each.layers.start - stage.layers.start, each.layers.stop - stage.layers.start)
-        stage.pools[layers] = programs[stage.submesh].insert(stage.pools[layers], each)
+        held, places = pools_of(stage, each.layers), places_in(stage, each.layers, each.pages)
+        stage.pools[held] = programs[stage.submesh].insert(stage.pools[held], places, each)
 
 
 def send(packed: PackedKV, stage: PagesOfStage) -> LandedKV:

@@ -36,6 +36,7 @@ class LatentAttention(nnx.Module):
         up = self.heads * self.latent.up_size, self.latent.kv_lora_rank  # as the checkpoint has it: by heads
         self.kv_up = nnx.Param(self.latent.kv_lora_rank**-0.5 * jax.random.normal(rngs.params(), up, dtype))
         self.out = weight(self.heads * self.latent.v_head_dim, hidden, bias=config.o_bias)
+        self.looped = False  # nothing is to be kept apart here
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: AttendLatents) -> Array:
         latent, split = self.latent, [self.latent.qk_nope_head_dim]

@@ -20,6 +20,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
+from jdisagg.core.repeats import Repeat
 from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.experts import ExpertMLP, Routed
@@ -54,9 +55,13 @@ class Attention(nnx.Module):
         self.q_norm = head_norm(config, self.heads, config.num_heads, 1, axis, dtype)
         self.k_norm = head_norm(config, self.kv_heads, config.num_kv_heads, copies, axis, dtype)
         self.sinks = nnx.Param(jnp.zeros((self.heads,), dtype)) if config.sinks else None
+        self.looped = False
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
-        heads = self.qkv(x).reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
+        rows = self.qkv(x)
+        if self.looped:  # else a TPU splits the heads within the product, and turns the stacked matrix round for it
+            rows = jax.lax.optimization_barrier(rows)
+        heads = rows.reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=-2)
         q, k = rotate(normed(self.q_norm, q), rotation), rotate(normed(self.k_norm, k), rotation)
         mixed = attend(layer, q, k, v, None if self.sinks is None else self.sinks[...])
@@ -142,10 +147,13 @@ class Stage(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
         spread: Vocabulary | None = None,
+        repeat: Repeat | None = None,
     ):
-        """`layers`: a run of them, or with `spread`, of a ring, one for each place."""
-        self.config, self.numbers, self.spread = config, tuple(layers), spread
+        """`layers`: a run of them, or with `spread`, of a ring, one for each place. repeat: within that run; then the
+        stage is compact, and holds what is stacked over the turns of the loop once it is loaded."""
         first, last = spread is not None or layers[0] == 0, spread is not None or layers[-1] == config.num_layers - 1
+        layers = layers if repeat is None else repeat.compact(layers)
+        self.config, self.numbers, self.spread, self.repeat = config, tuple(layers), spread, repeat
         shards = tp if config.vocab_size % tp == 0 else 1
         self.head_cut = spread or Vocabulary(() if axis is None else (axis,), shards)
         has_head = last and not (config.tie_embeddings and first and (spread is not None or shards == 1))
@@ -156,6 +164,8 @@ class Stage(nnx.Module):
         rows = config.vocab_size if spread is None else spread.rows(config.vocab_size)
         self.embed = table((rows, config.hidden_size)) if first else None
         self.layers = nnx.List([Layer(config, each, tp=tp, axis=axis, dtype=dtype, rngs=rngs) for each in layers])
+        for layer in self.layers:
+            layer.attention.looped = repeat is not None
         self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
         self.head = table((self.head_cut.rows(config.vocab_size), config.hidden_size)) if has_head else None
         self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], of int8 and fp8
@@ -218,15 +228,21 @@ class Stage(nnx.Module):
     def run_layers(self, x: Array, positions: Array, call: CallLayer, held: Array | None = None) -> Array:
         """[..., hidden] -> [..., hidden]; `positions` is i32[...]. call: runs one layer, as `attending` does. held:
         bool[layers], of a ring: which places of this stage are no padding."""
+        assert self.repeat is None, "a loop's layers are stacked: `engine/looped_layers.py` runs them"
+        rotation_of = self.rotations(positions)
+        for index, layer in enumerate(self.layers):
+            y = call(layer, x, rotation_of(index), index)
+            x = y if held is None else jnp.where(held[index], y, x)
+        return x
+
+    def rotations(self, positions: Array) -> Callable[[int], Rotation]:
+        """By place in the stage, for `positions` i32[...]."""
         config = self.config
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         far = near = rotations(positions, inverse_frequencies(config), factor)
         if config.local_rope_theta is not None:
             near = rotations(positions, inverse_frequencies(config, local=True))
-        for index, layer in enumerate(self.layers):
-            y = call(layer, x, far if config.window(self.numbers[index]) is None else near, index)
-            x = y if held is None else jnp.where(held[index], y, x)
-        return x
+        return lambda index: far if config.window(self.numbers[index]) is None else near
 
     def states(self, x: Array) -> Array:
         """[..., hidden] as the head takes them."""

@@ -4,7 +4,7 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 `Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.repeats import Repeat
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model.experts import MATRICES, ExpertMLP
 from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
@@ -66,7 +67,7 @@ class StageParams:
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
     leaves: list[Any]  # jax.Array, or jax.ShapeDtypeStruct
     specs: list[PartitionSpec]
-    num_reductions: int = 0  # all-reduces of one pass over the layers, where there are several shards
+    num_reductions: int = 0  # see `count_reductions`
 
     def merge(self, leaves: list[jax.Array]) -> Stage:
         """The module over `leaves`: one shard's local arrays under `shard_map`, the whole ones on one device."""
@@ -87,15 +88,16 @@ def abstract_stage(
     weights: WeightFormat = AS_MADE,
     out_first: bool = False,
     spread: Vocabulary | None = None,
+    repeat: Repeat | None = None,
 ) -> AbstractStage:
     """The stage of `layers` as one of `tp` shards sees it, its matrices in the form asked for; nothing is allocated.
 
-    spread: of a ring, see `network.Stage`.
+    spread: of a ring, repeat: of a loop, see `network.Stage`.
     """
     assert len(layers) and 0 <= min(layers) <= max(layers) < config.num_layers, layers
 
     def formed() -> Stage:
-        stage = Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0), spread=spread)
+        stage = Stage(config, layers, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0), spread=spread, repeat=repeat)
         stage.become(weights, out_first)
         return stage
 
@@ -149,12 +151,26 @@ def load_stage(
     mesh's platform wants them.
     Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
     """
+    outline, _, leaves = load_leaves(source, config, layers, mesh, dtype, weights, out_first)
+    return replace(outline, leaves=list(leaves))
+
+
+def load_leaves(
+    source: Source,
+    config: ModelConfig,
+    layers: range,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    weights: WeightFormat = AS_MADE,
+    out_first: bool | None = None,
+) -> tuple[StageParams, AbstractStage, Iterator[jax.Array]]:
+    """As `load_stage`: the shapes, and the leaves that have them, each read when it is asked for."""
     check_depth(source, config, layers)
     outline, abstract, rules = outline_of(config, layers, mesh, dtype, weights, out_first)
     check_leaves(source, rules)
     named = zip(abstract.paths, rules, outline.leaves, strict=True)
-    leaves = [load_leaf(source, abstract, path, rule, leaf, mesh.size) for path, rule, leaf in named]
-    return replace(outline, leaves=leaves)
+    leaves = (load_leaf(source, abstract, path, rule, leaf, mesh.size) for path, rule, leaf in named)
+    return outline, abstract, leaves
 
 
 def abstract_stage_params(
@@ -191,9 +207,14 @@ def outline_of(
         _whole_leaf(rule, local, _sharding(mesh, spec), tp)
         for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
     ]
-    summed = [abstract.forms[path] for path in abstract.paths if path.endswith(SUMMED)]
-    reductions = sum(2 if form.is_scaled else 1 for form in summed)  # a token's scale, then the sums
+    reductions = count_reductions(abstract)
     return StageParams(abstract.graphdef, abstract.treedef, leaves, specs, reductions), abstract, rules
+
+
+def count_reductions(abstract: AbstractStage) -> int:
+    """All-reduces that are written out in one pass over its layers, where there are several shards."""
+    summed = [abstract.forms[path] for path in abstract.paths if path.endswith(SUMMED)]
+    return sum(2 if form.is_scaled else 1 for form in summed)  # a token's scale, then the sums
 
 
 def check_tensors(source: Source, config: ModelConfig) -> None:

@@ -64,6 +64,8 @@ HARDWARE = {
         ),
         replace(_A100, name="a800", link_bytes_per_s=200e9, price_per_hour=0.0),
         replace(_H100, name="h800", link_bytes_per_s=200e9, price_per_hour=2.0),
+        # A TPU's link is one of its ports: the sheets give a chip 1,600, 4,800 and 3,200 Gbit/s over 4, 6 and 4, so
+        # those of v5p and v6e are equally fast.
         _chip("v5e", 50e9, 3.1e9, 1.2, narrow=(("int8", 2.0),)),
         _chip("v5p", 100e9, 6.2e9, 4.2, narrow=(("int8", 2.0),)),
         _chip("v6e", 100e9, 6.2e9, 2.7, narrow=(("int8", 2.0),)),

@@ -19,14 +19,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModelConfig], int]:
     """How many layers are traced for the decode program of a worker with this model's layers in one stage."""
 
     def count(config: ModelConfig) -> int:
-        calls, layer = list[Any](), paged_layers._layer
+        calls, layer = list[Any](), paged_layers.run_layer
 
         def counted(*arguments: Any) -> Any:
             calls.append(arguments)
             return layer(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(paged_layers, "_layer", counted)
+            patch.setattr(paged_layers, "run_layer", counted)
             whole = [range(config.num_layers)]
             machine = open_machine(Role.DECODE, whole, jax.devices()[:1], config, RandomSource(config, seed=3))
             decode = next(each for each in machine.table.steps() if each.kind == "decode")
