@@ -11,9 +11,12 @@ from typing import Any, Self, TypeVar
 from rich.console import Console
 
 from jdisagg import devices
+from jdisagg.core.adapters import Adapter
+from jdisagg.core.errors import RequestError
 from jdisagg.core.settings import Settings
 from jdisagg.named_models import located
 from jdisagg.serve import build, offline
+from jdisagg.serve.adapters import adapters_of
 from jdisagg.serve.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.offline import Completion, Messages, Prompt
 from jdisagg.serve.sampling_params import SamplingParams
@@ -41,10 +44,26 @@ class LLM:
         first = devices.first_of_most(found)
         self.deployment = resolve_deployment(self.settings, first.platform, devices.memory_bytes(first))
         self.service = build.build(self.deployment, self.settings, found)
+        self.adapters = adapters_of(self.settings, self.deployment.model, self.deployment.model_name)
         self.service.start()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
+
+    def load_adapter(self, name: str, folder: str) -> Adapter:
+        """For `SamplingParams.adapter`; `enable_lora`, or adapters in `lora`, make room for it. Raises RequestError."""
+        return self.adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that run go on with it. Raises RequestError."""
+        self.adapters.unload(name)
+
+    def adapter(self, name: str) -> Adapter:
+        """One that is loaded. Raises RequestError."""
+        found = self.adapters.find(name)
+        if found is None:
+            raise RequestError(f"no adapter {name!r} is loaded; there are: {', '.join(self.adapters.found) or 'none'}")
+        return found
 
     def generate(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> Completion:
         """One whole completion of a text or of token ids."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import Settings
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+USUAL_SLOTS = 4
 DIGEST = re.compile(r"[0-9a-f]{32}")
 SALT = "\0"  # no client's cache_salt begins so
 
@@ -34,6 +37,14 @@ class Adapter:
 def salted(cache_salt: str, adapter: Adapter | None) -> str:
     """What the KV of a tenant's requests to an adapter is named by: it is shared with no other's."""
     return cache_salt if adapter is None else adapter.salt + cache_salt
+
+
+def adapter_sizes(settings: Settings) -> dict[str, Any]:
+    """How many adapters one step may hold, and of what rank; nothing where none are asked for. Raises ConfigError."""
+    named = len(named_folders(settings.lora))
+    if not (named or settings.enable_lora or settings.max_loras):
+        return {}
+    return {"max_loras": settings.max_loras or named or USUAL_SLOTS, "max_lora_rank": settings.max_lora_rank}
 
 
 def named_folders(text: str) -> dict[str, str]:

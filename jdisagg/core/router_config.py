@@ -48,4 +48,5 @@ class RouterConfig:
     reserve: Reserving = Reserving.EARLY
     routing: Routing = Routing.LEAST_LOADED
     colocated_fallback: bool = True  # beside pools, workers of both roles take what is predicted to be better there
+    max_loras: int = 0  # different adapters that run at once: what one step may hold; 0: no bound
     routing_seed: int = 0  # of --routing=random

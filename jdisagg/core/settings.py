@@ -31,6 +31,7 @@ AT_LEAST_ONE = (
     "max_body_bytes",
     "max_connections",
     "max_tokens",
+    "max_lora_rank",
 )
 TOOL_PARSERS = (
     *("auto", "off", "hermes", "llama3", "llama4", "mistral", "deepseek", "gemma4", "phi4", "functools", "gpt_oss"),
@@ -38,6 +39,7 @@ TOOL_PARSERS = (
 REASONING_PARSERS = ("auto", "off", "think", "mistral", "gemma4", "gpt_oss")
 NOT_NEGATIVE = (
     "max_model_len",
+    "max_loras",
     "kv_tokens",
     "dram_tokens",
     "disk_tokens",
@@ -89,6 +91,10 @@ class Settings:
     embeddings: str = _setting("off", "model", "also answer /v1/embeddings and /v1/score, by the last token's state or"
                                " the mean of all where a request does not say", ("off", "last", "mean"))  # fmt: skip
     structured_output: str = _setting("auto", "model", "auto: by grammars where llguidance is", ("auto", "off"))
+    lora: str = _everyday("", "model", "adapters that clients may ask for as models, as NAME=FOLDER,NAME=FOLDER")
+    enable_lora: bool = _setting(False, "model", "let an operator load adapters, also where --lora names none")
+    max_loras: int = _setting(0, "model", "adapters that one step may hold; 0: as many as --lora names, or 4")
+    max_lora_rank: int = _setting(16, "model", "largest rank of an adapter; what each costs grows with it")
     seed: int = _setting(0, "model", "of whatever is drawn: random weights, routes, arrivals, training data")
     # mesh
     mesh: str = _everyday("auto", "mesh", "as prefill:2xtp4,decode:pp2tp2 or colocated:2xtp1; @K: from device K on;"
@@ -253,17 +259,22 @@ class Settings:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, must be at least {least}")
         if not 0 < self.hbm_fraction <= 1:
             raise ConfigError(f"--hbm_fraction is {self.hbm_fraction}, must lie in (0, 1]")
-        for name in ("http_port", "grpc_port", "control_port", "health_port"):
-            if not -1 <= getattr(self, name) <= 65535:
-                raise ConfigError(f"--{name} is {getattr(self, name)}, must lie in [-1, 65535]")
-        if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key == self.api_key.strip()):
-            raise ConfigError("--api_key must be printable ASCII without a space at its ends: headers hold no other")
-        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"--otlp_endpoint is {self.otlp_endpoint!r}, must begin with http:// or https://")
+        _check_servers(self)
         _check_tiers(self)
         if bool(self.prompts) != bool(self.output):
             raise ConfigError(f"--prompts={self.prompts!r} and --output={self.output!r}: give both or neither")
         _check_group(self)
+
+
+def _check_servers(settings: Settings) -> None:
+    key, collector = settings.api_key, settings.otlp_endpoint
+    for name in ("http_port", "grpc_port", "control_port", "health_port"):
+        if not -1 <= getattr(settings, name) <= 65535:
+            raise ConfigError(f"--{name} is {getattr(settings, name)}, must lie in [-1, 65535]")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError("--api_key must be printable ASCII without a space at its ends: headers hold no other")
+    if collector and not collector.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp_endpoint is {collector!r}, must begin with http:// or https://")
 
 
 def _check_group(settings: Settings) -> None:

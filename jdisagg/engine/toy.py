@@ -27,6 +27,7 @@ from jdisagg.engine.gates import Gates, Stages
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote
 TOKEN_BYTES = 8  # in a record
+ADAPTER_BITS = 16  # of what a page slot holds, below which is the token
 
 
 class ToyFault(Exception):
@@ -47,11 +48,18 @@ def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> 
     return token - token % 2 if sampling.grammar else token
 
 
+def marked(token: int, sampling: SamplingParams) -> int:
+    """A token's KV as an adapter makes it, so that a page of another's gives a wrong token."""
+    adapter = sampling.adapter
+    return token if adapter is None else token ^ zlib.crc32(adapter.digest.encode()) << ADAPTER_BITS
+
+
 def toy_output(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
     """The whole output of a request, its stop token included: the definition."""
     output: list[int] = []
     while len(output) < sampling.max_tokens:
-        output.append(next_token([*prompt, *output], sampling, len(output)))
+        seen = [marked(token, sampling) for token in (*prompt, *output)]
+        output.append(next_token(seen, sampling, len(output)))
         if output[-1] in sampling.stop_token_ids:
             break
     return output
@@ -154,11 +162,11 @@ class ToyExecutor:
         for stage, (group, (_, stop)) in enumerate(zip(self.groups, self.layer_groups, strict=True)):
             yield stage
             for slot, row in rows.items():
-                self._write(group, row.table, row.position, row.token)
+                self._write(group, row.table, row.position, marked(row.token, row.sampling))
                 seen[slot].append(self._row(group, row.table, row.position + 1))
             for chunk in chunks:
                 for position, token in enumerate(chunk.tokens, chunk.start):
-                    self._write(group, chunk.pages, position, token)
+                    self._write(group, chunk.pages, position, marked(token, chunk.sampling))
             if group_done is not None and group is not self.groups[-1]:
                 group_done(stop)
         return ToyStep(StepDone(plan.step_id, self._drawn(plan.decode, seen), *self._chunk_results(chunks)))
@@ -204,7 +212,7 @@ class ToyExecutor:
             if row.stopped:
                 break
             for group in self.groups:
-                self._write(group, row.table, row.position, row.token)
+                self._write(group, row.table, row.position, marked(row.token, row.sampling))
             drawn.append(_advance(row, self._read(row.table, row.position + 1), self.law))
         return tuple(drawn)
 
@@ -311,7 +319,7 @@ def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], Sampling
 def _check_recalled(sampling: SamplingParams, recalled: Sequence[int], tokens: list[int], num_output: int) -> None:
     """A grammar's mask is made of the output that the host knows, which must be the one that was drawn."""
     drawn = tokens[len(tokens) - num_output :]
-    if sampling.grammar and [*recalled] != drawn:
+    if sampling.grammar and [marked(token, sampling) for token in recalled] != drawn:
         raise ToyFault(f"the host knows {recalled} where {drawn} were drawn")
 
 

@@ -189,7 +189,7 @@ def _pairs(
     if not halves:
         raise MissingTensor(f"{WEIGHTS_FILE} has {len(tensors)} tensors, none of them of a matrix")
     return {
-        place: _pair(halves[place], f"layers.{place[0]}.{place[1]}", settings, shapes[place], max_rank)
+        place: _pair(halves[place], f"model.layers.{place[0]}.{place[1]}", settings, shapes[place], max_rank)
         for place in sorted(halves)
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jdisagg.core.request import Request
 from jdisagg.core.router_config import RouterConfig
@@ -45,6 +45,15 @@ def why_never(peers: Collection[WorkerState], request: Request) -> str:
     tokens = len(request.prompt) + request.sampling.max_tokens
     most = ", ".join(f"{peer.config.worker} {peer.most_tokens}" for peer in peers)
     return f"prompt + max_tokens = {tokens} tokens fit no pair of workers; the most that each holds: {most}"
+
+
+def has_adapter_room(asked: Request, running: Iterable[Request], most: int) -> bool:
+    """Whether it may run beside these: one step holds `most` different adapters. 0: as many as there are."""
+    adapter = asked.sampling.adapter
+    if adapter is None or not most:
+        return True
+    others = {each.sampling.adapter for each in running} - {None, adapter}
+    return len(others) < most
 
 
 def retry_after_s(waiting: int, finish_gap_s: float) -> float:

@@ -49,7 +49,7 @@ from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy import deadlines, message_builders
-from jdisagg.policy.admission import missing_phase, why_rejected
+from jdisagg.policy.admission import has_adapter_room, missing_phase, why_rejected
 from jdisagg.policy.adoption import Adoption
 from jdisagg.policy.attempt_progress import AttemptProgress
 from jdisagg.policy.choice import Pair
@@ -163,6 +163,8 @@ class Router:
         """Asks for reservations in order; where the first in line finds none, nobody overtakes it."""
         while self.queue:
             row = self.queue[0]
+            if not self._has_adapter_room(row):
+                break
             promises = self.requests.promises.of(row, now_s)
             pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway, promises=promises)
             if pair is None:
@@ -173,6 +175,11 @@ class Router:
         if self.queue and not self._capacity_armed:
             self._capacity_armed = True
             self.out.put(SetTimer(now_s + self.config.capacity_retry_s, CAPACITY_TIMER))
+
+    def _has_adapter_room(self, row: RequestState) -> bool:
+        """In the next step of whoever takes it; the line waits for that, so that nobody waits for ever."""
+        running = (each.request for each in self.rows.values() if each.waiting is not Waiting.RESERVATION)
+        return has_adapter_room(row.request, running, self.config.max_loras)
 
     def _reserve(self, row: RequestState, pair: Pair, now_s: float) -> None:
         request = row.to_prefill()

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdisagg import __version__
+from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.journal import Header
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Reserving, RouterConfig, Routing
@@ -25,6 +26,7 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.adapters import adapters_of
 from jdisagg.serve.autoscaling import FLIP, OFF, Autoscaling
 from jdisagg.serve.compression_costs import post_compression_costs
 from jdisagg.serve.deployment import Deployment
@@ -61,6 +63,7 @@ def build(
     `told` is called with what loading decided, in one line.
     """
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
+    adapters_of(settings, deployment.model, deployment.model_name)  # a wrong one is told before anything is loaded
     machines = dict[WorkerId, MeshExecutor]()
     recompiles = partial(recompiles_of, machines)
     metrics = metrics_of(deployment, settings, machines, recompiles)
@@ -251,4 +254,5 @@ def router_config(settings: Settings) -> RouterConfig:
         routing=Routing(settings.routing),
         colocated_fallback=settings.colocated_fallback == "auto",
         routing_seed=settings.seed,
+        max_loras=adapter_sizes(settings).get("max_loras", 0),
     )

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
 from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.labels import Labels
@@ -270,6 +271,7 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         ack_timeout_s=settings.handoff_timeout_s,
         claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits for that long, and is to hear of it
         labels=Labels.parse(settings.labels),
+        **adapter_sizes(settings),
         router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
     )
 

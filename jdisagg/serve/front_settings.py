@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from jdisagg.policy.client_limits import Rates
+from jdisagg.serve.adapters import Adapters
 from jdisagg.serve.tools.choose import Parsers
 
 
@@ -32,6 +33,7 @@ class FrontSettings:
     no_grammars: str = ""  # why answers are held to no form; empty where they may be
     parsers: Parsers = field(default_factory=Parsers)  # of reasoning and calls of tools
     embeddings: str = "off"  # how prompts are pooled where a request does not say; off: they are not
+    adapters: Adapters = field(default_factory=Adapters)  # that clients may ask for as models
     tracing: bool = False  # requests are traced, in the trace of whoever asked
     version: str = field(default_factory=lambda: version("jdisagg"))
 

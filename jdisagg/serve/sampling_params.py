@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from jdisagg.core import request as core
+from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import RequestError
 from jdisagg.serve.sampling import fold_seed, sampling_params, stop_strings
 from jdisagg.serve.text import TextOptions
@@ -49,6 +50,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    adapter: Adapter | None = None  # as `LLM.adapter` finds it
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -23,6 +23,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.policy.client_limits import Rates
 from jdisagg.serve import lag
+from jdisagg.serve.adapters import adapters_of
 from jdisagg.serve.clients import ADMIN, Clients, read_keys
 from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.front_settings import FrontSettings
@@ -231,6 +232,7 @@ def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
         parsers=parsers_of(service.tokenizer, settings.tool_call_parser, settings.reasoning_parser),
         no_grammars=why_no_grammars(settings),
         embeddings=settings.embeddings,
+        adapters=adapters_of(settings, service.model_config, service.model_name),
         tracing=bool(settings.otlp_endpoint),
         api_keys={name: key for name, key in keys.items() if name != ADMIN},
         admin_key=keys.get(ADMIN),

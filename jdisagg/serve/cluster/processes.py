@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER
 from jdisagg.core.journal import Header
@@ -110,6 +111,9 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     )
     if settings.transfer_compress != "none":
         layout += f" as {settings.transfer_compress}"
+    room = adapter_sizes(settings)
+    if room:
+        layout += f" with {room['max_loras']} adapters of rank {room['max_lora_rank']}"
     dtypes = f"{sent.dtype} to {kv.dtype}"
     return Identity(f"{deployment.model_name}:{model}", layout, dtypes, weights=deployment.weight_dtype)
 

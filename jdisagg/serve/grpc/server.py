@@ -136,8 +136,6 @@ class Orchestrator(OrchestratorServicer):
 
     async def _requests(self, asked: DecodeRequest, objectives: dict[str, float | None]) -> list[Request]:
         """The samples' requests, all checked. Raises RequestError."""
-        if asked.lora_adapter_id:
-            raise RequestError(f"lora_adapter_id is not supported yet; it was {asked.lora_adapter_id[:100]!r}")
         if not 0 <= asked.num_samples <= MAX_SAMPLES:
             raise RequestError(f"num_samples is {asked.num_samples}, must lie in [0, {MAX_SAMPLES}]")
         service, settings, now_s = self._service, self._settings, self._service.now_s()
@@ -164,12 +162,16 @@ class Orchestrator(OrchestratorServicer):
         return tuple(await offload.tokenizing(len(text), lambda: tokenizer.encode(text, not asked.has_bos)))
 
     def _sampling(self, asked: DecodeRequest, prompt_tokens: int) -> SamplingParams:
-        service, settings = self._service, self._settings
+        service, settings, name = self._service, self._settings, asked.lora_adapter_id
+        adapter, known = settings.adapters.find(name), ", ".join(settings.adapters.found) or "none"
+        if name and adapter is None:
+            raise RequestError(f"lora_adapter_id is {name[:100]!r}; the adapters that are loaded: {known}")
         eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
         said = {
             "max_tokens": asked.max_tokens or max(1, service.max_model_len - prompt_tokens),
             "temperature": 0.0 if asked.num_samples <= 1 else 1.0,
             "seed": fold_seed(None),
+            "adapter": adapter,
             "stop_token_ids": tuple(eos_ids),
         }
         return sampling_params(said, settings.sampling_defaults)

@@ -14,6 +14,7 @@ from jdisagg.serve.device_trace import LONGEST_S, Profiles, zipped
 from jdisagg.serve.http.errors import Unauthorized, documented
 
 PREFIX = "/admin/"
+PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's, of the same key
 
 
 def admin_check(key: str) -> Callable[[Request], None]:

@@ -18,6 +18,7 @@ from jdisagg.serve.device_trace import Profiles, own_profile
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http import errors
 from jdisagg.serve.http.access_log import AccessLog
+from jdisagg.serve.http.adapters import add_adapters
 from jdisagg.serve.http.admin import add_admin, admin_check
 from jdisagg.serve.http.cache import add_cache
 from jdisagg.serve.http.chat import chat_ids
@@ -85,6 +86,7 @@ def create_app(
     if settings.admin_key is not None:
         check = admin_check(settings.admin_key)
         add_admin(app, check, profiles)
+        add_adapters(app, check, settings.adapters, settings.max_body_bytes)
         add_workers(app, check, service.pools, settings.max_body_bytes)
     app.add_middleware(Gate, clients=clients)
     app.add_middleware(AccessLog)
@@ -146,7 +148,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models", responses=errors.documented(401))
     async def models() -> dict[str, Any]:
-        names = dict.fromkeys([service.model_name, *settings.served_names])
+        names = dict.fromkeys([service.model_name, *settings.served_names, *settings.adapters.found])
         return {"object": "list", "data": [front.model(name) for name in names]}
 
     @app.get("/v1/models/{name:path}", responses=errors.documented(401, 404))

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason
 from jdisagg.policy.client_limits import Allowance
+from jdisagg.serve.adapters import NoSuchAdapter
 from jdisagg.serve.clients import RateLimited
 from jdisagg.serve.device_trace import Busy
 from jdisagg.serve.generation import AnswerFailed
@@ -38,6 +39,7 @@ class Unauthorized(JdisaggError):
 RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ModelNotFound, 404, "not_found_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (NoSuchAdapter, 404, "not_found_error", "adapter_not_found"),
     (NoSuchWorker, 404, "not_found_error", "worker_not_found"),
     (RequestError, 400, "invalid_request_error", None),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),

@@ -55,13 +55,14 @@ class Front:
         return Generation(job, renderer, self.service, self.settings, self.clients)
 
     def model(self, name: str) -> dict[str, Any]:
+        adapter = self.settings.adapters.find(name)
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "jdisagg",
-            "root": self.service.model_name,
-            "parent": None,
+            "root": self.service.model_name if adapter is None else adapter.folder,
+            "parent": None if adapter is None else self.service.model_name,
             "max_model_len": self.service.max_model_len,
         }
 

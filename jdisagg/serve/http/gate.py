@@ -45,7 +45,8 @@ class Gate:
 
         address = (scope.get("client") or ("unknown",))[0]
         state["client"] = self._clients.recognised(_key_of(headers), address)
-        if state["client"] is not None or scope["path"] in OPEN_PATHS or scope["path"].startswith(admin.PREFIX):
+        path = scope["path"]
+        if state["client"] is not None or path in OPEN_PATHS | admin.PATHS or path.startswith(admin.PREFIX):
             await self._app(scope, receive, marked)
         else:
             refused = Unauthorized("the API key is missing or wrong")

@@ -72,7 +72,7 @@ class Job:
 
 def check_model(name: str | None, service: Service, settings: FrontSettings) -> None:
     """Raises ModelNotFound unless `name` is empty or one this server answers to."""
-    if name and name != service.model_name and name not in settings.served_names:
+    if name and name not in (service.model_name, *settings.served_names, *settings.adapters.found):
         raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {service.model_name!r}", "model")
 
 
@@ -280,6 +280,7 @@ def _sampling(
     said = {
         **asked,
         "synchronous": True if asked["grammar"] else None,
+        "adapter": settings.adapters.find(body.model),
         "min_tokens": body.min_tokens,
         "speculative": body.speculative,
         "temperature": body.temperature,

@@ -215,9 +215,24 @@ class RoleBody(DrainBody):
     mesh: str = Field("", description="how its devices are cut, as tp2, pp2 or pp2tp2; empty: as at the start")
 
 
+class LoadAdapterBody(BaseModel):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=128, description="what clients ask for as `model`")
+    lora_path: str = Field(min_length=1, max_length=4096, description="its folder, as every process finds it")
+    load_inplace: bool = Field(False, description="another adapter of this name gives way to it")
+
+
+class UnloadAdapterBody(BaseModel):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=128)
+    lora_int_id: int | None = Field(None, description="not read")
+
+
 BODIES: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody),
-    *(CacheBody, DrainBody, RoleBody),
+    *(CacheBody, DrainBody, RoleBody, LoadAdapterBody, UnloadAdapterBody),
 )
 
 

@@ -58,7 +58,8 @@ def _choice(
     body: PoolingFields, ids: tuple[int, ...], service: Service, settings: FrontSettings, public_id: str, index: int
 ) -> Choice:
     now_s = service.now_s()
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=body.pooling or settings.embeddings)
+    pooling, adapter = body.pooling or settings.embeddings, settings.adapters.find(body.model)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, adapter=adapter)
     deadline_s = None if settings.queue_timeout_s is None else now_s + settings.queue_timeout_s
     request_id = RequestId(f"{public_id}-{uuid.uuid4().hex[:8]}-{index}")
     request = Request(request_id, ids, sampling, now_s, body.priority, deadline_s, body.cache_salt)
