@@ -34,9 +34,10 @@ AT_LEAST_ONE = (
     "max_lora_rank",
 )
 TOOL_PARSERS = (
-    *("auto", "off", "hermes", "llama3", "llama4", "mistral", "deepseek", "gemma4", "phi4", "functools", "gpt_oss"),
+    *("auto", "off", "hermes", "llama3", "llama4", "mistral", "deepseek", "gemma4", "phi4", "functools"),
+    *("qwen3_coder", "glm", "dsml", "kimi_k2", "kimi_k3", "gpt_oss"),
 )
-REASONING_PARSERS = ("auto", "off", "think", "mistral", "gemma4", "gpt_oss")
+REASONING_PARSERS = ("auto", "off", "think", "mistral", "gemma4", "kimi_k3", "gpt_oss")
 NOT_NEGATIVE = (
     "max_model_len",
     "max_loras",

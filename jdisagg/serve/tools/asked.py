@@ -27,8 +27,9 @@ class Tools:
     parallel: bool = True
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(each["function"]["name"] for each in self.listed)
+    def schemas(self) -> dict[str, Any]:
+        """Of each one's arguments, by its name; None where it has none."""
+        return {each["function"]["name"]: each["function"].get("parameters") for each in self.listed}
 
     @property
     def forced(self) -> bool:

@@ -138,3 +138,36 @@ class DeepSeek:
         """Where it is over and was no call."""
         ends = text.find(END)
         return None if ends < 0 else Section(ends + len(END), content=text[: ends + len(END)])
+
+
+class KimiK2:
+    """`functions.NAME:0` between marks of its own, and a JSON object."""
+
+    HEAD = re.compile(
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?([^<\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
+    )
+    NEXT = re.compile(r"<\|tool_call(?:_begin|s_section_end)\|>")
+    openers = (
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_end|>"),
+    )
+    first_openers: tuple[str, ...] = ()
+
+    def read(self, text: str, whole: bool) -> Section | None:
+        section, _, begin, end = self.openers
+        if text.startswith(section):  # what stands between it and the first call is nobody's
+            first = self.NEXT.search(text, len(section))
+            return None if first is None else Section(first.start())
+        if not text.startswith(begin):
+            return Section(next(len(each) for each in self.openers if text.startswith(each)))
+        head = self.HEAD.match(text)
+        found = None if head is None else json_at(text, head.end())
+        if head is not None and found is not None and isinstance(found[0], dict):
+            after = blanks_end(text, found[1])
+            if end.startswith(text[after:]) and text[after:] != end and not whole:
+                return None
+            ends = after + len(end) if text.startswith(end, after) else found[1]
+            return Section(ends, (Call(head[1], arguments_text(found[0])),))
+        wrong = 0 if head is None else no_json_from(text, head.end())
+        ends = -1 if wrong is None else text.find(end, wrong)
+        return None if ends < 0 else Section(ends + len(end), content=text[: ends + len(end)])
