@@ -1,4 +1,5 @@
-"""Drafts of n-grams (`--speculative=ngram:N`) beside steps of one token, in turns: tokens/s, and tokens a row drew.
+"""Drafts (`--speculative=...`) beside steps of one token, in turns: tokens/s, and tokens a row drew in a step, in all
+and in the first and last quarter of each answer: what guesses come to must not decay.
 
 Two kinds of prompts: a piece of code twice and its beginning again ("copies"), and the beginning of an import ("new").
 Whether an answer repeats what stood before is the model's affair: the tokens that a row drew tell. Greedy, with ends of
@@ -31,7 +32,8 @@ from jdisagg import LLM, SamplingParams
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)
 flags.DEFINE_string("mesh", "prefill:tp1,decode:tp1", "of every stack", flag_values=FLAGS)
-flags.DEFINE_list("drafts", ["1", "3", "5"], "tokens guessed", flag_values=FLAGS)
+flags.DEFINE_list("drafts", ["1", "3", "5"], "tokens guessed by n-grams", flag_values=FLAGS)
+flags.DEFINE_list("kinds", [], "what else --speculative may say: auto, draft, ...", flag_values=FLAGS)
 flags.DEFINE_list("streams", ["1", "4", "8"], "answers at once, and slots", flag_values=FLAGS)
 flags.DEFINE_integer("tokens", 64, "of an answer", 1, flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 3, "of each, after one that does not count", 1, flag_values=FLAGS)
@@ -51,6 +53,8 @@ class Row:
     tokens_per_s: float
     ratio: float
     tokens_a_row: float  # that a row of a step drew, mean of all rounds
+    tokens_a_row_early: float  # so, in the first quarter of each answer
+    tokens_a_row_late: float  # and in the last
     differing: int  # tokens unlike those of steps of one
 
 
@@ -68,7 +72,8 @@ class Stack:
     """One way of decoding, with as many slots as there are streams."""
 
     def __init__(self, llm: LLM) -> None:
-        self.llm, self.answers, self.rows = llm, dict[tuple[str, int], list[list[int]]](), list[int]()
+        self.llm, self.answers = llm, dict[tuple[str, int], list[list[int]]]()
+        self.rows: list[tuple[int, int]] = []  # of each row of a step: tokens before it, and drawn by it
 
     def burst(self, work: str, streams: int) -> float:
         """Tokens/s of so many answers at once, from the first token that any of them has."""
@@ -83,24 +88,32 @@ class Stack:
             async for piece in self.llm.stream(text, asked):
                 if piece.delta.sampled:
                     began.append(time.perf_counter())
+                    self.rows.append((len(tokens), len(piece.delta.sampled)))
                     tokens += [each.token for each in piece.delta.sampled]
-                    self.rows.append(len(piece.delta.sampled))
             return tokens
 
         found = await asyncio.gather(*map(one, prompts(work, streams)))
         self.answers.setdefault((work, streams), found)
         return (streams * FLAGS.tokens - 1) / (began[-1] - began[0])
 
-    def tokens_a_row(self) -> float:
-        """Of the pieces, each of a row of a step, since it was asked last."""
+    def tokens_a_row(self) -> tuple[float, float, float]:
+        """Of the pieces, each of a row of a step, since it was asked last: in all, early and late in an answer."""
         rows, self.rows = self.rows, []
-        return statistics.mean(rows)
+        quarter = FLAGS.tokens // 4
+        early = [drawn for before, drawn in rows if 0 < before < quarter]
+        late = [drawn for before, drawn in rows if before >= 3 * quarter]
+        return statistics.mean(drawn for _, drawn in rows), statistics.mean(early), statistics.mean(late)
 
 
 def measure(streams: int) -> list[Row]:
-    kinds = (OFF, *(f"ngram:{number}" for number in FLAGS.drafts))
+    kinds = (OFF, *(f"ngram:{number}" for number in FLAGS.drafts), *FLAGS.kinds)
     with ExitStack() as opened:
-        sizes = {"mesh": FLAGS.mesh, "max_num_seqs": streams, "max_model_len": 512, "prefix_caching": "off"}
+        sizes = {
+            "mesh": FLAGS.mesh,
+            "max_num_seqs": streams,
+            "max_model_len": 448 + FLAGS.tokens,
+            "prefix_caching": "off",
+        }
         stacks = {
             kind: Stack(opened.enter_context(LLM(model=FLAGS.model, speculative=kind, **sizes))) for kind in kinds
         }
@@ -125,7 +138,7 @@ def _rows(stacks: dict[str, Stack], work: str, streams: int) -> list[Row]:
             streams,
             statistics.median(speeds[kind]),
             statistics.median(mine / other for mine, other in zip(speeds[kind], speeds[OFF], strict=True)),
-            stack.tokens_a_row(),
+            *stack.tokens_a_row(),
             differing(stack.answers[work, streams], plain),
         )
         for kind, stack in stacks.items()
@@ -139,10 +152,11 @@ def differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]])
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(title=f"{FLAGS.mesh}, {FLAGS.tokens} tokens an answer")
-    for name in ("work", "streams", "speculative", "tokens/s", "beside off", "tokens a row", "differ"):
+    for name in ("work", "streams", "speculative", "tokens/s", "beside off", "tokens a row", "early", "late", "differ"):
         shown.add_column(name, justify="right")
     for row in rows:
-        figures = f"{row.tokens_per_s:,.0f}", f"{row.ratio:.2f}", f"{row.tokens_a_row:.2f}", str(row.differing)
+        drawn = (f"{each:.2f}" for each in (row.tokens_a_row, row.tokens_a_row_early, row.tokens_a_row_late))
+        figures = f"{row.tokens_per_s:,.0f}", f"{row.ratio:.2f}", *drawn, str(row.differing)
         shown.add_row(row.work, str(row.streams), row.speculative, *figures)
     return shown
 

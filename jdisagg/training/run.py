@@ -17,6 +17,7 @@ from jdisagg.training.evaluate import Meter, Windows, bits_per_byte, cut_windows
 from jdisagg.training.progress import ProgressLog, Report
 from jdisagg.training.settings import TrainSettings
 from jdisagg.training.step import Leaves, Network, TrainStep, make_optimiser, make_step, new_network
+from jdisagg.training.teacher import answers_of, make_lesson, open_teacher, pupil_of
 from jdisagg.training.tokenizer import make_tokenizer
 
 CHECK_LENGTH, CHECK_BATCH = 512, 4
@@ -48,17 +49,23 @@ def open_run(settings: TrainSettings, corpus: Corpus, *, resume: bool) -> Run:
         raise ConfigError(f"{folder} already holds a run of {at} steps; resume it or name another out_dir")
     tokenizer = run_tokenizer(settings, corpus, folder / "tokenizer.json")
     stream = token_stream(corpus.training, tokenizer, settings.run.lesson_share, settings.run.seed)
-    network = new_network(settings.model, settings.run.seed)
+    teacher = open_teacher(settings.teacher, settings.model) if settings.teacher else None
+    seed = settings.run.seed
+    network = pupil_of(teacher, settings.model, seed) if teacher else new_network(settings.model, seed)
     optimiser = make_optimiser(settings.optimiser, total_steps(settings.phases))
     leaves, state = network.leaves, optimiser.init(network.leaves)
     if at is not None:
         leaves, state = checkpoints.restore(at, leaves, state)
-    train_step, meter = make_step(network, optimiser), make_meter(network)
+    meter, train_step = make_meter(network), make_step(network, optimiser)
+    if teacher is not None:
+        train_step, stream = make_lesson(network, teacher, optimiser), answers_of(teacher, stream, seed)
     return Run(settings, tokenizer, stream, network, train_step, meter, checkpoints, at or 0, leaves, state)
 
 
 def run_tokenizer(settings: TrainSettings, corpus: Corpus, path: Path) -> Tokenizer:
-    """The run's tokenizer: made at its first start, then read back."""
+    """The run's tokenizer: the teacher's, or made at its first start, then read back."""
+    if settings.teacher is not None:
+        return Tokenizer.from_file(str(Path(settings.teacher.folder) / "tokenizer.json"))
     if path.exists():
         return Tokenizer.from_file(str(path))
     tokenizer = make_tokenizer((document.text for document in corpus.training), settings.model.vocab_size)

@@ -9,6 +9,7 @@ from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.training.batches import Phase
 from jdisagg.training.step import OptimiserSettings
+from jdisagg.training.teacher import TeacherSettings
 
 Table = TypeVar("Table")
 
@@ -33,6 +34,7 @@ class TrainSettings:
     model: ModelConfig
     optimiser: OptimiserSettings
     phases: tuple[Phase, ...]
+    teacher: TeacherSettings | None = None  # that the model learns from in place of the corpus
 
 
 def read_settings(path: Path) -> TrainSettings:
@@ -41,9 +43,9 @@ def read_settings(path: Path) -> TrainSettings:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
-    unknown = sorted(tables.keys() - {"run", "model", "optimiser", "phase"})
+    unknown = sorted(tables.keys() - {"run", "model", "optimiser", "phase", "teacher"})
     if unknown:
-        raise FlagError(f"unknown table {unknown[0]} in {path}; there are run, model, optimiser and phase")
+        raise FlagError(f"unknown table {unknown[0]} in {path}; there are run, model, optimiser, phase and teacher")
     phases = tuple(_table(Phase, "phase", phase) for phase in tables.get("phase", []))
     if not phases:
         raise FlagError(f"{path} has no [[phase]]: nothing to train")
@@ -52,7 +54,13 @@ def read_settings(path: Path) -> TrainSettings:
         _table(ModelConfig, "model", {"family": "llama", **tables.get("model", {})}),
         _table(OptimiserSettings, "optimiser", tables.get("optimiser", {})),
         phases,
+        _teacher(tables["teacher"]) if "teacher" in tables else None,
     )
+
+
+def _teacher(given: dict[str, Any]) -> TeacherSettings:
+    found = _table(TeacherSettings, "teacher", given)
+    return replace(found, temperatures=tuple(found.temperatures))
 
 
 def override(settings: TrainSettings, **given: Any) -> TrainSettings:

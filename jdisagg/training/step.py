@@ -53,11 +53,16 @@ def split(model: Stage) -> Network:
     return Network(leaves, lambda parts: nnx.merge(graph, jax.tree.unflatten(tree, parts)))
 
 
+def logits_of(model: Stage, tokens: Array) -> Array:
+    """f32[B, T, V] of i32[B, T]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return model.logits(model.run_layers(model.embed_tokens(tokens), positions, attending(blocked_attend)))
+
+
 def token_losses(model: Stage, tokens: Array) -> Array:
     """f32[B, T]: nats of each next token, of i32[B, T + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    logits = model.logits(model.run_layers(model.embed_tokens(inputs), positions, attending(blocked_attend)))
+    logits = logits_of(model, inputs)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
@@ -96,9 +101,15 @@ def make_step(network: Network, optimiser: optax.GradientTransformation) -> Trai
 
     def step(leaves: Leaves, state: optax.OptState, tokens: Array) -> tuple[Leaves, optax.OptState, Array, Array]:
         loss, gradients = jax.value_and_grad(loss_of)(leaves, tokens)
-        with jax.numpy_dtype_promotion("standard"):  # optax counts in i32 what it multiplies by f32
-            updates, state = optimiser.update(gradients, state, leaves)
-        leaves = jax.tree.map(jnp.add, leaves, updates)
+        leaves, state = updated(optimiser, leaves, state, gradients)
         return leaves, state, loss, jnp.sqrt(sum(jnp.vdot(part, part) for part in gradients))
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def updated(
+    optimiser: optax.GradientTransformation, leaves: Leaves, state: optax.OptState, gradients: Leaves
+) -> tuple[Leaves, optax.OptState]:
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in i32 what it multiplies by f32
+        updates, state = optimiser.update(gradients, state, leaves)  # pyright: ignore[reportArgumentType]
+    return jax.tree.map(jnp.add, leaves, updates), state

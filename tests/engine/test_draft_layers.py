@@ -4,11 +4,15 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import RequestId, SamplingParams
+from jdisagg.core.steps import Admission, History
 from jdisagg.core.worker_config import Role
+from jdisagg.engine import draft_layers
 from jdisagg.engine.draft_layers import LATELY, DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.sources import RandomSource
@@ -82,7 +86,8 @@ def test_what_is_more_than_one_guess_reads_is_read_by_several():
     assert 1 in drawn and drawn[-2:] == [1 + DRAFTS] * 2
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [1, 2])
 def test_a_model_that_guesses_badly_changes_no_token(pp: int):
     machine = guessing_machine(False, pp)
     plain, _ = answers(machine, SAMPLING, TOKENS)
@@ -92,3 +97,20 @@ def test_a_model_that_guesses_badly_changes_no_token(pp: int):
 
 def test_a_machine_that_decodes_nothing_needs_no_guesses():
     assert open_machine(Role.PREFILL, [range(4)], jax.devices()[:1], draft=DraftModel(SOURCE, CONFIG)).draft is None
+
+
+def test_a_prompt_is_read_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch):
+    devices = jax.devices()[7:]
+    machine = open_machine(Role.DECODE, [range(4)], devices, draft=DraftModel(SOURCE, CONFIG), draft_tokens=DRAFTS)
+    tokens, pages = tuple(each * 5 % 97 for each in range(50)), tuple(range(1, 8))
+    admission = Admission(0, RequestId("r"), tokens[-1], 49, pages, GREEDY, 1, History(tokens[:-1], tokens[-1:]))
+    found = []
+    for size in (16, 64):
+        monkeypatch.setattr(draft_layers, "PRIMED", size)
+        draft = machine.draft
+        assert draft is not None and draft.primed_tokens == size
+        draft.kv.pools = [jnp.zeros_like(pool) for pool in draft.kv.pools]
+        draft.prime(admission)
+        found.append([np.asarray(pool[1:8]) for pool in draft.kv.pools])
+    for parted, whole in zip(*found, strict=True):
+        assert np.allclose(parted, whole, atol=1e-5) and np.abs(whole).max() > 0.1
