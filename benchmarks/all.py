@@ -114,7 +114,7 @@ ALL = (
     Benchmark(
         "speculation",
         "benchmarks.speculation",
-        "--streams=1,8 --drafts=1,3",
+        "--streams=1,4,8 --drafts=1,3 --kinds=auto",
         "--drafts=3 --streams=1 --rounds=1 --tokens=8",
     ),
     Benchmark("schemas", "benchmarks.schemas", "--suite={json_schema_suite}", "--every=60"),

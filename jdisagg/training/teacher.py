@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jdisagg.core.errors import CheckpointError, ConfigError
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source, read_model, why_no_model
+from jdisagg.model.latents import LatentQueries
 from jdisagg.model.network import Attend, attending
 from jdisagg.model.params import AXIS, load_stage
 from jdisagg.training.step import Leaves, Network, TrainStep, logits_of, new_network, updated
@@ -54,6 +55,8 @@ def open_teacher(settings: TeacherSettings, config: ModelConfig) -> Teacher:
             f"the teacher in {folder} has a vocabulary of {found.vocab_size} tokens and the model of"
             f" {config.vocab_size}: set model.vocab_size to the teacher's"
         )
+    if found.latent or found.sinks or any(found.layer_windows) or found.attention_soft_cap:
+        raise ConfigError(f"the teacher in {folder} is a {found.family}: only models of plain attention teach here")
     return Teacher(settings, found, _read(folder, found))
 
 
@@ -119,7 +122,8 @@ def _written(teacher: Teacher, prompts: Array, temperature: float, key: Array) -
 def _cached(kept: list[tuple[Array, Array]], place: Array) -> Attend:
     """Attention of one token a row over those before it, whose keys and values, f32[B, S, Hkv, D], are `kept`."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:  # pyright: ignore
+    def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None = None) -> Array:
+        assert not isinstance(q, LatentQueries) and v is not None and sinks is None, "teachers are plain"
         places = (0, place, 0, 0)
         keys, values = (jax.lax.dynamic_update_slice(*each, places) for each in zip(kept[layer], (k, v), strict=True))
         kept[layer] = keys, values

@@ -25,7 +25,9 @@ def test_answers_are_what_a_whole_forward_thinks_likeliest_behind_prompts_of_the
     written = answers_of(teacher, stream, seed=5).reshape(3, 13)
     for answer in written:
         assert answer[:4].tolist() == list(range(answer[0], answer[0] + 4))
-        likeliest = jnp.argmax(logits_of(teacher.network.merge(teacher.network.leaves), answer[None, :-1]), axis=-1)
+        likeliest = jnp.argmax(
+            logits_of(teacher.network.merge(teacher.network.leaves), jnp.asarray(answer)[None, :-1]), axis=-1
+        )
         assert likeliest[0, 3:].tolist() == answer[4:].tolist()
 
 
