@@ -5,6 +5,10 @@ second axis and V at 1. A layer's pool on a device is `[P, Hkv, 2, page_size, D]
 one contiguous copy and the tiles of a kernel lie in the last two dimensions. A model that keeps latents has pages of
 one part, `[1, 1, page_size, D]`: V is the beginning of K, and every shard holds the row whole. Page 0 is the *null
 page*: masked rows write there, nobody reads it, and no pool ever hands it out.
+
+A TPU holds arrays in tiles of 8 rows by 128 numbers. Where K and V of a head fit into one row of a tile together they
+share it: pages of one part, `[Hkv, 1, page_size, 2 * D]`, V first. What else does not fill its tiles is padded, and
+counted so.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.tensor_cut import heads_per_shard
 
 NULL_PAGE = 0
+LANES, SUBLANES = 128, 8  # of a TPU's tile: numbers of a row, rows
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
@@ -28,13 +33,16 @@ class KVLayout:
     head_dim: int
     page_size: int  # tokens a page
     dtype: str = "float32"
-    parts: int = 2  # rows of a token and head: K and V, or K alone
+    parts: int = 2  # rows of a token and head: K and V, or one of both
+    tiled: bool = False  # held in whole tiles, as on TPUs
 
     @staticmethod
-    def of(model: ModelConfig, page_size: int, dtype: str = "float32") -> KVLayout:
+    def of(model: ModelConfig, page_size: int, dtype: str = "float32", tiled: bool = False) -> KVLayout:
         """A model's KV in pages of `page_size` tokens."""
-        parts = 1 if model.latent else 2
-        return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, page_size, dtype, parts)
+        heads, size = model.num_kv_heads, model.head_dim
+        if tiled and not model.latent and 2 * size <= LANES:
+            return KVLayout(model.num_layers, heads, 2 * size, page_size, dtype, 1, tiled)
+        return KVLayout(model.num_layers, heads, size, page_size, dtype, 1 if model.latent else 2, tiled)
 
     @property
     def bytes_per_token(self) -> int:
@@ -53,6 +61,14 @@ class KVLayout:
         """One page of one layer on one of `tp` shards: [Hkv, parts, page_size, D], padding included."""
         return (heads_per_shard(self.num_kv_heads, tp), self.parts, self.page_size, self.head_dim)
 
+    def layer_page_bytes(self, tp: int) -> int:
+        """What a page of one layer takes of one device of `tp`, padding included."""
+        *outer, rows, numbers = self.page_shape(tp)
+        if self.tiled:
+            tile = max(min(SUBLANES, 1 << (rows - 1).bit_length()), 4 // DTYPE_BYTES[self.dtype])
+            rows, numbers = -(-rows // tile) * tile, -(-numbers // LANES) * LANES
+        return prod(outer) * rows * numbers * DTYPE_BYTES[self.dtype]
+
     def held_page_bytes(self, tp: int) -> int:
         """One page of all layers on `tp` shards together: heads that are padding or held twice included."""
-        return tp * self.num_layers * prod(self.page_shape(tp)) * DTYPE_BYTES[self.dtype]
+        return tp * self.num_layers * self.layer_page_bytes(tp)

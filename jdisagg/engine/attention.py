@@ -30,10 +30,15 @@ def fit_to_keep(k: Array, v: Array | None, value_size: int | None) -> tuple[Arra
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
 
 
+def sharing_rows(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Queries and rows for pages whose K and V share a row, V first (`KVLayout`): what of a query meets V is 0."""
+    return jnp.concatenate([jnp.zeros_like(q), q], axis=-1), jnp.concatenate([v, k], axis=-1)
+
+
 class DecodeRows(NamedTuple):
     """Where a step's decode rows read and write: one new token a slot."""
 
-    table: Array  # i32[B, W]
+    table: Array  # i32[B, W], or of fewer slots, each with as many rows one behind the other
     lengths: Array  # i32[B]: tokens to attend to, the new one included; 0 where nothing is drawn
     pages: Array  # i32[B]: where the new token goes; 0 where it is not to be kept
     offsets: Array  # i32[B]
@@ -53,7 +58,8 @@ def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) ->
     """positions i32[B]: tokens held before the new one; alive bool[B]: the others attend to nothing."""
     index = positions // page_size
     alive = alive & (index < table.shape[1])
-    pages = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1)[:, None], axis=1)[:, 0]
+    column = jnp.minimum(index, table.shape[1] - 1).reshape(table.shape[0], -1)
+    pages = jnp.take_along_axis(table, column, axis=1).reshape(-1)
     lengths = jnp.where(alive, positions + 1, 0)
     return DecodeRows(table, lengths, jnp.where(alive, pages, 0), positions % page_size)
 
@@ -71,6 +77,9 @@ def paged_attend(
 
     def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None) -> Array:
         options = options_of(layer)
+        if v is not None and pools[layer].shape[2] == 1:
+            assert not isinstance(q, LatentQueries), "latents have no V of their own"
+            q, k, v, options = *sharing_rows(q, k, v), None, options._replace(value_size=v.shape[-1])
         pool = pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v, options.value_size), pages, offsets)
         mixed = []
         if rows is not None:

@@ -134,8 +134,10 @@ class LayerGroupPrograms:
     def _slots(self, pools: list[Array], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
         slots, whose rows (a token and its draft) lie one behind the other. Adapters' slots are its last column."""
-        table = jnp.repeat(table, state.shape[1] // table.shape[0], axis=0)
-        table, adapters = (table[:, :-1], [table[:, -1]]) if self.adapters else (table, [])
+        adapters = []
+        if self.adapters:
+            table, last = table[:, :-1], table[:, -1]
+            adapters = [jnp.repeat(last, state.shape[1] // table.shape[0])]
         return decode_rows(table, state[1], running(state), pools[0].shape[3]), adapters
 
     def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:

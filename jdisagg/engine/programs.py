@@ -30,7 +30,7 @@ from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_fir
 from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.kv.packing import HeadSlices
-from jdisagg.kv.pools import abstract_pool, abstract_pools
+from jdisagg.kv.pools import abstract_pools
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.model.looped_params import abstract_for_platform
@@ -116,10 +116,10 @@ class ProgramTable:
         return sum(local_bytes(leaf) for leaf in self.layer_groups[stage].params.leaves)
 
     def pool_bytes(self, stage: int, layers: int | None = None) -> int:
-        """Of one device: the pages of `layers` layers of the layer group (None: all), without padding."""
+        """Of one device: the pages of `layers` layers of the layer group (None: all), as the device holds them."""
         group = self.layer_groups[stage]
-        pool = abstract_pool(self.layout, self.config.num_pages, group.submesh)
-        return (len(group.layers) if layers is None else layers) * local_bytes(pool)
+        pages = (self.config.num_pages + 1) * (len(group.layers) if layers is None else layers)
+        return pages * self.layout.layer_page_bytes(group.submesh.tp)
 
     def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
         group = self.layer_groups[stage]

@@ -7,13 +7,12 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
-from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
@@ -97,7 +96,7 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     dtype, prefill_dtype = dtypes_of(settings, mesh, platform)
     weights = weights_of(settings, folder, model, " and a ".join(mesh.platforms) or platform)
     kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
-    kv = KVLayout.of(model, settings.page_size, kv_dtype)
+    kv = KVLayout.of(model, settings.page_size, kv_dtype, tiled="tpu" in (mesh.platforms or (platform,)))
     prefill_kv = replace(
         kv,
         page_size=settings.prefill_page_size or settings.page_size,
@@ -381,11 +380,12 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
     allowed, found = int(budget.device_bytes * settings.hbm_fraction), []
     stages = budget.stages(place)
     for number, (layers, held_bytes) in enumerate(stages, 1):
-        page_bytes = len(layers) * prod(kv.page_shape(place.tp)) * DTYPE_BYTES[kv.dtype]
+        page_bytes = len(layers) * kv.layer_page_bytes(place.tp)
         of_draft = 0
         if budget.draft is not None and place.role.decodes and number == len(stages):
             of_draft = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
-            page_bytes += KVLayout.of(budget.draft, kv.page_size, kv.dtype).held_page_bytes(place.tp) // place.tp
+            small = KVLayout.of(budget.draft, kv.page_size, kv.dtype, kv.tiled)
+            page_bytes += small.held_page_bytes(place.tp) // place.tp
         found.append(((allowed - held_bytes - of_draft) // page_bytes, held_bytes + of_draft))
     pages, held_bytes = min(found)
     if pages < kv.pages_for(longest):

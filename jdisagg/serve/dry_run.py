@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from math import prod
 from typing import Any
 
 from jdisagg.cluster.job import as_flags
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import AS_ACTIVATIONS
@@ -122,8 +120,7 @@ class DryRun:
 
     def _page_bytes(self, place: WorkerMesh) -> int:
         """A page of one layer on one device."""
-        layout = self.deployment.layout(place.role)
-        return prod(layout.page_shape(place.tp)) * DTYPE_BYTES[layout.dtype]
+        return self.deployment.layout(place.role).layer_page_bytes(place.tp)
 
     def _ports(self, process: ProcessPlan) -> Iterator[str]:
         given, serves = self.settings, {ALL_ROLES, ROUTER_ROLE, FRONT_ROLE} & set(process.roles)

@@ -1,11 +1,12 @@
-"""Decode attention: one query token a slot over its paged KV. Checks the arguments, picks the platform's code."""
+"""Decode attention: a query token a slot, or a few, over paged KV. Checks the arguments, picks the platform's code."""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
+from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size, require
 from pallas_kernels.contents import check_contents, check_decode
 from pallas_kernels.paged_attention import gpu, tpu, xla
 from pallas_kernels.platforms import on_platform
@@ -25,12 +26,13 @@ def paged_attention(
     value_size: int | None = None,
     debug: bool = False,
 ) -> Array:
-    """Attention of one token per slot to the tokens its slot holds.
+    """Attention of one token per slot, or of as many of each, to the tokens its slot holds.
 
-    q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv).
+    q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv). [B * R, Hq, D] where each slot has R rows,
+    a token and what is guessed to follow it, one behind the other: on a TPU its pages are read once, not R times.
     kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count.
     page_table: i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P).
-    lengths: i32[B], tokens held with the current one, at most W * page_size; a slot of length 0 gives zeros.
+    lengths: i32[B] or i32[B * R], tokens that a row sees with its own, at most W * page_size; length 0 gives zeros.
     scale: factor of the logits, D**-0.5 unless given. window: only the last `window` tokens are seen, the current one
     counted. soft_cap: logits become soft_cap * tanh(logits / soft_cap). sinks: [Hq], a logit that takes its share of
     the softmax and adds nothing. value_size: for pages of one part, and only for those, how many of a row's first
@@ -39,13 +41,15 @@ def paged_attention(
     Raises KernelError with both values where arguments do not fit each other.
     """
     check_queries(q, kv_pages, sinks)
-    check_table(page_table, q.shape[0])
+    slots, rows = page_table.shape[0], q.shape[0]
+    require(slots > 0 and rows % slots == 0, f"q must have as many rows for each of {slots} slots, got {rows}")
+    check_table(page_table, slots)
     check_ints("lengths", lengths, q.shape[:1])
     check_options(window, soft_cap)
     check_value_size(kv_pages, value_size)
     if debug:
         rule = partial(check_decode, pages=stored(kv_pages).shape[0], page_size=stored(kv_pages).shape[3])
-        page_table, lengths = check_contents(rule, page_table, lengths)
+        page_table, lengths = check_contents(rule, by_rows(page_table, rows), lengths)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap, value_size)
 
@@ -71,6 +75,17 @@ def _on_its_platform(
         lengths,
         sinks,
         tpu=partial(tpu.paged_attention, **options),
-        cuda=partial(gpu.paged_attention, **options),
-        default=partial(xla.paged_attention, **options),
+        cuda=partial(_row_by_row, gpu.paged_attention, options),
+        default=partial(_row_by_row, xla.paged_attention, options),
     )
+
+
+def _row_by_row(attend, options, q: Array, kv_pages: Array | QuantizedPages, page_table: Array, *rest: Array | None):
+    """By code that knows one row a slot: how it cuts a slot's tokens follows from the row's length alone, so that a row
+    has the same bits whatever is guessed behind it."""
+    return attend(q, kv_pages, by_rows(page_table, q.shape[0]), *rest, **options)
+
+
+def by_rows(page_table: Array, rows: int) -> Array:
+    """i32[B, W] -> i32[rows, W], each slot's as often as it has rows."""
+    return page_table if page_table.shape[0] == rows else jnp.repeat(page_table, rows // page_table.shape[0], axis=0)

@@ -1,7 +1,9 @@
 """Decode attention on a TPU (Mosaic): one grid step a slot, its pages fetched block by block, one block ahead.
 
 Slots are dealt to the cores of the chip by the tokens they hold. The softmax runs online in f32 (Milakov and Gimelshein
-2018). Time follows the tokens held. Quantised pages stay small all the way into VMEM: logits are multiplied by the
+2018). Time follows the tokens held. The rows of a slot with a draft are so many more query heads, each with a length
+of its own: a slot's pages are read once. How its tokens are cut into blocks follows from no length, so a row's bits do
+not depend on the draft. Quantised pages stay small all the way into VMEM: logits are multiplied by the
 scales of K, weights by those of V, once a token instead of once a number.
 """
 
@@ -32,6 +34,7 @@ from pallas_kernels.tuning import tuned
 BLOCK_BYTES = 1 << 20  # of K and V in VMEM; two such blocks hide the latency of HBM, and more would not fit f32 copies
 BLOCK_TOKENS = 1024
 TABLE_BYTES = 1 << 18  # of a page table in SMEM, a quarter of it
+NOWHERE = jnp.iinfo(jnp.int32).max
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "block_pages", "cores", "interpret"))
@@ -51,17 +54,15 @@ def paged_attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
-    slots = max(1, TABLE_BYTES // (4 * page_table.shape[1]))
+    slots, times = max(1, TABLE_BYTES // (4 * page_table.shape[1])), q.shape[0] // page_table.shape[0]
     pages = block_pages or tuned("paged_attention", q, kv_pages).get("block_pages", 0)
     pages = min(pages or pages_of_block(kv_pages), page_table.shape[1])
     options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
     options |= {"cores": cores or num_cores(), "value_size": value_size or q.shape[2]}
-    parts = [
-        attend_slots(
-            q[at : at + slots], kv_pages, page_table[at : at + slots], lengths[at : at + slots], sinks, **options
-        )
-        for at in range(0, q.shape[0], slots)
-    ]
+    parts = []
+    for at in range(0, page_table.shape[0], slots):
+        rows = slice(at * times, (at + slots) * times)
+        parts.append(attend_slots(q[rows], kv_pages, page_table[at : at + slots], lengths[rows], sinks, **options))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -81,26 +82,29 @@ def attend_slots(
     interpret: bool | pltpu.InterpretParams,
 ) -> Array:
     """One kernel: `pages` of a slot at a time, twice that in VMEM."""
-    slots, heads, size = q.shape
-    kv_heads = stored(kv_pages).shape[1]
+    (slots, width), (rows, heads, size) = page_table.shape, q.shape
+    kv_heads, times = stored(kv_pages).shape[1], rows // slots
     cores = min(cores, slots)
     spare = -slots % cores  # slots that hold nothing, so that each core has as many
-    grouped = jnp.pad(q, ((0, spare), (0, 0), (0, 0))).reshape(-1, kv_heads, heads // kv_heads, size)
-    lengths = jnp.pad(lengths, (0, spare))
-    work = lengths if window is None else jnp.minimum(lengths, window)
+    grouped = q.reshape(slots, times, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+    grouped = jnp.pad(grouped, ((0, spare), *[(0, 0)] * 4)).reshape(-1, kv_heads, times * heads // kv_heads, size)
+    lengths = jnp.pad(lengths.reshape(slots, times), ((0, spare), (0, 0)))
+    longest, least = jnp.max(lengths, axis=1), jnp.min(jnp.where(lengths > 0, lengths, NOWHERE), axis=1)
+    start = jnp.zeros_like(longest) if window is None else jnp.maximum(jnp.minimum(least, longest) - window, 0)
+    work = longest - start
     order = deal(work, cores)
-    # Logits [Hkv, groups, 1]; NEVER where there are none, and then they take no share.
+    # Logits [Hkv, rows and groups, 1]; NEVER where there are none, and then they take no share.
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
-    sinks = sinks.astype(jnp.float32).reshape(*grouped.shape[1:3], 1)
+    sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, 1, -1), (1, times, 1)).reshape(kv_heads, -1, 1)
     share = grouped.shape[0] // cores
     shape = (*grouped.shape[:3], value_size)
 
     def of_slot(array: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((1, *array[1:]), lambda core, at, order, *_: (order[core * share + at], 0, 0, 0))
 
-    prefetch = order, page_table.reshape(-1), lengths, next_with_work(work[order], cores)
+    prefetch = order, page_table.reshape(-1), lengths.reshape(-1), start, longest, next_with_work(work[order], cores)
     out = pl.pallas_call(
-        partial(attend_slot, width=page_table.shape[1], scale=scale, window=window, soft_cap=soft_cap),
+        partial(attend_slot, width=width, times=times, scale=scale, window=window, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
@@ -113,7 +117,8 @@ def attend_slots(
         interpret=interpret,
         name="paged_attention",
     )(*prefetch, grouped, sinks, kv_pages)
-    return out[:slots].reshape(slots, heads, value_size)
+    out = out[:slots].reshape(slots, kv_heads, times, -1, value_size)
+    return out.swapaxes(1, 2).reshape(rows, heads, value_size)
 
 
 def pages_of_block(kv_pages: Array | QuantizedPages) -> int:
@@ -126,6 +131,8 @@ def attend_slot(
     order_ref,
     table_ref,
     lengths_ref,
+    start_ref,
+    longest_ref,
     next_ref,
     q_ref,
     sinks_ref,
@@ -136,20 +143,20 @@ def attend_slot(
     turn_ref,
     *,
     width: int,
+    times: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ):
-    """One slot."""
+    """One slot, of so many rows."""
     _, _, parts, pages, page_size, _ = stored(room).shape
     tokens = pages * page_size
     core = pl.program_id(0) * pl.num_programs(1)
 
     def visible(at):
-        """The slot, its first visible token and the token after its last."""
+        """The slot, the first token that a row of it sees and the token after the last."""
         slot = order_ref[core + at]
-        length = lengths_ref[slot]
-        return slot, 0 if window is None else jnp.maximum(length - window, 0), length
+        return slot, start_ref[slot], longest_ref[slot]
 
     def span(at):
         _, start, length = visible(at)
@@ -160,7 +167,12 @@ def attend_slot(
         return slot * width, start // page_size, pl.cdiv(length, page_size)
 
     blocks = Blocks(pool, room, semaphores, turn_ref, next_ref, span, seen_pages, table_ref)
-    _, start, length = visible(pl.program_id(1))
+    slot, _, _ = visible(pl.program_id(1))
+    heads = q_ref.shape[2] // times
+    row = lax.broadcasted_iota(jnp.int32, (1, q_ref.shape[2], 1), 1)
+    length = jnp.full(row.shape, lengths_ref[slot * times])
+    for behind in range(1, times):
+        length = jnp.where(row >= behind * heads, lengths_ref[slot * times + behind], length)
     exact = exact_dtype(q_ref.dtype, room)
     product = partial(lax.dot_general, precision=product_precision(exact), preferred_element_type=jnp.float32)
     queries, every = q_ref[0].astype(exact), slice(None)
@@ -172,7 +184,8 @@ def attend_slot(
         logits = blocks.scaled(logits, buffer, every, 0)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
         position = block * tokens + lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        logits = jnp.where((position < length) & (position >= start), logits, NEVER)
+        seen = position < length if window is None else (position < length) & (position >= length - window)
+        logits = jnp.where(seen, logits, NEVER)
         higher = jnp.maximum(top, jnp.max(logits, axis=2, keepdims=True))
         weights, keep = jnp.exp(logits - higher), jnp.exp(top - higher)
         total = total * keep + jnp.sum(weights, axis=2, keepdims=True)
@@ -183,4 +196,5 @@ def attend_slot(
     top = sinks_ref[...]
     carry = top, jnp.where(top > NEVER, 1.0, 0.0), jnp.zeros(out_ref.shape[1:], jnp.float32)
     _, total, mixed = blocks.walk(step, carry)
-    out_ref[0] = (mixed / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
+    mixed = jnp.where(length > 0, mixed / jnp.where(total > 0, total, 1.0), 0.0)  # a row that sees nothing
+    out_ref[0] = mixed.astype(out_ref.dtype)

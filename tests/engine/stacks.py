@@ -47,10 +47,11 @@ def open_machine(
     source: Source = SOURCE,
     pp: int = 1,
     draft: DraftModel | None = None,
+    tiled: bool = False,
     **sizes: Any,
 ) -> MeshExecutor:
-    """A cold machine over `devices`; `sizes` are fields of its WorkerConfig."""
-    layout = KVLayout.of(config, PAGE_SIZE)
+    """A cold machine over `devices`; `tiled`: pages as TPUs hold them; `sizes` are fields of its WorkerConfig."""
+    layout = KVLayout.of(config, PAGE_SIZE, tiled=tiled)
     worker = WorkerConfig(
         WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
     )

@@ -65,6 +65,30 @@ def test_f32_queries_read_a_bf16_pool():
     check(paged_attention, (q.astype(jnp.float32), pool, table, lengths))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 20, "sinks": SINKS}], ids="-".join)
+def test_rows_of_a_slot_see_as_far_as_each_is_told(options):
+    check_drafts(paged_attention, **options)
+
+
+def check_drafts(attend, dtype="float32", **options):
+    """Three rows a slot, one behind the other; some see nothing."""
+    _, pool, table, lengths = inputs(FAVOURITE, (3, 40, 1, 100, 17), dtype)
+    rows = jnp.asarray(make_queries(FAVOURITE, 15), dtype)
+    seen = jnp.maximum(lengths[:, None] - 2 + jnp.arange(3)[None, :], 0).at[1, 2].set(0).at[2].set(0).reshape(-1)
+    got = jax.jit(partial(attend, **options))(rows, pool, table, seen)
+    want = decode_oracle(
+        np.asarray(rows, np.float32), plain_pool(pool), np.repeat(table, 3, axis=0), np.asarray(seen), **options
+    )
+    assert_close(got, want, dtype)
+    return got, jax.jit(partial(attend, **options))(rows, pool, jnp.repeat(table, 3, axis=0), seen)
+
+
+def test_rows_that_are_not_as_many_for_each_slot_are_refused():
+    q, pool, table, lengths = inputs(FAVOURITE, (3, 40))
+    with pytest.raises(KernelError, match="as many rows for each of 2 slots, got 3"):
+        paged_attention(jnp.concatenate([q, q[:1]]), pool, table, jnp.concatenate([lengths, lengths[:1]]))
+
+
 def test_no_tokens_anywhere_give_zeros():
     q, pool, table, _ = inputs(FAVOURITE, (40, 40))
     assert not np.asarray(paged_attention(q, pool, table, jnp.zeros(2, jnp.int32), sinks=jnp.asarray(SINKS))).any()
@@ -107,7 +131,7 @@ def test_heads_may_be_sharded(check_vma):
         ({"q": jnp.zeros((2, 8, 64), jnp.float16)}, "float16"),
         ({"kv_pages": jnp.zeros((3, 4, 16, 64))}, "kv_pages must be"),
         ({"kv_pages": jnp.zeros((3, 4, 2, 16, 64), jnp.int8)}, "int8"),
-        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"\(2, 2\), got \(3, 2\)"),
+        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, "rows for each of 3 slots, got 2"),
         ({"page_table": jnp.zeros((2, 0), jnp.int32)}, r"\[rows, W\], got \(2, 0\)"),
         ({"lengths": jnp.zeros(2)}, "lengths must be int32, got float32"),
         ({"window": 0}, "got 0"),

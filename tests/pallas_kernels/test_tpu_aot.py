@@ -98,6 +98,22 @@ def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape
     assert memory.temp_size_in_bytes < 64 * MIB, "the pool is copied"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_rows_of_drafts_compile_into_one_kernel(dtype):
+    submesh, shape, slots, rows = Submesh(tpu_devices("v5e", 1)), Shape(128, 8, 4, 16), 64, 5
+    arguments = [
+        whole(submesh, (slots * rows, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16"),
+        large_pool(submesh, shape, dtype),
+        whole(submesh, (slots, 128), jnp.int32),
+        whole(submesh, (slots * rows,), jnp.int32),
+    ]
+    with jax.sharding.set_mesh(submesh.mesh):
+        compiled = jax.jit(paged_attention).lower(*arguments).compile()
+    assert num_kernels(compiled) == 1
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * MIB
+
+
 def test_a_chip_of_two_cores_is_given_work_for_both():
     with jax.sharding.set_mesh(Submesh(tpu_devices("v5p", 1)).mesh):
         assert num_cores() == 2

@@ -16,7 +16,7 @@ from pallas_kernels.write_kv_pages import reference as write_reference
 from pallas_kernels.write_kv_pages import tpu as write_tpu
 from tests.pallas_kernels import test_prefill_attention as prefill
 from tests.pallas_kernels.shapes import rest_slow, stored_pool
-from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, check, inputs
+from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, SINKS, check, check_drafts, inputs
 from tests.pallas_kernels.test_write_kv_pages import rows
 from tests.pallas_kernels.tpu_modes import EAGER, FAST, LATE, RACE
 
@@ -41,6 +41,17 @@ def attend_packed(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **
 @pytest.mark.parametrize("options", rest_slow([OPTIONS[7], OPTIONS[1], OPTIONS[5]]), ids="-".join)
 def test_attention_takes_every_option(options):
     check(attend, inputs(FAVOURITE), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "cores"),
+    rest_slow([({"window": 20}, FAST, 2), ({}, LATE, 1), ({"sinks": SINKS}, EAGER, 2)]),
+    ids=["window", "late", "eager-sinks-2"],
+)
+def test_a_slot_s_pages_are_read_once_for_all_its_rows_to_the_same_bits(options, mode, cores, capsys):
+    together, apart = check_drafts(partial(attend, interpret=mode, cores=cores, block_pages=2), **options)
+    np.testing.assert_array_equal(together, apart)
+    assert RACE not in capsys.readouterr().out
 
 
 @pytest.mark.slow
