@@ -229,7 +229,9 @@ def open_draft(place: Beside, worker: WorkerConfig, submesh: Submesh) -> DraftLa
         return None
     source, config = place.draft.source, place.draft.config
     params = load_stage(source, config, range(config.num_layers), submesh.mesh, place.dtype)
-    return DraftLayers(params, config, submesh, KVLayout.of(config, worker.page_size, place.layout.dtype), worker)
+    return DraftLayers(
+        params, config, submesh, KVLayout.of(config, worker.page_size, place.layout.dtype, place.layout.tiled), worker
+    )
 
 
 def primed(layers: DraftLayers, fed: Array, row: int, admission: Admission) -> Array:

@@ -109,7 +109,7 @@ def test_rows_of_drafts_compile_into_one_kernel(dtype):
         whole(submesh, (slots * rows,), jnp.int32),
     ]
     with jax.sharding.set_mesh(submesh.mesh):
-        compiled = jax.jit(paged_attention).lower(*arguments).compile()
+        compiled: Any = jax.jit(paged_attention).lower(*arguments).compile()
     assert num_kernels(compiled) == 1
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * MIB
 
