@@ -18,9 +18,12 @@ from jdisagg.named_models import located
 from jdisagg.serve import build, offline
 from jdisagg.serve.adapters import adapters_of
 from jdisagg.serve.deployment import mesh_of, resolve_deployment
+from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.offline import Completion, Messages, Prompt
 from jdisagg.serve.sampling_params import SamplingParams
+from jdisagg.serve.structured.grammars import why_no_grammars
 from jdisagg.serve.text import Piece
+from jdisagg.serve.tools.choose import parsers_of
 
 GREEDY = SamplingParams(max_tokens=128, temperature=0.0)
 GREEDY_CHAT = SamplingParams(temperature=0.0)
@@ -46,6 +49,14 @@ class LLM:
         self.service = build.build(self.deployment, self.settings, found)
         self.adapters = adapters_of(self.settings, self.deployment.model, self.deployment.model_name)
         self.service.start()
+        self._front = FrontSettings(
+            sampling_defaults=self.service.sampling_defaults,
+            eos_ids=self.service.tokenizer.eos_ids,
+            parsers=parsers_of(self.service.tokenizer, self.settings.tool_call_parser, self.settings.reasoning_parser),
+            no_grammars=why_no_grammars(self.settings),
+            embeddings=self.settings.embeddings,
+            adapters=self.adapters,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
@@ -71,15 +82,23 @@ class LLM:
 
     def generate_all(self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY) -> list[Completion]:
         """Completions in the prompts' order; they run together, batched as the workers see fit."""
-        return self._wait_for(offline.complete_all(self.service, prompts, sampling))
+        return self._wait_for(offline.complete_all(self.service, prompts, sampling, self._front))
 
-    def chat(self, messages: Messages, sampling: SamplingParams = GREEDY_CHAT) -> Completion:
-        """The answer to messages of {"role", "content"}, by the model's own template; as long as there is room."""
-        return self._wait_for(offline.chat(self.service, messages, sampling))
+    def chat(self, messages: Messages, sampling: SamplingParams = GREEDY_CHAT, **options: Any) -> Completion:
+        """The answer to messages of {"role", "content"}, by the model's own template; as long as there is room.
+        `options` are fields of a chat over HTTP: tools, tool_choice, response_format, chat_template_kwargs and more.
+
+        What the model calls is in `choices[n].calls`, what it thinks in `choices[n].reasoning`.
+        """
+        return self._wait_for(offline.chat(self.service, messages, sampling, self._front, options))
+
+    def embed(self, prompts: Sequence[Prompt], pooling: str | None = None) -> list[list[float]]:
+        """A vector for each prompt, of an LLM with embeddings="last" or "mean", which `pooling` may overrule."""
+        return self._wait_for(offline.embed(self.service, prompts, self._front, pooling))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> AsyncGenerator[Piece]:
         """Pieces of the answers as they come, on the caller's event loop; closing the generator cancels the request."""
-        return offline.stream(self.service, prompt, sampling)
+        return offline.stream(self.service, prompt, sampling, self._front)
 
     def _wait_for(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

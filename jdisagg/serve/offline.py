@@ -11,19 +11,33 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from jdisagg.core.errors import RequestError
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, RequestId, Sampled
-from jdisagg.serve.generation import merged, pieces
+from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.generation import Batch, merged, pieces
 from jdisagg.serve.http.chat import chat_ids
-from jdisagg.serve.http.schema import ChatFields, valid
+from jdisagg.serve.http.embeddings.body import PoolingFields
+from jdisagg.serve.http.embeddings.jobs import pooling_job
+from jdisagg.serve.http.embeddings.vectors import vector
+from jdisagg.serve.http.jobs import chat_job, grammar_for
+from jdisagg.serve.http.schema import ChatBody, ChatFields, valid
 from jdisagg.serve.sampling import choice_seed
 from jdisagg.serve.sampling_params import SamplingParams
 from jdisagg.serve.service import Rejected, Service
+from jdisagg.serve.structured.forms import form_of
 from jdisagg.serve.text import Piece, TextOptions
+from jdisagg.serve.tools.said import Call
+from jdisagg.serve.tools.told import told
 
 Prompt = str | Sequence[int]  # text, or token ids
 Messages = Sequence[Mapping[str, Any]]
 AT_ONCE = 64  # prompts of one call that are asked for together
+PLAIN, NO_OPTIONS = FrontSettings(), dict[str, Any]()
+CHAT_OPTIONS = frozenset(
+    {"tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "chat_template_kwargs"}
+    | {"add_generation_prompt", "continue_final_message"}
+)
 _numbers = itertools.count()
 
 
@@ -38,6 +52,8 @@ class Choice:
     stop_reason: str | int | None
     logprobs: tuple[Sampled, ...] | None  # of each token, where they were asked for
     ledger: Ledger | None
+    reasoning: str = ""  # in chat, where the model marks it
+    calls: tuple[Call, ...] = ()  # of tools, in chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +98,12 @@ class Order:
     options: TextOptions
 
 
-def order_of(service: Service, prompt: Prompt, sampling: SamplingParams) -> Order:
+def order_of(service: Service, prompt: Prompt, sampling: SamplingParams, grammar: str = "") -> Order:
     """Raises RequestError for what cannot be. It waits for its turn as long as that takes: --queue_timeout_s is for
     clients who may have left."""
     tokenizer = service.tokenizer
     tokens = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    drawn = sampling.resolved(service.sampling_defaults, tokenizer.eos_ids)
+    drawn = sampling.resolved(service.sampling_defaults, tokenizer.eos_ids, grammar)
     name, now_s = f"local-{next(_numbers)}", service.now_s()
     requests = tuple(
         Request(
@@ -123,15 +139,21 @@ async def _retrying(service: Service, request: Request, options: TextOptions) ->
             await asyncio.sleep(full.retry_after_s)
 
 
-async def stream(service: Service, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Piece]:
+async def stream(
+    service: Service, prompt: Prompt, sampling: SamplingParams, settings: FrontSettings = PLAIN
+) -> AsyncGenerator[Piece]:
     """Pieces of the answers as they come, each with its `choice`; closing the generator cancels the rest."""
-    order = order_of(service, prompt, sampling)
-    answers = [partial(_retrying, service, request, order.options) for request in order.requests]
-    async with aclosing(merged(answers, AT_ONCE)) as batches:
+    form = form_of({"structured_outputs": sampling.structured_outputs})
+    order = order_of(service, prompt, sampling, await grammar_for(form, service, settings) or "")
+    async with aclosing(_batches(service, order)) as batches:
         async for batch in batches:
             for choice, piece in batch:
                 piece.choice = choice
                 yield piece
+
+
+def _batches(service: Service, order: Order) -> AsyncGenerator[Batch]:
+    return merged([partial(_retrying, service, request, order.options) for request in order.requests], AT_ONCE)
 
 
 @dataclass(slots=True)
@@ -139,17 +161,21 @@ class _Answer:
     """One choice as it grows."""
 
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     prompt: tuple[Sampled, ...] = ()
     last: Piece | None = None
 
     def take(self, piece: Piece) -> None:
         self.texts.append(piece.text)
+        self.thoughts.append(piece.reasoning)
+        self.calls += piece.calls
         self.sampled.extend(piece.delta.sampled)
         self.prompt = self.prompt or piece.delta.prompt
         self.last = piece
 
-    def choice(self, index: int, sampling: SamplingParams) -> Choice:
+    def choice(self, index: int, logprobs: bool) -> Choice:
         assert self.last is not None and self.last.finish_reason is not None
         return Choice(
             index,
@@ -157,35 +183,81 @@ class _Answer:
             tuple(each.token for each in self.sampled),
             self.last.finish_reason,
             self.last.stop_reason,
-            None if sampling.logprobs is None else tuple(self.sampled),
+            tuple(self.sampled) if logprobs else None,
             self.last.finish.ledger if self.last.finish else None,
+            "".join(self.thoughts),
+            tuple(self.calls),
         )
 
 
-async def complete(service: Service, prompt: Prompt, sampling: SamplingParams) -> Completion:
+async def complete(
+    service: Service, prompt: Prompt, sampling: SamplingParams, settings: FrontSettings = PLAIN
+) -> Completion:
     """All answers to one prompt, whole."""
     answers = [_Answer() for _ in range(sampling.n)]
-    async with aclosing(stream(service, prompt, sampling)) as found:
+    async with aclosing(stream(service, prompt, sampling, settings)) as found:
         async for piece in found:
             answers[piece.choice].take(piece)
-    choices = tuple(answer.choice(index, sampling) for index, answer in enumerate(answers))
     length = len(service.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
-    return Completion(choices, length, None if sampling.prompt_logprobs is None else answers[0].prompt)
+    return _completion(answers, length, sampling)
 
 
-async def chat(service: Service, messages: Messages, sampling: SamplingParams) -> Completion:
-    """The answer to a conversation."""
-    return await complete(service, *await chat_prompt(service, messages, sampling))
+def _completion(answers: Sequence[_Answer], prompt_tokens: int, sampling: SamplingParams) -> Completion:
+    choices = tuple(answer.choice(index, sampling.logprobs is not None) for index, answer in enumerate(answers))
+    return Completion(choices, prompt_tokens, None if sampling.prompt_logprobs is None else answers[0].prompt)
+
+
+async def chat(
+    service: Service,
+    messages: Messages,
+    sampling: SamplingParams,
+    settings: FrontSettings = PLAIN,
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> Completion:
+    """The answer to a conversation, made as HTTP's: by the model's template, read for reasoning and calls."""
+    unknown = sorted(options.keys() - CHAT_OPTIONS)
+    if unknown:
+        raise RequestError(f"chat takes no {unknown[0]!r}, it takes {', '.join(sorted(CHAT_OPTIONS))}", unknown[0])
+    fields = {"messages": [dict(each) for each in messages], **sampling.body(), **options}
+    job = await chat_job(valid(ChatBody, fields), service, settings, str(next(_numbers)), "local-")
+    requests = tuple(_adapted(each.request, sampling) for each in job.choices)
+    batches, answers = _batches(service, Order(requests, job.options)), [_Answer() for _ in requests]
+    async with aclosing(batches if job.reads is None else told(batches, job.reads)) as found:
+        async for batch in found:
+            for choice, piece in batch:
+                answers[choice].take(piece)
+    return _completion(answers, job.prompt_tokens, sampling)
+
+
+def _adapted(request: Request, sampling: SamplingParams) -> Request:
+    """The request with its caller's adapter; it waits for its turn as long as that takes."""
+    drawn = replace(request.sampling, adapter=sampling.adapter or request.sampling.adapter)
+    return replace(request, sampling=drawn, queue_deadline_s=math.inf)
+
+
+async def embed(
+    service: Service, prompts: Sequence[Prompt], settings: FrontSettings, pooling: str | None = None
+) -> list[list[float]]:
+    """A vector of length one for each prompt, as /v1/embeddings gives."""
+    body = valid(PoolingFields, {"pooling": pooling})
+    encoded = [[*(service.tokenizer.encode(each) if isinstance(each, str) else each)] for each in prompts]
+    job = await pooling_job(body, encoded, service, settings, str(next(_numbers)), "local-")
+    requests = tuple(replace(each.request, queue_deadline_s=math.inf) for each in job.choices)
+    found: dict[int, tuple[int, ...]] = {}
+    async with aclosing(_batches(service, Order(requests, job.options))) as batches:
+        async for batch in batches:
+            found |= {index: piece.delta.pooled for index, piece in batch if piece.delta.pooled}
+    return [vector(found[i], choice, None, normalize=True).tolist() for i, choice in enumerate(job.choices)]
 
 
 async def complete_all(
-    service: Service, prompts: Sequence[Prompt], sampling: SamplingParams, at_once: int = AT_ONCE
+    service: Service, prompts: Sequence[Prompt], sampling: SamplingParams, settings: FrontSettings = PLAIN
 ) -> list[Completion]:
-    """One completion a prompt, in the prompts' order, `at_once` at a time."""
-    room = asyncio.Semaphore(at_once)
+    """One completion a prompt, in the prompts' order, AT_ONCE at a time."""
+    room = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: Prompt) -> Completion:
         async with room:
-            return await complete(service, prompt, sampling)
+            return await complete(service, prompt, sampling, settings)
 
     return await asyncio.gather(*map(one, prompts))

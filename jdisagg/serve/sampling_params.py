@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from jdisagg.core import request as core
 from jdisagg.core.adapters import Adapter
@@ -18,9 +19,18 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), (bool,)),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"), (bool,)),
 }
-OWN = ("n", "stop", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stop_token_ids", "seed")
+OWN = (
+    "structured_outputs",
+    "n",
+    "stop",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "stop_token_ids",
+    "seed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     adapter: Adapter | None = None  # as `LLM.adapter` finds it
+    speculative: bool | None = None  # False: one token a step, where the stack guesses several
+    structured_outputs: Mapping[str, Any] | None = None  # {"json": SCHEMA}, or regex, choice, grammar, as in vLLM
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -66,17 +78,32 @@ class SamplingParams:
         if not 1 <= self.n <= MAX_CHOICES:
             raise RequestError(f"n is {self.n}, must lie in [1, {MAX_CHOICES}]", param="n")
 
-    def resolved(self, defaults: Mapping[str, float], eos_ids: Iterable[int]) -> core.SamplingParams:
-        """Silence filled in: `defaults` are the model's, `eos_ids` its end tokens."""
-        ends = () if self.ignore_eos else tuple(eos_ids)
+    def resolved(self, defaults: Mapping[str, float], eos_ids: Iterable[int], grammar: str = "") -> core.SamplingParams:
+        """Silence filled in: `defaults` are the model's, `eos_ids` its end tokens, `grammar` what answers follow."""
+        ends = () if self.ignore_eos and not grammar else tuple(eos_ids)
         asked = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in OWN}
         bias = None if self.logit_bias is None else tuple(self.logit_bias.items())
         said = asked | {
             "logit_bias": bias,
+            "grammar": grammar or None,
+            "synchronous": True if grammar else None,
             "seed": fold_seed(self.seed),
             "stop_token_ids": tuple(dict.fromkeys([*ends, *self.stop_token_ids])),
         }
         return sampling_params(said, defaults)
+
+    def body(self) -> dict[str, Any]:
+        """What was said, as the fields of a chat over HTTP."""
+        said = {
+            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
+        }
+        if self.logit_bias is not None:
+            said["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        if self.logprobs is not None:
+            said |= {"logprobs": True, "top_logprobs": self.logprobs}
+        return said | {
+            name: list(said[name]) for name in ("stop", "stop_token_ids") if isinstance(said.get(name), tuple)
+        }
 
     def options(self, drawn: core.SamplingParams, eos_ids: Iterable[int]) -> TextOptions:
         """How the tokens that `drawn` brings are read as text."""

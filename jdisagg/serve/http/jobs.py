@@ -101,7 +101,7 @@ async def completion_job(body: CompletionBody, service: Service, settings: Front
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     }
-    asked["grammar"] = await _grammar(form_of(_forms(body)), service, settings)
+    asked["grammar"] = await grammar_for(form_of(_forms(body)), service, settings)
     return _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
 
 
@@ -126,7 +126,7 @@ async def chat_job(
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "prompt_logprobs": body.prompt_logprobs,
     }
-    asked["grammar"] = await _grammar(_chat_form(body, tools), service, settings)
+    asked["grammar"] = await grammar_for(_chat_form(body, tools), service, settings)
     job = _job(body, prefix + name, [Prompt(ids)], asked, service, settings, prompt_only=False)
     end = service.tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)
     reads = reads_of(settings.parsers, tools, end, service.tokenizer.special_text, body.skip_special_tokens)
@@ -161,7 +161,7 @@ def _forms(body: GenerationFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in body.model_fields_set & FormFields.model_fields.keys()}
 
 
-async def _grammar(form: Form | None, service: Service, settings: FrontSettings) -> str | None:
+async def grammar_for(form: Form | None, service: Service, settings: FrontSettings) -> str | None:
     """What the answer is held to; None where it is free. Raises RequestError."""
     if form is None:
         return None
