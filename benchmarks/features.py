@@ -1,0 +1,168 @@
+"""Requests with random features in any company: structured, tools, choices, log-probabilities, penalties, stops, seeds,
+biases, priorities, salts, drafts, cut prompts; some of them wrong, some left half way.
+
+A server process with a prefill and a decode worker, drafts on. What was asked is checked against what came: the number
+of choices, the form of an answer, log-probabilities where they were asked for, an end that may be; some requests are
+asked twice, and must be answered alike. Exit code 1 where the server made a mistake (any status but 200, 429, and 400
+to what is wrong), compiled a program after it was ready, or kept a page.
+
+    python -m benchmarks.features --requests=10000
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from absl import flags
+
+from benchmarks import entry, machine, soak_watch
+from benchmarks.asked import Asked, asked, wrong_of
+from benchmarks.peers.processes import Command, free_port, start
+
+FLAGS = flags.FlagValues()
+REQUESTS = flags.DEFINE_integer("requests", 10_000, "in all", lower_bound=1, flag_values=FLAGS)
+AT_ONCE = flags.DEFINE_integer("at_once", 24, "clients that ask at the same time", lower_bound=1, flag_values=FLAGS)
+MODEL = flags.DEFINE_string("model", "", "empty: the embedded model", flag_values=FLAGS)
+SPECULATIVE = flags.DEFINE_string("speculative", "ngram", "as for jdisagg.launch", flag_values=FLAGS)
+SEED = flags.DEFINE_integer("seed", 0, "of what is asked", flag_values=FLAGS)
+OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLAGS)
+
+START_S, JOB_S, SETTLE_S = 300.0, 120.0, 60.0
+TWICE, CANCELLED, WRONG = 0.08, 0.12, 0.05  # shares of all requests
+SHOWN_FAULTS = 20
+
+
+@dataclass(slots=True)
+class Book:
+    """How requests ended, what they asked, and the first faults in words."""
+
+    ends: Counter[str] = field(default_factory=Counter[str])
+    features: Counter[str] = field(default_factory=Counter[str])
+    faults: list[str] = field(default_factory=list[str])
+
+    def fault(self, what: str, body: Any) -> None:
+        self.ends["FAULT"] += 1
+        if len(self.faults) < SHOWN_FAULTS:
+            self.faults.append(f"{what}; asked: {json.dumps(body)}"[:1500])
+
+
+async def ask(client: httpx.AsyncClient, one: Asked) -> tuple[int, Any]:
+    """Status, and what was said: a document, or the events of a stream."""
+    answer = await client.post(one.path, json=one.body)
+    if answer.status_code != 200 or not one.body.get("stream"):
+        return answer.status_code, answer.json()
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    if not lines or lines[-1] != "[DONE]":
+        return 599, {"a stream that did not end": lines[-1:]}
+    events = [json.loads(line) for line in lines[:-1]]
+    return (599 if any("error" in each for each in events) else 200), events
+
+
+async def leave(client: httpx.AsyncClient, one: Asked, draw: random.Random) -> None:
+    """Asks, hears a little or nothing, and goes."""
+    with suppress(httpx.HTTPError, TimeoutError):
+        async with asyncio.timeout(draw.random() / 2), client.stream("POST", one.path, json=one.body) as answer:
+            async for _ in answer.aiter_lines():
+                if draw.random() < 0.1:
+                    return
+
+
+async def one_client(client: httpx.AsyncClient, numbers: Iterator[int], seed: int, book: Book) -> None:
+    for number in numbers:
+        draw = random.Random(f"{seed} {number}")
+        try:
+            async with asyncio.timeout(JOB_S):
+                await _one(client, draw, book)
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, IndexError) as error:
+            book.fault(f"request {number}: {error!r}", None)
+
+
+async def _one(client: httpx.AsyncClient, draw: random.Random, book: Book) -> None:
+    kind = draw.random()
+    if kind < WRONG:
+        one = wrong_of(draw)
+        status, said = await ask(client, one)
+        return _tell(book, one, status, "" if status == 400 else f"status {status}: {said}", "refused")
+    one = asked(draw)
+    book.features.update(one.features)
+    if kind < WRONG + CANCELLED:
+        await leave(client, one, draw)
+        book.ends["left"] += 1
+        return None
+    status, said = await ask(client, one)
+    if status == 429:
+        book.ends["429"] += 1
+        return None
+    fault = one.fault(said) if status == 200 else f"status {status}: {said}"
+    if not fault and kind > 1 - TWICE:
+        again, same = await ask(client, one)
+        if again == 200 and one.told(same) != one.told(said):
+            fault = f"asked twice: {one.told(said)!r} and {one.told(same)!r}"
+    return _tell(book, one, status, fault, "answered")
+
+
+def _tell(book: Book, one: Asked, status: int, fault: str, end: str) -> None:
+    if fault:
+        book.fault(fault[:700], one.body)
+    else:
+        book.ends[end if status in (200, 400) else str(status)] += 1
+
+
+async def drive(url: str, requests: int, at_once: int, seed: int) -> Book:
+    """Asks the server at `url`."""
+    book, numbers = Book(), iter(range(requests))
+    async with httpx.AsyncClient(base_url=url, timeout=JOB_S, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(one_client(client, numbers, seed, book) for _ in range(at_once)))
+    return book
+
+
+def left_held(url: str, within_s: float) -> dict[str, float]:
+    """Pages that nobody gives back, and programs compiled after ready."""
+    end_s = time.monotonic() + within_s
+    while (held := soak_watch.held(url)) and time.monotonic() < end_s:
+        time.sleep(0.5)
+    recompiles = {name: value for name, value in soak_watch.metrics(url).items() if name.startswith("recompiles")}
+    return held | {name: value for name, value in recompiles.items() if value}
+
+
+def main() -> int:
+    port = free_port()
+    given = [f"--model={MODEL.value}"] if MODEL.value else []
+    given += ["--mesh=prefill:tp1,decode:tp1", f"--speculative={SPECULATIVE.value}", "--grpc_port=-1"]
+    given += ["--max_model_len=512", "--kv_tokens=4096", "--page_size=16", "--log_level=warning", "--queue_limit=256"]
+    with tempfile.TemporaryDirectory() as folder:
+        words = (sys.executable, "-m", "jdisagg.launch", *given, f"--http_port={port}")
+        running = start(Command(words, port, "/ready"), Path(folder) / "server.log")
+        url = f"http://127.0.0.1:{port}"
+        try:
+            asyncio.run(running.until_ready(START_S))
+            began_s = time.monotonic()
+            book = asyncio.run(drive(url, REQUESTS.value, AT_ONCE.value, SEED.value))
+            took_s, held = time.monotonic() - began_s, left_held(url, SETTLE_S)
+            log = running.log.read_text(errors="replace")
+        finally:
+            running.stop()
+    mistakes = log.count("Traceback")
+    found = {"ends": dict(book.ends), "features": dict(book.features), "faults": book.faults, "held": held}
+    report = {"requests": REQUESTS.value, "seconds": round(took_s, 1), "tracebacks": mistakes, **found}
+    text = json.dumps({**report, **machine.described()}, indent=1)
+    print(text)
+    if OUTPUT.value:
+        Path(OUTPUT.value).write_text(text + "\n")
+    return int(bool(book.faults or held or mistakes))
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main, FLAGS, __doc__, sys.argv))
