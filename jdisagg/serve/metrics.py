@@ -19,6 +19,7 @@ from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.autoscaler import Load, Replicas
 from jdisagg.policy.role_scaler import RoleScaler
 from jdisagg.policy.worker import Worker
+from jdisagg.serve.adapter_metrics import AdapterCollector
 from jdisagg.serve.expert_metrics import ExpertLoadCollector, Loads
 from jdisagg.serve.metric_families import Families, by_kind, kind_of
 from jdisagg.serve.metrics_compat import Aliases
@@ -58,6 +59,7 @@ class Metrics:
         self._requests, self.troubles = RequestMetrics(families), Troubles(families)
         self._pools = PoolMetrics(families, self._workers)
         self._tiers = TierMetrics(families)
+        registry.register(AdapterCollector(model_name, self._adapter_slots, self._requests.adapters))
         self._folds = by_kind(
             [
                 self._requests,
@@ -97,6 +99,9 @@ class Metrics:
         """What the workers that are there now can do at the most."""
         slots = sum(config.num_slots for config in [*self._workers.values()] if config.role.decodes)
         return Capacity(slots, self._requests.latency.fastest_s * PACE_MARGIN) if slots else None
+
+    def _adapter_slots(self) -> int:
+        return max((config.max_loras for config in [*self._workers.values()]), default=0)
 
     # ------------------------------------------------------------ what no event says
 

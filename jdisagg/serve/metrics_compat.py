@@ -16,6 +16,7 @@ NAMES: dict[str, dict[str, str]] = {
         "requests_running": "vllm:num_requests_running",
         "requests_waiting": "vllm:num_requests_waiting",
         "kv_usage_ratio": "vllm:kv_cache_usage_perc",
+        "lora_requests_info": "vllm:lora_requests_info",
         "preemptions": "vllm:num_preemptions",
         "spec_decode_drafts": "vllm:spec_decode_num_drafts",
         "spec_decode_draft_tokens": "vllm:spec_decode_num_draft_tokens",

@@ -92,6 +92,11 @@ class RequestMetrics:
             Reject: self._reject,
         }
 
+    def adapters(self) -> tuple[list[str], list[str]]:
+        """Names of those that requests ask for: which run, and which wait. From any thread."""
+        asked = [(times.request.sampling.adapter, times.started) for times in [*self._running.values()]]
+        return [each.name for each, on in asked if each and on], [each.name for each, on in asked if each and not on]
+
     def _submit(self, actor: str, item: Submit, now_s: float) -> None:
         self._running[item.request.request_id] = RequestTimes(item.request)
         self._waiting += 1

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.events import ROUTER, EngineFailed, Reject, Send, Submit
-from jdisagg.core.messages import Ended, Preempted, Resend
+from jdisagg.core.events import ROUTER, EngineFailed, Received, Reject, Send, Submit
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Ended, Preempted, Progress, Resend
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.core.worker_config import Role
@@ -61,7 +63,8 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
 @pytest.fixture(scope="module")
 def ran() -> Iterator[ToyStack]:
     """A short real run, and the things that go wrong too seldom to wait for."""
-    decoder = replace(worker_config("decode-0", Role.DECODE, 256), dram_pages=64, draft_tokens=2)
+    sizes = {"dram_pages": 64, "draft_tokens": 2, "max_loras": 2, "max_lora_rank": 4}
+    decoder = replace(worker_config("decode-0", Role.DECODE, 256), **sizes)
     with toy_stack(configs=(worker_config("prefill-0", Role.PREFILL, 256), decoder)) as stack:
         now_s = stack.service.now_s()
         timed = [
@@ -204,3 +207,17 @@ def test_two_servers_in_one_process_do_not_share_counts() -> None:
     one.observe("router", Submit(request("a")), 0.0)
     assert read(one)["jdisagg_requests_waiting", ""] == 1
     assert read(two)["jdisagg_requests_waiting", ""] == 0
+
+
+def test_adapters_that_run_and_wait_are_told_as_vllm_tells_them():
+    config = replace(worker_config("colocated-0", Role.COLOCATED, 64), max_loras=3, max_lora_rank=8)
+    metrics = Metrics("toy", [config], compat=("vllm",))
+    for name, adapter in (("1", "sql"), ("2", "tales"), ("3", "sql"), ("4", None)):
+        asked = SamplingParams(adapter=None if adapter is None else Adapter(adapter, "0" * 32, "/"))
+        metrics.observe("router", Submit(Request(RequestId(name), (1, 2), asked)), 0.0)
+    started = Progress(Attempt(RequestId("3"), 1), Mark.PREFILL_STARTED, 0.0)
+    metrics.observe("router", Received(config.worker, started), 0.0)
+    told = metrics.render().decode()
+    labels = 'max_lora="3",model_name="toy",running_lora_adapters="sql",waiting_lora_adapters="sql,tales"'
+    assert f"jdisagg_lora_requests_info{{{labels}}}" in told and f"vllm:lora_requests_info{{{labels}}}" in told
+    assert "lora_requests_info{" not in Metrics("toy").render().decode()
