@@ -8,6 +8,8 @@ All settings of jdisagg.launch count here (--config=FILE as well); the model fol
     --all_programs          every declared bucket and stage; else the largest of each kind stands in for the others
     --context_tokens=4096   tokens a sequence holds in the floors of decode steps
     --json=FILE             the same, for programs
+    --save=DIR              keeps every program in DIR, for runs of the same settings by --compile_cache_dir=DIR;
+                            --target=cpu:8 is for this: so many virtual devices, whose programs are not checked
 
 Exit code: 0 where all compiles and fits, 1 where something does not, 2 for a wrong flag, target or setting.
 """
@@ -16,20 +18,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from absl import flags as absl_flags
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jdisagg import aot_report, command, config, flags
+from jdisagg import aot_report, command, compile_cache, config, devices, flags, saved_programs
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.devices import usable_bytes
 from jdisagg.engine.compile_check import check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
@@ -49,7 +53,7 @@ def declare() -> flags.FlagValues:
     values = flags.own()
     absl_flags.DEFINE_bool("all_programs", False, "every declared bucket and stage", flag_values=values)
     absl_flags.DEFINE_integer("context_tokens", 4096, "of decode's floors", lower_bound=1, flag_values=values)
-    flags.define(values, json="", target="")
+    flags.define(values, json="", save="", target="")
     return flags.define_settings(values)
 
 
@@ -57,6 +61,9 @@ def body(values: flags.FlagValues) -> int:
     settings = located(config.settings_of(values), Console(stderr=True))
     if not values.target:
         raise FlagError("needed: --target=CHIP:SIDES, as v5p:2x2x4 or h100:8")
+    name, _, number = values.target.partition(":")
+    if name == "cpu" and values.save:
+        return save_for_cpu(settings, number, Path(values.save))
     try:
         return run(settings, Target.parse(values.target), values)
     except NoRoom as error:
@@ -89,15 +96,65 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
     aot_report.show(console, report)
     if values.json:
         write_json(Path(values.json), report)
+    if values.save and not report.faults:
+        save(deployment, settings, devices_of(target), Path(values.save), str(target))
     return UNFIT if report.faults else 0
+
+
+def save_for_cpu(settings: Settings, number: str, folder: Path) -> int:
+    """Compiles for virtual devices of this machine. Raises FlagError, MeshError."""
+    if not number.isdecimal():
+        raise FlagError(f"--target=cpu:{number}: needed is a number of devices, as cpu:8")
+    found = devices.prepare("cpu", int(number))
+    deployment = resolve_deployment(settings, "cpu", None)
+    if deployment.mesh.num_devices > len(found):
+        raise ConfigError(
+            f"the mesh {deployment.mesh} needs {deployment.mesh.num_devices} devices, --target=cpu:{number}"
+        )
+    save(deployment, settings, found, folder, f"cpu:{number}")
+    return 0
+
+
+def save(deployment: Deployment, settings: Settings, found: Sequence[Device], folder: Path, target: str) -> None:
+    """Compiles every program of every worker once more, into the folder. Raises ConfigError where that cannot be."""
+    platform = found[0].platform
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        compile_cache.keep_in(folder)
+        compilation_cache.reset_cache()
+        tables = [
+            _table_of(deployment, config, [found[index] for index in deployment.place(config.worker).device_ids])
+            for config in deployment.workers
+        ]
+        programs = {each.key: each for each in every_program(tables)}
+        for each in programs.values():
+            # Kernels for chips that are not here ask the mesh what they are for.
+            with jax.sharding.set_mesh(each.submesh.mesh) if platform != "cpu" else nullcontext():
+                each.program.lower(*each.arguments).compile()
+        platform = {"cuda": "gpu"}.get(platform, platform)
+        saved_programs.write_manifest(folder, platform, target, settings, len(programs))
+    except OSError as error:
+        raise ConfigError(f"--save={folder}: {error.strerror}") from error
+    print(f"{len(programs)} programs in {folder}: start by --compile_cache_dir={folder}")
+
+
+def every_program(tables: Sequence[ProgramTable]) -> Iterator[DeclaredProgram]:
+    """What all workers warm: their steps, what they move below HBM, and shipments between all pairs."""
+    for table in tables:
+        yield from table.steps()
+        yield from table.tier_moves()
+        for other in tables:
+            if (table.config.role, other.config.role) == (Role.PREFILL, Role.DECODE):
+                yield from table.departures(other.shapes)
+                yield from other.arrivals(table.shapes)
 
 
 def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:
     """One for each pool of equal workers: the first of each speaks for the others."""
-    devices = devices_of(target)
+    found = devices_of(target)
     first = {config.role: config for config in reversed(deployment.workers)}
     return [
-        _table_of(deployment, config, [devices[index] for index in deployment.place(config.worker).device_ids])
+        _table_of(deployment, config, [found[index] for index in deployment.place(config.worker).device_ids])
         for config in deployment.workers
         if first[config.role] is config
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from jdisagg import saved_programs
 from jdisagg.core.errors import ConfigError
 from jdisagg.parallel.machine_name import machine_name
 
@@ -31,25 +32,33 @@ def use(setting: str) -> Path | None:
     """Makes jax keep and find programs in the folder of --compile_cache_dir; returns it, None where there is none.
 
     "auto" is what jax was told (JAX_COMPILATION_CACHE_DIR), else the user's cache folder; where that cannot be used
-    every start compiles anew, with a warning. Raises ConfigError for a folder that was asked for and cannot be used.
+    every start compiles anew, with a warning. A folder of programs made ahead is used as it is (`saved_programs.py`).
+    Raises ConfigError for a folder that was asked for and cannot be used.
     """
     told = jax.config.values.get("jax_compilation_cache_dir")
     folder = Path(told) if setting == AUTO and told else None if setting in ("", OFF) else _found(setting)
+    keep_in(folder)
+    return folder
+
+
+def keep_in(folder: Path | None) -> None:
+    """Makes jax keep and find every program there; None: nowhere."""
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     if folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return folder
 
 
 def _found(setting: str) -> Path | None:
     try:
-        return (
-            _prepared(user_folder(os.environ) / "compiled", shared=False)
-            if setting == AUTO
-            else _prepared(Path(setting))
-        )
+        if setting == AUTO:
+            return _prepared(user_folder(os.environ) / "compiled", shared=False)
+        folder, _ = saved_programs.folder_of(setting)
+        if saved_programs.fits(setting):
+            _refuse_strangers(folder, shared=True)
+            return folder
+        return _prepared(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home folder is known
         why = (error.strerror if isinstance(error, OSError) else None) or error
         if setting != AUTO:

@@ -54,6 +54,7 @@ WORDS = {
     "json": Word(str, "file for the figures, for programs"),
     "outputs": Word(float, "output lengths times this"),
     "rate": Word(float, "requests a second; 0: as recorded (plan: as many as go)", 0.0),
+    "save": Word(str, "folder in which compiled programs are kept, for runs of the same settings"),
     "slo_tpot_s": Word(float, "objective for the mean gap between tokens", 0.0),
     "slo_ttft_s": Word(float, "objective for the first token", 0.0),
     "target": Word(str, "devices that are not here, as v5p:2x2x4 or h100:8"),

@@ -30,7 +30,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import Progress
 
-from jdisagg import banner, command, config, devices, flags, labels, terminal
+from jdisagg import banner, command, config, devices, flags, labels, saved_programs, terminal
 from jdisagg.cluster.membership import POD_PORT, GroupPlace, resolve
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
@@ -114,6 +114,7 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     """The whole stack in this process: it serves, or answers what it was given and ends."""
     settings = located(settings, console)
     mesh = mesh_of(settings)
+    saved_programs.check_settings(settings)
     found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
     first = devices.first_of_most(found)
     deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first))

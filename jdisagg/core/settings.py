@@ -232,7 +232,7 @@ class Settings:
     platform: str = _everyday("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
     record_dir: str = _everyday("", "running", "keep the journal of every event here, for jdisagg.replay")
     compile_cache_dir: str = _everyday("auto", "running", "folder of compiled programs, for the next start; auto: in"
-                                      " the user's cache folder; off: none")  # fmt: skip
+                                      " the user's cache folder; off: none; only:DIR: aot --save's alone")  # fmt: skip
     log_level: str = _everyday("warning", "running", "of the servers; info: also a line for every HTTP request",
                               ("debug", "info", "warning", "error"))  # fmt: skip
     log_format: str = _setting("text", "running", "json: an object a line, with the request's id", ("text", "json"))

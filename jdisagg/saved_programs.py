@@ -1,0 +1,118 @@
+"""Programs compiled ahead and shipped: a folder of jax's own cache of programs, made by `python -m jdisagg.aot --save`,
+and beside them in `programs.json` what made them and for which run.
+
+A start by --compile_cache_dir=FOLDER finds them there. Where something else would have made them now, it says so in one
+line with both values, and compiles; by --compile_cache_dir=only:FOLDER it ends instead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import Settings
+from jdisagg.parallel.machine_name import machine_name
+
+MANIFEST, ONLY = "programs.json", "only:"
+COMPILERS = {"cpu": "jaxlib", "gpu": "jax-cuda13-plugin", "tpu": "libtpu"}
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # of the compilers, in the environment
+# Settings of these groups, and so called, decide which programs there are.
+SHAPING = frozenset({"mesh", "sizes", "speculative", "mixed_steps", "dtype", "weight_dtype", "kv_dtype", "embeddings"})
+
+log = logging.getLogger(__name__)
+
+
+def made_here(platform: str) -> dict[str, str]:
+    """What compiles programs for "cpu", "gpu" or "tpu" in this process."""
+    packages = ("jdisagg", "jax", "jaxlib", COMPILERS[platform])
+    machine = {"machine": machine_name()} if platform == "cpu" else {}  # others' programs know nothing of the host's
+    return {
+        **{name: _version(name) for name in packages},
+        **{name: os.environ.get(name, "") for name in FLAGS},
+        **machine,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def shape_of(settings: Settings) -> dict[str, Any]:
+    """What of a run's settings decides which programs there are; not the model, whose path is each machine's own."""
+    shaping = (each.name for each in fields(Settings) if not SHAPING.isdisjoint((each.metadata["group"], each.name)))
+    return {name: getattr(settings, name) for name in shaping}
+
+
+def write_manifest(folder: Path, platform: str, target: str, settings: Settings, programs: int) -> None:
+    found = {"platform": platform, "target": target, "programs": programs}
+    written = {**found, "made_by": made_here(platform), "settings": shape_of(settings)}
+    (folder / MANIFEST).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """None where the folder holds no programs that were made ahead. Raises ConfigError for one that cannot be read."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        assert (
+            isinstance(read["made_by"], dict) and isinstance(read["settings"], dict) and read["platform"] in COMPILERS
+        )
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{path} is no list of programs made ahead: {error}") from error
+    return read
+
+
+def folder_of(setting: str) -> tuple[Path, bool]:
+    """The folder of --compile_cache_dir, and whether a start may have no other programs."""
+    return Path(setting.removeprefix(ONLY)), setting.startswith(ONLY)
+
+
+def fits(setting: str) -> bool:
+    """Whether the folder of --compile_cache_dir holds programs made ahead by what would compile them here.
+
+    One that does not is a warning, or by "only:" a ConfigError.
+    """
+    folder, only = folder_of(setting)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        if only:
+            raise ConfigError(
+                f"--compile_cache_dir={setting}: no {MANIFEST} there, as python -m jdisagg.aot --save makes"
+            )
+        return False
+    return _same(setting, manifest["made_by"], made_here(manifest["platform"]), str)
+
+
+def check_settings(settings: Settings) -> None:
+    """Says where programs that were made ahead are another run's; raises ConfigError where no others may run."""
+    folder, _ = folder_of(settings.compile_cache_dir)
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        _same(settings.compile_cache_dir, manifest["settings"], shape_of(settings), "--{}".format)
+
+
+def _same(setting: str, saved: Mapping[str, Any], here: Mapping[str, Any], named: Callable[[str], str]) -> bool:
+    """Tells of the first that differs."""
+    differ = [name for name in here if saved.get(name) != here[name]]
+    if not differ:
+        return True
+    folder, only = folder_of(setting)
+    name, number = differ[0], len(differ) - 1
+    what = f"the programs in {folder} were made by {named(name)}={saved.get(name)}, this is {named(name)}={here[name]}"
+    what += f", and {number} more" if number else ""
+    if only:
+        raise ConfigError(f"--compile_cache_dir={setting}: {what}; make them anew by python -m jdisagg.aot --save")
+    log.warning("%s: what differs is compiled here", what)
+    return False
