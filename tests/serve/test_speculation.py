@@ -10,6 +10,7 @@ import pytest
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
 from jdisagg.model.checkpoint import read_model
+from jdisagg.serve.deployment import EMBEDDED_MODEL
 from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, read_draft, read_speculation
 from tests.fixtures import conformance
 
@@ -56,6 +57,12 @@ def test_a_model_that_guesses_is_named_or_lies_with_the_model():
     said = {each: read_speculation(each).draft for each in ("draft", "draft:5", "draft:/a/b", "draft:c:\\d:7", "auto")}
     assert said == {"draft": "draft", "draft:5": "draft", "draft:/a/b": "/a/b", "draft:c:\\d:7": "c:\\d", "auto": ""}
     assert read_speculation("auto:draft:2") == Speculation(2, auto=True, draft="draft")
+
+
+def test_the_embedded_model_has_a_small_draft_of_its_own():
+    found = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
+    assert found is not None and found[0] == EMBEDDED_MODEL / "draft" and found[1].num_layers == 1
+    assert sum(path.stat().st_size for path in found[0].iterdir()) < 10_000_000
 
 
 def test_a_draft_with_another_vocabulary_is_refused_with_both_numbers():
