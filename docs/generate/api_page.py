@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ import jdisagg
 from docs.generate.markdown import table
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import BODIES, create_app
-from jdisagg.serve.http.schema import REFUSED
+from jdisagg.serve.http.messages.body import MessagesBody
+from jdisagg.serve.http.responses.body import ResponsesBody
+from jdisagg.serve.http.schema import IGNORED, REFUSED
 from tests.serve.scripted import ScriptedService
 
 ROOT = Path(__file__).parents[2]
@@ -95,8 +98,26 @@ def default_of(field: Mapping[str, Any]) -> str:
 
 
 def refused_text() -> str:
-    names = ", ".join(f"`{name}`" for name in sorted(REFUSED))
-    return f"### Refused\n\nKnown fields that are refused by name (400), where they ask for anything: {names}."
+    """What clients of others know, by interface."""
+    ours = ("completions and chat", REFUSED), ("responses", ResponsesBody.refused)
+    bodies = (*ours, ("messages", MessagesBody.refused))
+    names = list(dict.fromkeys(name for _, fields in bodies for name in sorted(fields)))
+    rows = [
+        (f"`{name}`", ", ".join(where for where, fields in bodies if name in fields), harmless(name, bodies))
+        for name in sorted(names)
+    ]
+    refused = table(("field", "refused by", "but for"), rows)
+    ignored = table(("field", "why it may be let by"), [(f"`{name}`", why) for name, why in sorted(IGNORED.items())])
+    return (
+        "### Refused\n\nKnown fields that are refused by name (400) unless they are null, empty or ask for nothing,"
+        f" where the body above has no field of that name.\n\n{refused}\n\n### Let by\n\nKnown fields that"
+        f" change nothing; so is every field that nobody knows.\n\n{ignored}"
+    )
+
+
+def harmless(name: str, bodies: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]]) -> str:
+    values = next(fields[name] for _, fields in bodies if name in fields)
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
 
 
 def grpc_text() -> str:

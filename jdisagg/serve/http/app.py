@@ -20,6 +20,7 @@ from jdisagg.serve.http import errors
 from jdisagg.serve.http.access_log import AccessLog
 from jdisagg.serve.http.adapters import add_adapters
 from jdisagg.serve.http.admin import add_admin, admin_check
+from jdisagg.serve.http.best_of import BestOfRenderer
 from jdisagg.serve.http.cache import add_cache
 from jdisagg.serve.http.chat import chat_ids
 from jdisagg.serve.http.debug import add_debug
@@ -31,6 +32,7 @@ from jdisagg.serve.http.jobs import chat_job, check_model, completion_job, decod
 from jdisagg.serve.http.messages.body import CountBody, MessagesBody
 from jdisagg.serve.http.messages.routes import add_messages
 from jdisagg.serve.http.page import add_page
+from jdisagg.serve.http.rendering import Renderer
 from jdisagg.serve.http.responses.body import ResponsesBody
 from jdisagg.serve.http.responses.routes import add_responses
 from jdisagg.serve.http.schema import (
@@ -100,9 +102,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
         body = await front.body(request, CompletionBody)
-        return front.respond(
-            await completion_job(body, service, settings, request_name(request, body.request_id)), request
-        )
+        job = await completion_job(body, service, settings, request_name(request, body.request_id))
+        return front.respond(job, request, BestOfRenderer if job.kept else Renderer)
 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:

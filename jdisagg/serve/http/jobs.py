@@ -64,6 +64,8 @@ class Job:
     ledger: bool
     reads: Callable[[], Told] | None = None  # begins to read an answer for reasoning and calls
     shows_reasoning: bool = True
+    drawn: int = 0  # answers of each prompt, of which the `kept` likeliest are told; 0: all
+    kept: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -92,17 +94,31 @@ async def decode(service: Service, ids: Sequence[int], skip_special_tokens: bool
 async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
     """`name` is the client's request id, or a fresh one."""
     check_model(body.model, service, settings)
+    kept, drawn = body.n or 1, _best_of(body)
+    body = body.model_copy(update={"n": drawn})
     given = listed(body.prompt)
     _check_shape(body, len(given), settings)
     prompts = await _prompts(given, body, service)
     prompt_only = bool(body.echo) and body.max_tokens == 0
     asked: dict[str, Any] = {
         "max_tokens": 1 if prompt_only else body.max_tokens,
-        "logprobs": body.logprobs,
+        "logprobs": 0 if body.logprobs is None and drawn > kept else body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     }
     asked["grammar"] = await grammar_for(form_of(_forms(body)), service, settings)
-    return _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
+    job = _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
+    return replace(job, logprobs=body.logprobs is not None, drawn=drawn, kept=kept) if drawn > kept else job
+
+
+def _best_of(body: CompletionBody) -> int:
+    """Answers to draw of each prompt. Raises RequestError."""
+    wanted, drawn = body.n or 1, body.best_of or body.n or 1
+    if drawn < wanted:
+        raise RequestError(f"best_of is {drawn}, must be at least n, which is {wanted}", param="best_of")
+    if drawn > wanted and body.stream:
+        said = f"best_of is {drawn} of n {wanted}: which are best is not known in a stream"
+        raise RequestError(said, param="best_of")
+    return drawn
 
 
 async def chat_job(

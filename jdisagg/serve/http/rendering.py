@@ -197,8 +197,12 @@ class Renderer:
 
     def whole(self) -> dict[str, Any]:
         """The response body, once every choice has ended."""
-        choices = [{"index": i, **self._choice(i)} for i in range(len(self.answers))]
+        choices = [{"index": place, **self._choice(index)} for place, index in enumerate(self.shown())]
         return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def shown(self) -> Sequence[int]:
+        """Which answers, in their order."""
+        return range(len(self.answers))
 
     def _choice(self, index: int) -> dict[str, Any]:
         answer, job = self.answers[index], self.job

@@ -37,9 +37,13 @@ REFUSED: Refusals = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": (),
-    "best_of": (1,),
+    "best_of": (1,),  # but in completions
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
     "chat_template": (),
     "documents": (),
+    "extra_key": (),
     "function_call": ("none",),
     "functions": (),
     "include_reasoning": (True,),
@@ -48,6 +52,8 @@ REFUSED: Refusals = {
     "logits_processors": (),
     "lora_path": (),
     "modalities": (["text"],),
+    "moderation": (),
+    "no_stop_trim": (False,),
     "prediction": (),
     "prompt_embeds": (),
     "return_hidden_states": (False,),
@@ -60,6 +66,33 @@ REFUSED: Refusals = {
     "use_beam_search": (False,),
     "vllm_xargs": (),
     "web_search_options": (),
+}
+
+
+# Known fields that change nothing here, and why they may be let by. What neither list has is let by as well.
+IGNORED: Mapping[str, str] = {
+    "access_programs": "OpenAI's own accounts",
+    "background_options": "nothing runs in the background",
+    "cache_control": "prompts are cached without being asked",
+    "diagnostics": "Anthropic's own",
+    "image": "there are no images",
+    "inference_geo": "there is one place",
+    "media_io_kwargs": "there is text alone",
+    "metadata": "for the client's own books; responses repeat it",
+    "mm_processor_kwargs": "there is text alone",
+    "prompt_cache_key": "prompts are cached by content; `cache_salt` keeps tenants apart",
+    "prompt_cache_options": "so",
+    "prompt_cache_retention": "so",
+    "rid": "`request_id`, or the header x-request-id, names a request",
+    "safety_identifier": "as `user`",
+    "service_tier": "there is one; `priority` goes before others",
+    "session_id": "a conversation goes where its KV lies",
+    "speed": "there is one",
+    "store": "nothing is kept",
+    "user": "for the client's own books",
+    "user_profile_id": "as `user`",
+    "verbosity": "the model has no such switch",
+    "workspace_id": "Anthropic's own",
 }
 
 
@@ -137,6 +170,7 @@ class CompletionBody(GenerationFields):
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: Count | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None  # drawn, of which the n likeliest are told
 
 
 class ChatMessage(BaseModel):

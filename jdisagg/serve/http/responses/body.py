@@ -34,6 +34,7 @@ class ResponsesBody(DrawingFields, BaseModel):
         "max_tool_calls": (),
         "moderation": (),
         "previous_response_id": (),
+        "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
         "prompt": (),
     }
 
