@@ -51,11 +51,7 @@ class Renderer:
         self._names = names
         self._head = {
             "id": job.public_id,
-            "object": "text_completion"
-            if not job.chat
-            else "chat.completion.chunk"
-            if job.stream
-            else "chat.completion",
+            "object": _object_of(job),
             "created": job.created,
             "model": job.model,
             "system_fingerprint": fingerprint,
@@ -244,6 +240,12 @@ class Renderer:
         answer = self.answers[index]
         fields, answer.offset = completion_logprobs(self._names, sampled, answer.offset)
         return fields
+
+
+def _object_of(job: Job) -> str:
+    if not job.chat:
+        return "text_completion"
+    return "chat.completion.chunk" if job.stream else "chat.completion"
 
 
 def delta_of(answer: Answer, piece: Piece, *, thoughts: bool) -> dict[str, Any]:
