@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from benchmarks import kernels_table, simulated_tables
+from benchmarks import feature_tables, kernels_table, simulated_tables
 from benchmarks.stored import origin, percent, result, rows_of, short, small
 
 SHOWN_LINKS = ((0.25, 8), (0.25, 16), (1.0, 4), (1.0, 16), (10.0, 16), (25.0, 8))  # Gbit/s, chunks
@@ -321,27 +320,6 @@ def aot_pods() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
-def schemas() -> str:
-    """Public JSON schemas, and what became of an answer to each."""
-    report = result("schemas")
-    rows = [
-        [
-            name,
-            *(f"{each[key]:,}" for key in ("schemas", "compiled", "answers", "valid")),
-            f"{each['invalid_instances'] - len(each['accepted_invalid'])} of {each['invalid_instances']}",
-            f"{each['compile_ms']['p50']:.1f}",
-            f"{each['mask_ms']['p50'] * 1e3:.0f} / {each['mask_ms']['p99'] * 1e3:.0f}",
-        ]
-        for name, each in report["sources"].items()
-    ]
-    head = ["source", "schemas", "compile", "answers", "valid", "refuses", "compiled in, ms", "mask p50 / p99, us"]
-    reasons = Counter[str]()
-    for each in report["sources"].values():
-        reasons.update(each["refused"])
-    said = ", ".join(f"{number} {why}" for why, number in reasons.most_common(7))
-    return f"{origin(report)}\n\n{rows_of(head, rows)}\n\nRefused by name, of all: {said}."
-
-
 def role_flip() -> str:
     report, rates = result("role_flip_cpu"), ("before_tokens_per_s", "meanwhile_tokens_per_s", "failed")
     keys = ("drained_s", "reshard_s", "compile_s", "warm_s", "whole_s")
@@ -400,7 +378,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.reservations,
         simulated_tables.autoscale,
         role_flip,
-        schemas,
+        feature_tables.schemas,
+        feature_tables.forced,
         takeover,
         simulated_tables.scale,
         simulated_tables.scale_failures,

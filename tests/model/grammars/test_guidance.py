@@ -148,9 +148,18 @@ def test_a_schema_that_cannot_be_compiled_is_named(schema: str, says: str):
     assert says in found and "\n" not in found
 
 
-def test_a_schema_that_takes_nothing_is_refused(caplog: pytest.LogCaptureFixture):
-    nothing = {"type": "string", "pattern": "^a$", "minLength": 2}
-    assert GRAMMARS.why_not(GRAMMARS.of_schema(nothing, COMPACT)) and not caplog.records
+NOTHING = {"type": "string", "pattern": "^a$", "minLength": 2}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (GRAMMARS.of_schema(NOTHING, COMPACT), "Unsatisfiable"),
+        (GRAMMARS.of_grammar("start: /[^\\s\\S]/"), "there is no answer that it takes"),
+    ],
+)
+def test_what_takes_nothing_is_refused(grammar: str, says: str, caplog: pytest.LogCaptureFixture):
+    assert says in GRAMMARS.why_not(grammar) and not caplog.records
 
 
 def test_a_grammar_that_explodes_is_refused_and_takes_no_time():
