@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.settings import Settings
 from jdisagg.core.stages import RingCut
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.low_rank import Room, factors_of
 from jdisagg.model.network import Stage, Vocabulary
 from jdisagg.model.products import MatrixForm
 from jdisagg.model.ring_params import alike
@@ -45,6 +49,15 @@ def ring_shard_bytes(config: ModelConfig, cut: RingCut, tp: int, dtype: DTypeLik
         tables += _head_bytes(share, 1, dtype, weights)
     norm = jnp.dtype(dtype).itemsize * config.hidden_size
     return _layers_bytes(config, cut.numbers, tp, dtype, alike(weights, cut)) + tables + norm
+
+
+def adapter_bytes(settings: Settings, config: ModelConfig, layers: Sequence[int], tp: int, dtype: DTypeLike) -> int:
+    """Of the slots for adapters, on one of `tp` shards of these layers; none where there are none."""
+    sizes = adapter_sizes(settings)
+    if not sizes:
+        return 0
+    room = Room(sizes["max_loras"], sizes["max_lora_rank"], jnp.dtype(dtype))
+    return sum(prod(each.shape(tp)) for each in factors_of(config, layers, room)) * jnp.dtype(dtype).itemsize
 
 
 def number_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> float:

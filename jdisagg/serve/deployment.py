@@ -25,7 +25,7 @@ from jdisagg.core.weight_format import AS_ACTIVATIONS, AS_MADE, WeightFormat
 from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
-from jdisagg.model.weight_bytes import ring_shard_bytes, shard_bytes
+from jdisagg.model.weight_bytes import adapter_bytes, ring_shard_bytes, shard_bytes
 from jdisagg.serve.speculation import read_draft, read_speculation
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
@@ -380,6 +380,7 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
     allowed, found = int(budget.device_bytes * settings.hbm_fraction), []
     stages = budget.stages(place)
     for number, (layers, held_bytes) in enumerate(stages, 1):
+        held_bytes += adapter_bytes(settings, budget.model, layers, place.tp, budget.dtype)  # noqa: PLW2901
         page_bytes = len(layers) * kv.layer_page_bytes(place.tp)
         of_draft = 0
         if budget.draft is not None and place.role.decodes and number == len(stages):

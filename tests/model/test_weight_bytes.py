@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.adapted_params import with_room
 from jdisagg.model.checkpoint import read_model
+from jdisagg.model.low_rank import Room
 from jdisagg.model.params import abstract_stage_params, load_stage
 from jdisagg.model.sources import RandomSource
-from jdisagg.model.weight_bytes import number_bytes, shard_bytes
+from jdisagg.model.weight_bytes import adapter_bytes, number_bytes, shard_bytes
+from jdisagg.parallel.submesh import Submesh
 from tests.fixtures.conformance import load
 from tests.model.sharded import mesh_of
 
@@ -64,3 +69,15 @@ def test_the_mean_number_is_of_what_is_multiplied_by():
         for dtype in ("dtype", "float32", "int8")
     }
     assert 2 < found["dtype"] < 2.1 and 4 < found["float32"] < 4.1 and 1 < found["int8"] < 1.2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_slots_for_adapters_are_counted_as_they_lie(tp: int):
+    config = ModelConfig("llama", 97, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
+    submesh, layers = Submesh(jax.devices()[:tp]), range(3)
+    bare = abstract_stage_params(config, layers, submesh.mesh, jnp.float32)
+    able = with_room(bare, config, layers, Room(2, 4, jnp.dtype("float32")), submesh)
+    held = sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in able.leaves[len(bare.leaves) :])
+    asked = Settings(max_loras=2, max_lora_rank=4)
+    assert adapter_bytes(asked, config, layers, tp, jnp.float32) == held > 0
+    assert adapter_bytes(Settings(), config, layers, tp, jnp.float32) == 0
