@@ -115,7 +115,7 @@ ALL = (
     Benchmark(
         "speculation",
         "benchmarks.speculation",
-        "--streams=1,4,8 --drafts=1,3 --kinds=auto",
+        "--streams=1,4,8 --drafts=1,3 --kinds=auto,draft",
         "--drafts=3 --streams=1 --rounds=1 --tokens=8",
     ),
     Benchmark("schemas", "benchmarks.schemas", "--suite={json_schema_suite}", "--every=60"),

@@ -24,6 +24,7 @@ MOST = 8.0  # plain steps that may be in the account
 SPARE = 1.0  # plain steps that are left in it for drafts that are thought to pay
 KEPT = 17  # last times of a program; their lower quartile counts, for what else a machine does only adds
 ENOUGH = 2  # times of plain steps, before anything is compared to them
+STALE = 200  # times of all programs, after which one is forgotten when a new one of its own comes
 REFRESH = 64  # drafts in a row, after which it is seen what a plain step takes now
 
 
@@ -37,11 +38,17 @@ class ProgramTimes:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], list[float]] = {}
+        self._learnt: dict[tuple[int, int], list[int]] = {}  # when: how many times had been learnt by then
+        self._count = 0
 
     def learn(self, drafts: int, table_pages: int, seconds: float) -> None:
-        last = self._last.setdefault((drafts, table_pages), [])
+        """What is told of other times, busier or idler ones, is forgotten."""
+        self._count += 1
+        last, learnt = (held.setdefault((drafts, table_pages), []) for held in (self._last, self._learnt))
         last.append(seconds)
-        del last[:-KEPT]
+        learnt.append(self._count)
+        old = max(len(last) - KEPT, sum(count <= self._count - STALE for count in learnt))
+        del last[:old], learnt[:old]
 
     def plain_s(self, table_pages: int) -> float | None:
         """Of a step of one token a row; None where too few have ended."""

@@ -141,6 +141,15 @@ def test_plain_steps_are_measured_again_now_and_then():
     assert 1000 // (REFRESH + 2) <= 1000 - drafted <= 2 * 1000 // REFRESH + 10
 
 
+def test_what_was_measured_on_a_busy_machine_is_forgotten_when_it_is_idle_again():
+    """Plain steps, hardly ever run, were slow then; drafts are seen to be quicker than before, and are slower now."""
+    choice = DraftChoice((3,), by_ngrams=False)
+    for _ in range(20):
+        choice.times.learn(0, TABLE, 5 * PLAIN_S)
+    _, _, drafted = run(choice, 1, 600, 2 * PLAIN_S, lambda _: 0)
+    assert 100 < drafted < 4 * REFRESH and choice.times.plain_s(TABLE) == pytest.approx(PLAIN_S)
+
+
 def test_a_step_beside_chunks_or_behind_them_is_not_measured():
     choice, chunks = DraftChoice((3,), by_ngrams=False), PrefillChunks((), 8, 4)
     rows = DecodeRows(0, (0,), TABLE, widths=(1,))
