@@ -24,6 +24,7 @@ from jdisagg.engine.ring_declarations import ticks
 from jdisagg.model.weight_bytes import number_bytes
 from jdisagg.parallel.topology import devices_of
 from jdisagg.serve.deployment import Deployment
+from jdisagg.sim.expected import Expected, expected
 from jdisagg.sim.hardware import hardware
 
 # Rows of a table that stand together.
@@ -36,6 +37,7 @@ SECTIONS = {
     "draw": "draw",
     "ring": "ring",
 }
+STEPS = {"prefill": "a chunk of a layer group", "decode": "a step of a stage", "ring plain": "a dispatch"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,15 @@ class Report:
     def _hosts(self) -> dict[Any, int]:
         return {device: self.target.host_of(index) for index, device in enumerate(devices_of(self.target))}
 
+    def expected(self, each: Checked) -> Expected | None:
+        """Of one device, by the collectives of the program that was compiled; None where nothing is known of it."""
+        work = self.work(each)
+        if work is None or each.facts.why:
+            return None
+        number = sum(each.declared.loops if one.looped else 1 for one in each.facts.across)
+        chip = hardware(self.target.chip.name)
+        return expected(work, chip, self.deployment.weight_dtype, number, self.sent(each))
+
     def links_s(self, sent: Sent) -> float:
         """Least seconds on the links, those within a host or slice and those between hosts at once."""
         chip = hardware(self.target.chip.name)
@@ -118,6 +129,7 @@ class Report:
             elif config.role.decodes:
                 lines.append(self._decode_line(config, checked))
             lines += self._link_lines(config, checked)
+            lines += self._expected_lines(checked)
         return lines
 
     def first_workers(self) -> list[WorkerConfig]:
@@ -177,6 +189,20 @@ class Report:
             f" {most.between / MIB:,.2f} MiB to other hosts, at least {self.links_s(most) * 1e3:.3f} ms"
         ]
 
+    def _expected_lines(self, checked: list[Checked]) -> list[str]:
+        """Of the slowest program of each kind that was compiled as it is."""
+        lines = []
+        for kind, step in STEPS.items():
+            found = [self.expected(each) for each in checked if each.declared.kind == kind and each.alike]
+            most = max((each for each in found if each is not None), key=lambda each: each.total_s, default=None)
+            if most is not None:
+                parts = f"{most.matrices_s * 1e3:.2f} of matrices, {most.kv_s * 1e3:.2f} of KV"
+                lines.append(
+                    f"{checked[0].worker}: {step} is expected to take {most.total_s * 1e3:.2f} ms, {parts},"
+                    f" {most.collectives_s * 1e3:.2f} of collectives"
+                )
+        return lines
+
     def as_json(self) -> str:
         programs = [
             {
@@ -191,6 +217,7 @@ class Report:
                 "expected_collectives": each.declared.collectives,
                 "donated_bytes": each.declared.donated_bytes,
                 "floor_s": None if (work := self.work(each)) is None else work.floor_s(self.target.chip),
+                "expected_s": None if (found := self.expected(each)) is None else asdict(found),
                 "complaints": each.complaints,
             }
             for each in self.checked

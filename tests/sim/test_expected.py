@@ -1,0 +1,65 @@
+"""What `jdisagg.aot` expects of a step, against what others measured, and arithmetic that others published."""
+
+import csv
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jdisagg.core.collectives import Collective, Sent
+from jdisagg.core.roofline import Shard, Work
+from jdisagg.core.targets import CHIPS
+from jdisagg.sim.arithmetic import model
+from jdisagg.sim.expected import Expected, expected
+from jdisagg.sim.hardware import hardware
+
+ROWS = Path(__file__).parent.parent / "published" / "data" / "silicon_dense_agg.csv.gz"
+HOST_S = 1e-3  # of vLLM, a step
+WEIGHTS = {"": ("bfloat16", 2), "fp8": ("fp8", 1), "fp8_block": ("fp8", 1)}
+
+
+def step(shard: Shard, work: Work, system: str, weights: str, rows: int) -> Expected:
+    """Two all-reduces a layer, as the compiled programs have them."""
+    one = Collective("all-reduce", rows * shard.model.hidden_size * 2, (), looped=False).sent([0] * shard.tp)
+    number = 2 * shard.model.num_layers if shard.tp > 1 else 0
+    return expected(work, hardware(system), weights, number, one.times(number) if number else Sent())
+
+
+@pytest.mark.parametrize("system", ["h100", "h200"])
+def test_vllms_measured_deployments_are_within_25_percent_in_the_mean(system: str):
+    """A stream's token takes a step of all streams, and its share of the prompts that come between."""
+    errors = []
+    with gzip.open(ROWS, "rt", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            # The row of NVIDIA's Llama-3.1-8B-FP8 stands apart in the source, cause unknown.
+            apart = row["source_model"] == "nvidia/Llama-3.1-8B-Instruct-FP8"
+            if (row["backend"], row["system"]) != ("vllm", system) or apart or row["gemm_quant_mode"] not in WEIGHTS:
+                continue
+            weights, size = WEIGHTS[row["gemm_quant_mode"]]
+            config, tp = model(row["model"]), int(row["tp_size"])
+            streams, inputs, outputs = (int(row[name]) for name in ("batch_size", "isl", "osl"))
+            shard = Shard(config, range(config.num_layers), tp, size, 2)
+            decode = step(shard, shard.decode(streams, inputs + outputs // 2), system, weights, streams).total_s
+            prefill = step(shard, shard.prefill(inputs), system, weights, inputs).total_s
+            ours_s = HOST_S + decode + (streams - 1) * prefill / outputs
+            errors.append(abs(ours_s / (float(row["silicon_tpot_ms"]) / 1e3) - 1))
+    print(system, len(errors), float(np.mean(errors)), float(np.median(errors)))
+    assert len(errors) > 50 and float(np.mean(errors)) < 0.25
+
+
+def test_the_scaling_books_step_of_llama_3_70b_in_int8_on_eight_chips_of_v5e_is_the_floor():
+    """32 sequences of 8,192 tokens, pages of int8: (70e9 + 41.9e9) bytes over 8 x 8.1e11 a second, 17 ms (part 8)."""
+    config = model("llama3-70b")
+    shard = Shard(config, range(80), 8, 1, 1)
+    floor_s = shard.decode(32, 8192).floor_s(CHIPS["v5e"])
+    assert floor_s == pytest.approx(17e-3, rel=0.1)
+    assert floor_s < step(shard, shard.decode(32, 8192), "v5e", "int8", 32).total_s < 2 * floor_s
+
+
+def test_collectives_are_counted_beside_what_is_read_and_multiplied():
+    chip, work = hardware("h100"), Work(1e9, 2e9, 1e9)
+    alone = expected(work, chip, "bfloat16", 0, Sent())
+    across = expected(work, chip, "bfloat16", 2, Sent(1e6, 1e6))
+    assert across.total_s == pytest.approx(alone.total_s + across.collectives_s)
+    assert across.collectives_s > 2 * chip.collective_s and alone.collectives_s == 0
