@@ -18,10 +18,12 @@ def declared_drafts(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: 
         set_fed = slots.ints(number), slots.ints(), slots.ints()
         of_model.append(slots.program("draw set fed", layers.set_fed, set_fed))
     logits, given = rows.logits, slots.ints(number, rows.rows // number - 1)
+    plain = history, slots.logits, state, slots.metadata
     return [
         *of_model,
         slots.program("draw guess", programs.widen, (history, state, slots.ints(number), given)),
-        slots.program("draw note", programs.note, (history, state), size),
+        slots.program("draw noted greedy", programs.draw_greedy, plain, size),
+        slots.program("draw noted", programs.draw, (*plain, slots.counts), size),
         slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size),
         rows.program("draw verify mask", programs.mask, (logits, rows.masks)),
         rows.program("draw firsts", programs.firsts, (logits,)),

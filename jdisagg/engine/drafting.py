@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.request import Sampled
+from jdisagg.core.request import Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig
 from jdisagg.engine.decode import (
@@ -35,6 +35,8 @@ from jdisagg.engine.decode import (
     DrawnRows,
     Microbatch,
     advanced,
+    draw,
+    draw_greedy,
 )
 from jdisagg.engine.draft_layers import FREE, DraftLayers, primed
 from jdisagg.engine.grammar_masks import masked
@@ -138,6 +140,17 @@ def firsts(logits: Array, times: int) -> Array:
     return logits.reshape(-1, times, logits.shape[1])[:, 0]
 
 
+def drawn_greedy(history: Array, logits: Array, state: Array, metadata: SamplingMetadata) -> Any:
+    """(history, state, tokens i32[B]) after a step of one token a row."""
+    state, tokens = draw_greedy(logits, state, metadata)
+    return noted(history, state), state, tokens
+
+
+def drawn(history: Array, logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts) -> Any:
+    state, tokens = draw(logits, state, metadata, counts)
+    return noted(history, state), state, tokens
+
+
 @dataclass(frozen=True)
 class PendingDrafts:
     """What rows with drafts draw, on its way to the host."""
@@ -171,13 +184,14 @@ class DraftPrograms:
         self.layers = layers
         self.widen = Program(partial(widened, drafts=drafts))
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
-        self.note, self.set_tokens = Program(noted, donate=(0,)), Program(with_tokens, donate=(0,))
+        self.draw_greedy, self.draw = Program(drawn_greedy, donate=(0,)), Program(drawn, donate=(0,))
+        self.set_tokens = Program(with_tokens, donate=(0,))
         self.firsts, self.logprobs = Program(partial(firsts, times=1 + drafts)), Program(token_logprobs)
         self.mask = Program(masked)
 
     @property
     def programs(self) -> list[Program]:
-        drawing = [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens]
+        drawing = [self.widen, self.verify_greedy, self.verify, self.draw_greedy, self.draw, self.set_tokens]
         drawing += [self.firsts, self.logprobs, self.mask]
         return [*drawing, *(self.layers.programs if self.layers else ())]
 
@@ -279,9 +293,7 @@ class DraftingDecoder(Decoder):
     def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
         guesses = self._guesses_of(batch)
         if guesses.wide is None:
-            pending = super().finish(batch, plan, logits)
-            guesses.history = self.drafts.note(guesses.history, batch.state)
-            return pending
+            return super().finish(batch, plan, logits)
         asked = batch.asked(plan.active)
         tokens = self._verify(batch, guesses, guesses.wide, logits, plan)
         wanted, logprobs = [sampling.logprobs for sampling in asked], None
@@ -290,6 +302,18 @@ class DraftingDecoder(Decoder):
         for array in (tokens, *(logprobs or ())):
             array.copy_to_host_async()
         return PendingDrafts(plan, batch.first_slot, tokens, wanted, logprobs)
+
+    def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
+        """As the decoder without drafts; the tokens are noted by the same program."""
+        guesses = self._guesses_of(batch)
+        held = guesses.history, logits, batch.state, batch.metadata
+        if all(is_plain(sampling) for sampling in asked):
+            guesses.history, batch.state, tokens = self.drafts.draw_greedy(*held)
+            return tokens
+        guesses.history, batch.state, tokens = self.drafts.draw(*held, batch.counts)
+        if any(sampling.penalised for sampling in asked):
+            batch.counts = self.count(batch.counts, tokens)
+        return tokens
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
         asked = batch.asked(plan.active)
