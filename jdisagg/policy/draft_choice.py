@@ -44,7 +44,8 @@ class ProgramTimes:
     def learn(self, drafts: int, table_pages: int, seconds: float) -> None:
         """What is told of other times, busier or idler ones, is forgotten."""
         self._count += 1
-        last, learnt = (held.setdefault((drafts, table_pages), []) for held in (self._last, self._learnt))
+        program = drafts, table_pages
+        last, learnt = self._last.setdefault(program, []), self._learnt.setdefault(program, [])
         last.append(seconds)
         learnt.append(self._count)
         old = max(len(last) - KEPT, sum(count <= self._count - STALE for count in learnt))
