@@ -14,8 +14,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from jdisagg.core.adapters import Adapter
 from jdisagg.core.request import FinishReason
 from jdisagg.core.traceparent import span_id_of
+from jdisagg.serve.adapters import Adapters
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest, DecodeResponse, HealthCheckRequest
 from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
@@ -136,6 +138,18 @@ def test_bad_requests_are_invalid_arguments(request_: DecodeRequest, words: str)
         assert words in str(caught.value.details())
 
     assert not with_channel(test).seen
+
+
+def test_an_adapter_is_asked_for_by_its_name() -> None:
+    adapter = Adapter("sql", "1" * 32, "/adapters/sql")
+
+    async def test(channel: grpc.aio.Channel) -> None:
+        await decode(channel, text_request(lora_adapter_id="sql"))
+        await decode(channel, text_request())
+
+    settings = FrontSettings(adapters=Adapters(found={"sql": adapter}))
+    asked = with_channel(test, settings=settings).seen
+    assert [each.sampling.adapter for each in asked] == [adapter, None]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Adapters over processes: loaded while they run, and known to who comes in the place of one that was killed."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from jdisagg.model.checkpoint import read_model
+from jdisagg.serve.deployment import EMBEDDED_MODEL
+from tests.adapter_files import write_adapter
+from tests.serve.cluster.processes import Cluster, Process, private, status, until
+
+pytestmark = pytest.mark.slow
+KEY = "the-key-of-the-admin"
+ASKED = {"prompt": "def area(width, height):\n", "temperature": 0, "max_tokens": 200, "ignore_eos": True, "logprobs": 1}
+
+
+def start(cluster: Cluster, role: str) -> Process:
+    own = [f"--api_keys_file={cluster.folder / 'keys'}", "--queue_timeout_s=200"] if role == "router" else []
+    return cluster.start(role, "--enable_lora", "--max_loras=2", *own)
+
+
+def load(cluster: Cluster, name: str, folder: Path) -> None:
+    body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
+    request = urllib.request.Request(f"{cluster.url}/v1/load_lora_adapter", body, {"authorization": f"Bearer {KEY}"})
+    assert urllib.request.urlopen(request, timeout=60).status == 200
+
+
+def test_answers_of_adapters_outlive_their_decode_process(cluster: Cluster, pool, tmp_path: Path):
+    cluster.mesh = "prefill:tp1,decode:tp1"
+    private(cluster.folder / "keys", f"admin {KEY}\n")
+    processes = [start(cluster, role) for role in ("router", "prefill", "decode")]
+    until(lambda: status(f"{cluster.url}/ready") == 200, "a router that is ready")
+    cluster.await_workers(*processes[1:])
+    model = read_model(EMBEDDED_MODEL)
+    for seed, name in enumerate(("sql", "tales")):
+        load(cluster, name, write_adapter(tmp_path / name, model, seed, strength=0.5))
+    bodies = [{**ASKED, "model": name} for name in ("sql", "tales", "embedded")]
+    undisturbed = [cluster.ask(**body).tokens for body in bodies]
+    assert len({tuple(tokens) for tokens in undisturbed}) == 3
+
+    answers = [cluster.begin(pool, pieces=3, **body) for body in bodies]
+    processes[2].kill()
+    processes[2] = start(cluster, "decode")
+    for expected, answer in zip(undisturbed, answers, strict=True):
+        told = answer.result()
+        assert told.error is None and told.tokens == expected
+    cluster.await_workers(*processes[1:])
+    cluster.await_all_free()
