@@ -6,6 +6,7 @@ says so by `traced_for`, and the others' Pallas kernels, slow to trace, are left
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +15,22 @@ import jax
 
 _KNOWN: Any = jax.make_user_context(None)  # part of the key of jit's caches: what was traced for one is no other's
 _NAMES = {"gpu": "cuda"}  # of a device -> of a lowering rule
+
+
+# Of NVIDIA's names, as "NVIDIA H100 80GB HBM3": the major compute capability.
+_GENERATIONS = {
+    r"\bA(10|16|2|30|40|100|800)\b": 8,
+    r"\bL(4|20|40S?)\b": 8,
+    r"\bG?H(20|100|200|800)\b": 9,
+    r"\bG?B\d+\b": 10,
+}
+
+
+def gpu_generation() -> int | None:
+    """Major compute capability of the GPU that is compiled for; None where there is none, or it is not known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return next((major for name, major in _GENERATIONS.items() if re.search(name, kind)), None)
 
 
 def traced_for(platform: str | None) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.paged_attention import generations, hopper
 from pallas_kernels.paged_attention import gpu as decode_gpu
 from pallas_kernels.paged_attention import tpu as decode_tpu
 from pallas_kernels.prefill_attention import gpu as prefill_gpu
@@ -55,6 +57,9 @@ def candidates(platform: str, work: Work) -> Iterator[Blocks]:
         if decode:
             for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):
                 yield {"parts": parts, "tiles": 2, "tile": tile, "warps": warps, "stages": 3}
+            exact = work.q_dtype == work.pool_dtype == "bfloat16"
+            for parts, tile, stages in product((4, 16, 64, 256), (64, 128), (2, 3, 4)) if exact else ():
+                yield {"mosaic": 1, "parts": parts, "tiles": 2, "tile": tile, "warps": 4, "stages": stages}
         else:
             for rows, tile, warps in product((64, 128), (32, 64, 128), (4, 8)):
                 yield {"rows": rows, "tile": tile, "warps": warps, "stages": 3}
@@ -92,10 +97,13 @@ def kernel_of(platform: str, operation: str, blocks: Blocks, interpret: bool) ->
     options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
     decode = operation == "paged_attention"
     if platform == "gpu":
-        module = decode_gpu if decode else prefill_gpu
-        chosen = module.Blocks(**blocks) if blocks else None
-        attend = decode_gpu.paged_attention if decode else prefill_gpu.prefill_attention
-        return lambda *arrays: attend(*arrays, blocks=chosen, **options)  # type: ignore[arg-type]
+        if not blocks:
+            attend = generations.paged_attention if decode else prefill_gpu.prefill_attention
+            return lambda *arrays: attend(*arrays, **options)
+        if not decode:
+            return partial(prefill_gpu.prefill_attention, blocks=prefill_gpu.Blocks(**blocks), **options)
+        attend = hopper.paged_attention if blocks.get(decode_gpu.MOSAIC) else decode_gpu.paged_attention
+        return partial(attend, blocks=decode_gpu.blocks_of(blocks), **options)
     attend = decode_tpu.paged_attention if decode else prefill_tpu.prefill_attention
     return lambda *arrays: attend(*arrays, **blocks, **options)
 

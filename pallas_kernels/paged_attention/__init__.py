@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size, require
 from pallas_kernels.contents import check_contents, check_decode
-from pallas_kernels.paged_attention import gpu, tpu, xla
+from pallas_kernels.paged_attention import generations, tpu, xla
 from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages, stored
 
@@ -75,7 +75,7 @@ def _on_its_platform(
         lengths,
         sinks,
         tpu=partial(tpu.paged_attention, **options),
-        cuda=partial(_row_by_row, gpu.paged_attention, options),
+        cuda=partial(_row_by_row, generations.paged_attention, options),
         default=partial(_row_by_row, xla.paged_attention, options),
     )
 

@@ -12,6 +12,7 @@ Compiled for an H100, head size 128, no register is spilled and pages come by as
 nothing is measured yet. jax 0.11.2 calls the Triton backend deprecated: what comes after `jax<0.12` may need another.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import log2
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ JOINED = 16  # parts joined in one step
 MAX_PARTS, PROGRAMS = 256, 8192  # of a slot and KV head; of a call, 60 for each core of an H100
 PART_NUMBERS = 1 << 23  # f32 numbers that wait to be joined: 32 MiB, whatever the lengths
 WIDE = 1 << 14  # sums of a program that four warps hold in registers
+MOSAIC = "mosaic"  # in a tuned choice: it is of the Mosaic code (`hopper.py`)
 MAX_OFFSET = 1 << 31  # Triton's offsets are signed 32 bits up to 4 GiB, which bytes pass at 2 GiB
 
 
@@ -96,14 +98,35 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(q, kv_pages, page_table, lengths)
+    return joined(partials, lengths, sinks, q.dtype, blocks, window, interpret)
+
+
+def joined(
+    partials: Sequence[Array],
+    lengths: Array,
+    sinks: Array | None,
+    dtype: Any,
+    blocks: Blocks,
+    window: int | None,
+    interpret: bool,
+) -> Array:
+    """Top logit and sum f32 [slots, parts, heads], mixture [slots, parts, heads, D] -> [slots, heads, D]."""
+    slots, _, heads, size = partials[2].shape
     return pl.pallas_call(
         partial(join_parts, blocks=blocks, window=window),
-        out_shape=shape((slots, heads, runs[0][1]), q.dtype),
+        out_shape=jax.ShapeDtypeStruct(
+            (slots, heads, size), dtype, manual_axis_type=jax.typeof(lengths).manual_axis_type
+        ),
         grid=(slots, heads),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="join_parts",
     )(*partials, lengths, sinks)
+
+
+def blocks_of(found: Mapping[str, int]) -> Blocks:
+    """Of a tuned choice, which may say whose it is."""
+    return Blocks(*(found[name] for name in Blocks._fields))
 
 
 def runs_of(size: int, value_size: int | None) -> Runs:
@@ -134,8 +157,9 @@ def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blo
     """The tuned choice, or one that has enough programs in flight for memory to be the bound."""
     values = stored(kv_pages)
     across = max(1, q.shape[0] * values.shape[1])
-    if found := tuned("paged_attention", q, kv_pages):
-        return Blocks(**found)
+    found = tuned("paged_attention", q, kv_pages)
+    if found and not found.get(MOSAIC):
+        return blocks_of(found)
     parts = max(1, min(MAX_PARTS, PROGRAMS // across, PART_NUMBERS // max(1, q.size)))
     rows, _ = rows_of_heads(q.shape[1] // values.shape[1])
     warps = 8 if rows * padded_numbers(runs[:1]) > WIDE else 4

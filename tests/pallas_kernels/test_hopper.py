@@ -1,0 +1,113 @@
+"""Decode attention on Hopper: by the interpreter, which sees races and what is out of bounds, and compiled to SASS."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.sharding import PartitionSpec
+
+from jdisagg.kv.pools import POOL_SPEC
+from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention import hopper
+from pallas_kernels.platforms import gpu_generation, traced_for
+from tests.pallas_kernels.gpu_target import gpu_devices
+from tests.pallas_kernels.shapes import Shape, rest_slow
+from tests.pallas_kernels.test_pack_aot import array, make_pools
+from tests.pallas_kernels.test_paged_attention import SINKS, check, inputs
+from tests.pallas_kernels.tpu_modes import RACE
+
+INTERPRETED = InterpretGPUParams(detect_races=True)
+CASES = [
+    (Shape(64, 1, 4, 16), (3, 70, 0), {}),
+    (Shape(64, 2, 4, 16), (3, 100, 0, 65), {"window": 20, "sinks": SINKS}),
+    (Shape(128, 1, 8, 64), (3, 150), {"soft_cap": 3.0}),
+    (Shape(128, 2, 4, 128), (130, 1), {}),
+]
+
+
+def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
+    options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": INTERPRETED} | options
+    return hopper.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+
+
+@pytest.mark.parametrize(("shape", "lengths", "options"), [pytest.param(*CASES[0]), *rest_slow(CASES[1:], 0)], ids=str)
+def test_it_meets_the_oracle_without_a_race(shape, lengths, options, capfd):
+    check(attend, inputs(shape, lengths, "bfloat16"), "bfloat16", **options)
+    assert RACE not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_page_that_the_pool_has_not_raises():
+    q, pool, table, lengths = inputs(CASES[0][0], (3, 70), "bfloat16")
+    with pytest.raises(Exception, match=r"[Oo]ut-of-bounds|out of bounds"):
+        jax.block_until_ready(attend(q, pool, table.at[1, 0].set(pool.shape[0] + 3), lengths))
+
+
+def compiled(submesh: Submesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE) -> Any:
+    (pool,) = make_pools(submesh, shape, "bfloat16", 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
+    q = array(submesh, (slots, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
+    table, lengths = array(submesh, (slots, 256), jnp.int32), array(submesh, (slots,), jnp.int32)
+    with jax.sharding.set_mesh(submesh.mesh), traced_for("gpu"):
+        return jax.jit(attend).lower(q, pool, table, lengths).compile()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    rest_slow([Shape(128, 8, 4, 16), Shape(64, 8, 8, 64), Shape(128, 1, 64, 128)]),
+    ids=str,
+)
+def test_an_h100_gets_it_with_no_register_spilled(shape, monkeypatch, capfd):
+    pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, 64).as_text()
+    told = capfd.readouterr()
+    assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
+
+
+@pytest.mark.slow
+def test_shards_of_heads_compile_apart():
+    pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
+    submesh, heads = Submesh(gpu_devices(4)), PartitionSpec(None, AXIS)
+    cut = jax.shard_map(
+        paged_attention, mesh=submesh.mesh, in_specs=(heads, POOL_SPEC, WHOLE, WHOLE), out_specs=heads, check_vma=False
+    )
+    program = compiled(submesh, Shape(128, 8, 4, 16), 16, cut, heads)
+    assert "mosaic_gpu" in program.as_text() and "all-gather" not in program.as_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "generation"),
+    [("NVIDIA H100 80GB HBM3", 9), ("NVIDIA H200", 9), ("NVIDIA GH200 480GB", 9), ("NVIDIA A100-SXM4-80GB", 8),
+     ("NVIDIA B200", 10), ("NVIDIA L40S", 8), ("cpu", None)],
+)  # fmt: skip
+def test_a_gpu_s_generation_is_read_from_its_name(kind, generation):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cuda")
+    axes = (jax.sharding.AxisType.Auto,)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), axes, abstract_device=device)):
+        assert gpu_generation() == generation
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fits"),
+    [
+        (Shape(128, 8, 4, 16), "bfloat16", True),
+        (Shape(128, 8, 4, 16), "float32", False),
+        *[
+            (each, "bfloat16", False)
+            for each in (Shape(80, 8, 4, 16), Shape(256, 8, 4, 16), Shape(128, 8, 4, 4), Shape(128, 8, 4, 24))
+        ],
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_its_tiles_is_triton_s(shape, dtype, fits):
+    q = jax.ShapeDtypeStruct((4, shape.kv_heads * shape.groups, shape.head_dim), jnp.dtype(dtype))
+    pool = jax.ShapeDtypeStruct((9, shape.kv_heads, 2, shape.page_size, shape.head_dim), jnp.dtype(dtype))
+    assert hopper.fits(q, pool) is fits  # type: ignore[arg-type]
+
+
+def test_a_pool_of_one_part_is_triton_s():
+    q, pool = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 1, 16, 128), jnp.bfloat16)
+    assert not hopper.fits(q, pool)  # type: ignore[arg-type]
