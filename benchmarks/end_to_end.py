@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from absl import flags
 
@@ -31,6 +32,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.hf_config import read_config
 from jdisagg.serve.deployment import EMBEDDED_MODEL
 
+WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float32": 4}  # of --weight_dtype; others: as stored
 FLAGS = flags.FlagValues()
 MODEL = flags.DEFINE_string("model", "", "model folder; empty: the embedded model", flag_values=FLAGS)
 MESH = flags.DEFINE_string("mesh", "prefill:tp1@0,decode:tp1@0", "of the launched stack", flag_values=FLAGS)
@@ -86,12 +88,13 @@ class Prefilled:
     mfu: float
 
 
-def step_bytes(model: ModelConfig, dtype: str, streams: int, context: float) -> tuple[int, int]:
+def step_bytes(
+    model: ModelConfig, dtype: str, streams: int, context: float, weight_dtype: str | None = None
+) -> tuple[int, int]:
     """Weights and KV that one decode step reads: of an embedding that is not tied only a row a stream, so none."""
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    size = DTYPE_BYTES[dtype]
-    kv = model.kv_bytes(streams * context, size)
-    return (model.num_params() - lookup) * size, int(kv)
+    kv = model.kv_bytes(streams * context, DTYPE_BYTES[dtype])
+    return (model.num_params() - lookup) * WEIGHT_BYTES.get(weight_dtype or dtype, DTYPE_BYTES[dtype]), int(kv)
 
 
 def prefill_flops(model: ModelConfig, tokens: int) -> float:
@@ -101,7 +104,7 @@ def prefill_flops(model: ModelConfig, tokens: int) -> float:
     return body + attention + 2.0 * model.vocab_size * model.hidden_size
 
 
-def decoded(burst: Burst, model: ModelConfig, rates: Rates, context: float) -> Decoded:
+def decoded(burst: Burst, model: ModelConfig, rates: Rates, context: float, weight_dtype: str | None = None) -> Decoded:
     """Steps by the server's ledgers: tokens that make no character yet show no arrival to a client.
 
     Raises ValueError where requests failed (their figures would be of something else) or told no ledger.
@@ -110,7 +113,7 @@ def decoded(burst: Burst, model: ModelConfig, rates: Rates, context: float) -> D
     steps = Spread.of(each.ledger_ns["decode"] / 1e9 / (each.num_tokens - 2) for each in done)  # from the second on
     if steps is None:
         raise ValueError("no answer had a ledger")
-    weights, kv = step_bytes(model, rates.dtype, burst.concurrency, context)
+    weights, kv = step_bytes(model, rates.dtype, burst.concurrency, context, weight_dtype)
     floor_ms = (weights + kv) / rates.copy_bytes_per_s * 1e3
     tokens = sum(each.num_tokens for each in burst.samples)
     return Decoded(
@@ -148,8 +151,21 @@ def launched(port: int) -> Command:
     return Command((*argv, *(f"--{each}" for each in LAUNCH.value)), port, "/ready")
 
 
-async def measured(model: ModelConfig, rates: Rates) -> tuple[Decoded, Prefilled]:
-    """Both figures of a stack that lives as long as this."""
+def recompiles(metrics: str) -> int:
+    """Programs compiled since the server was ready, by its /metrics. Raises ValueError where it tells none."""
+    told = [line.split()[-1] for line in metrics.splitlines() if line.startswith("jdisagg_recompiles")]
+    if not told:
+        raise ValueError("the server's /metrics has no jdisagg_recompiles")
+    return int(sum(map(float, told)))
+
+
+def _metrics(port: int) -> str:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+async def measured(model: ModelConfig, rates: Rates) -> tuple[Decoded, Prefilled, int]:
+    """Both figures of a stack that lives as long as this, and how many programs it compiled meanwhile."""
     port = free_port()
     with tempfile.TemporaryDirectory() as logs:
         async with running([launched(port)], Path(logs), READY_S.value):
@@ -164,18 +180,20 @@ async def measured(model: ModelConfig, rates: Rates) -> tuple[Decoded, Prefilled
             await closed_loop(streams.draw(STREAMS.value, "warm"), STREAMS.value, server.ask)
             burst = await closed_loop(streams.draw(STREAMS.value, "decode"), STREAMS.value, server.ask)
             single = await closed_loop(prompts.draw(REPEATS.value, "prefill"), 1, server.ask)
+            compiled = recompiles(await asyncio.to_thread(_metrics, port))
     context = CONTEXT.value + OUTPUT_TOKENS.value / 2
-    return decoded(burst, model, rates, context), prefilled(single, model, rates, CHUNK.value)
+    stored = dict(each.partition("=")[::2] for each in LAUNCH.value).get("weight_dtype")
+    return decoded(burst, model, rates, context, stored), prefilled(single, model, rates, CHUNK.value), compiled
 
 
-def text_of(name: str, decode: Decoded, prefill: Prefilled) -> str:
+def text_of(name: str, decode: Decoded, prefill: Prefilled, compiled: int) -> str:
     return (
         f"{name} on {MESH.value}\n"
         f"decode step of {decode.streams} streams at {decode.context_tokens:,.0f} tokens: {decode.step_ms.p50:.2f} ms,"
         f" floor {decode.floor_ms:.2f} ms ({decode.share:.0%} of the floor's speed),"
         f" {decode.output_tokens_per_s:,.0f} tokens/s\n"
         f"prefill of {prefill.prompt_tokens:,} tokens: {prefill.prefill_ms.p50:.1f} ms, MFU {prefill.mfu:.0%}"
-        " of the measured matmul rate"
+        f" of the measured matmul rate; {compiled} programs compiled after ready"
     )
 
 
@@ -183,13 +201,13 @@ def main() -> int:
     folder = Path(MODEL.value) if MODEL.value else EMBEDDED_MODEL
     model, rates = read_config(folder), Rates.read(RATES.value)
     try:
-        decode, prefill = asyncio.run(measured(model, rates))
+        decode, prefill, compiled = asyncio.run(measured(model, rates))
     except ServerFailed as error:
         raise ValueError(str(error)) from error
-    print(text_of(folder.name, decode, prefill))
+    print(text_of(folder.name, decode, prefill, compiled))
     if OUTPUT.value:
         found = {"model": folder.name, "mesh": MESH.value, "launch": LAUNCH.value, "rates": asdict(rates)}
-        found |= {"decode": asdict(decode), "prefill": asdict(prefill)}
+        found |= {"decode": asdict(decode), "prefill": asdict(prefill), "recompiles": compiled}
         report.write_json(OUTPUT.value, machine.described() | found)
     return 0
 

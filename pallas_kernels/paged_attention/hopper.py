@@ -119,7 +119,7 @@ class Chip:
             plgpu.wgmma(sums, queries, plgpu.transpose_ref(keys, (1, 0)))
             return sums[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((queries.shape[0], keys.shape[0]), jnp.float32))
 
     @staticmethod
     def mixture(weights: Array, values: Any) -> Array:
@@ -129,7 +129,7 @@ class Chip:
             plgpu.wgmma(sums, weights, values)
             return sums[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((weights.shape[0], values.shape[1]), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((weights.shape[0], values.shape[1]), jnp.float32))
 
 
 class Interpreted(Chip):

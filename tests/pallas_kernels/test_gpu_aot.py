@@ -53,7 +53,9 @@ def compiled(submesh: Submesh, function, *arguments, donate=()) -> Any:
 
 
 def kernels_of(program: Any) -> int:
-    return program.as_text().count("__gpu$xla.gpu.triton") + program.as_text().count("triton_kernel_call")
+    """Triton's and Mosaic's."""
+    targets = "__gpu$xla.gpu.triton", "triton_kernel_call", 'custom_call_target="mosaic_gpu'
+    return sum(program.as_text().count(target) for target in targets)
 
 
 def bytes_of(pool: Any) -> int:
