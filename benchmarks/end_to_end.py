@@ -182,7 +182,8 @@ async def measured(model: ModelConfig, rates: Rates) -> tuple[Decoded, Prefilled
             single = await closed_loop(prompts.draw(REPEATS.value, "prefill"), 1, server.ask)
             compiled = recompiles(await asyncio.to_thread(_metrics, port))
     context = CONTEXT.value + OUTPUT_TOKENS.value / 2
-    stored = dict(each.partition("=")[::2] for each in LAUNCH.value).get("weight_dtype")
+    more: list[str] = LAUNCH.value or []
+    stored = next((each.removeprefix("weight_dtype=") for each in more if each.startswith("weight_dtype=")), None)
     return decoded(burst, model, rates, context, stored), prefilled(single, model, rates, CHUNK.value), compiled
 
 

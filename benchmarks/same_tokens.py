@@ -67,7 +67,7 @@ def say(platform: str, dtype: str) -> Said:
     with LLM(mesh=MESH.value, platform=platform, dtype=dtype, **sizes, **settings) as llm:
         asked = SamplingParams(max_tokens=TOKENS.value, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
         done = llm.generate_all(TEXTS[: PROMPTS.value], asked)
-    logprobs = [[each.logprob for each in answer.prompt_logprobs or ()] for answer in done]
+    logprobs = [[each.logprob or 0.0 for each in answer.prompt_logprobs or ()] for answer in done]
     return Said(platform, [list(answer.token_ids) for answer in done], logprobs)
 
 

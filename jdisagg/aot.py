@@ -2,7 +2,8 @@
 
     python -m jdisagg.aot --model=configs/llama3_70b --mesh=prefill:tp8,decode:pp4tp2 --target=v5p:2x2x4
 
-The target is a slice of a TPU pod in chips (v5e:2x4, v5p:2x2x4, v6e:4x4) or GPUs (h100:8, h100:2x8, also h200, a100).
+The target is a slice of a TPU pod in chips (v5e:2x4, v5p:2x2x4, v6e:4x4, v7x:2x2x1) or GPUs (h100:8, h100:2x8, h200:8,
+a100:8).
 All settings of jdisagg.launch count here (--config=FILE as well); the model folder needs nothing but its config.json.
 
     --all_programs          every declared bucket and stage; else the largest of each kind stands in for the others

@@ -1,7 +1,7 @@
 """Accelerators one may compile for without having them: data from the makers' sheets, and how a target is written.
 
-target = chip ":" sides, as v5e:2x4, v5p:2x2x4, v6e:4x4 (a slice of a TPU pod, in chips) or h100:8, h100:2x8 (GPUs, or
-hosts by GPUs).
+target = chip ":" sides, as v5e:2x4, v5p:2x2x4, v6e:4x4, v7x:2x2x1 (a slice of a TPU pod, in chips; of v7x each is two
+devices) or h100:8, h100:2x8 (GPUs, or hosts by GPUs).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Chip:
     flops_per_s: float  # dense bf16 products summed in f32
     dimensions: int  # sides of a target
     gpu: GpuSheet | None = None
+    devices: int = 1  # of a chip, as jax counts them; the figures are of one
+    compiled_as: str = ""  # libtpu's name for it, where it has another
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class GpuSheet:
 _H100 = GpuSheet("NVIDIA H100 80GB HBM3", 9, 132, 128, 233_472, 232_448, 50 << 20, 1.98)
 _H200 = GpuSheet("NVIDIA H200", 9, 132, 128, 233_472, 232_448, 50 << 20, 1.98)
 _A100 = GpuSheet("NVIDIA A100-SXM4-80GB", 8, 108, 64, 167_936, 166_912, 40 << 20, 1.41)
-# TPU: cloud.google.com/tpu/docs/{v5e,v5p,v6e}; memory as libtpu 0.0.42 says it in "exceeds available HBM".
+# TPU: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; memory as libtpu 0.0.42 says it in "exceeds available HBM".
 # GPU: NVIDIA's data sheets of the SXM boards, without sparsity; memory as the driver counts it.
 CHIPS = {
     chip.name: chip
@@ -53,6 +55,7 @@ CHIPS = {
         Chip("v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 2),
         Chip("v5p", "tpu", int(95.74 * GIB), 2_765e9, 459e12, 3),
         Chip("v6e", "tpu", int(31.25 * GIB), 1_640e9, 918e12, 2),
+        Chip("v7x", "tpu", int(94.75 * GIB), 3_690e9, 1_153.5e12, 3, devices=2, compiled_as="tpu7x"),
         Chip("a100", "gpu", 85_100_068_864, 2_039e9, 312e12, 2, _A100),
         Chip("h100", "gpu", 84_942_979_072, 3_352e9, 989.4e12, 2, _H100),
         Chip("h200", "gpu", 151_397_597_184, 4_800e9, 989.4e12, 2, _H200),
@@ -89,7 +92,7 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        return prod(self.sides)
+        return prod(self.sides) * self.chip.devices
 
     def host_of(self, device: int) -> int:
         """As links see it: GPUs of a host are joined by NVLink, chips of a slice by ICI, whatever hosts have them."""

@@ -57,7 +57,7 @@ def check_compiler(chip: Chip) -> None:
 
 
 def _tpus(target: Target) -> tuple[Device, ...]:
-    name = f"{target.chip.name}:" + "x".join(map(str, target.sides))
+    name = f"{target.chip.compiled_as or target.chip.name}:" + "x".join(map(str, target.sides))
     host = tuple(min(side, 2) for side in (*target.sides, 1)[:3])  # 2 x 2 chips a host, where there are so many
     if target.sides == (2, 4):
         host = (2, 4, 1)  # the one slice of eight chips that is a single host

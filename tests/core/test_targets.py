@@ -15,7 +15,13 @@ STAGES = (range(0, 21), range(21, 41), range(41, 61), range(61, 80))
 
 @pytest.mark.parametrize(
     ("text", "devices", "shown"),
-    [("v5e:2x4", 8, "v5e:2x4"), ("V5P:2x2x4", 16, "v5p:2x2x4"), ("h100:8", 8, "h100:8"), ("h200:2x8", 16, "h200:2x8")],
+    [
+        ("v5e:2x4", 8, "v5e:2x4"),
+        ("V5P:2x2x4", 16, "v5p:2x2x4"),
+        ("h100:8", 8, "h100:8"),
+        ("v7x:2x2x1", 8, "v7x:2x2x1"),
+        ("h200:2x8", 16, "h200:2x8"),
+    ],
 )
 def test_a_target_is_a_chip_and_its_sides(text, devices, shown):
     target = Target.parse(text)

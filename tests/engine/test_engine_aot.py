@@ -11,6 +11,7 @@ DECODE = [
     ("v5e:2x2", "8B", 1),
     ("v6e:2x2", "8B", 2),
     ("v5p:2x2x2", "70B", 2),
+    ("v7x:1x1x1", "8B", 1),  # both devices of one chip
     ("h100:8", "70B", 2),
     ("v6e:2x2", "Gemma 2 9B", 2),  # heads of 256, windows on every other layer, soft caps
     ("h100:8", "Gemma 2 9B", 1),
