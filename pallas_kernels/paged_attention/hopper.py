@@ -7,19 +7,29 @@ arrive at one barrier.
 """
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER, Blocks, Rule, blocks_of
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.tuning import tuned
 
+
+def mosaic_gpu() -> Any:
+    """Pallas' module; None where absl is not installed, which it needs: then Triton's code runs."""
+    try:
+        return import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError:
+        return None
+
+
+plgpu = mosaic_gpu()
 ROWS = 64  # of a wgmma
 TILE = 64  # tokens at least: what a wgmma sums over is a whole swizzle
 BOX = 8  # rows of shared memory that a swizzle turns together: what is copied is a multiple
@@ -31,7 +41,12 @@ def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
 
     Rows of 256 would need 24 bytes more of shared memory than a block may have.
     """
-    if isinstance(kv_pages, QuantizedPages) or kv_pages.dtype != jnp.bfloat16 or q.dtype != jnp.bfloat16:
+    if (
+        plgpu is None
+        or isinstance(kv_pages, QuantizedPages)
+        or kv_pages.dtype != jnp.bfloat16
+        or q.dtype != jnp.bfloat16
+    ):
         return False
     _, kv_heads, parts, page_size, size = kv_pages.shape
     whole = size % (SWIZZLE_BYTES // 2) == 0 and size <= 128 and page_size % BOX == 0 and page_size & page_size - 1 == 0
