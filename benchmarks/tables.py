@@ -379,6 +379,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         simulated_tables.autoscale,
         role_flip,
         feature_tables.schemas,
+        feature_tables.features,
         feature_tables.forced,
         takeover,
         simulated_tables.scale,
