@@ -103,6 +103,7 @@ ALL = (
     ),
     Benchmark("takeover", "benchmarks.takeover", "--rounds=2", "--rounds=1"),
     Benchmark("scale", "benchmarks.scale", "", "--workers=16,32 --streams=64 --followed=20"),
+    Benchmark("failures", "benchmarks.failures", "", "--rates=4 --seconds=20 --moments=1"),
     Benchmark("group_stream_cpu", "benchmarks.group_stream", "--rounds=3000", "--rounds=20"),
     Benchmark("processes_cpu", "benchmarks.processes", "--rounds=4 --num_requests=8"),
     Benchmark("compression", "benchmarks.compression"),

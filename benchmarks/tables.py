@@ -384,6 +384,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         takeover,
         simulated_tables.scale,
         simulated_tables.scale_failures,
+        simulated_tables.failures,
         soak,
         kernels,
     )

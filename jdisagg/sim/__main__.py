@@ -56,6 +56,7 @@ from jdisagg.sim.cluster_spec import (
     with_tiers,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
+from jdisagg.sim.failing import FailingCluster, Failures, drawn_losses, failing, losses_told
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
 from jdisagg.sim.model_numbers import model_of
@@ -131,6 +132,10 @@ def _define_cluster(values: flags.FlagValues) -> None:
     until, change = "--autoscale: until what runs there goes on elsewhere", "--autoscale: of a machine's change of role"
     absl_flags.DEFINE_float("flip_drain_s", 10.0, until, 0.0, flag_values=values)
     absl_flags.DEFINE_float("flip_reshape_s", 5.0, change, 0.0, flag_values=values)
+    every, noticed = "a worker is lost so often, in the mean; 0: never", "--lost_every_s: until a loss is noticed"
+    absl_flags.DEFINE_float("lost_every_s", 0.0, every, 0.0, flag_values=values)
+    absl_flags.DEFINE_float("noticed_s", 5.0, noticed, 0.0, flag_values=values)
+    absl_flags.DEFINE_float("back_s", 300.0, "--lost_every_s: from then until another joins", 0.0, flag_values=values)
     absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
 
 
@@ -235,20 +240,27 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     trace = workload(values, rate)
     given = build(values, trace)
     log = SpanLog() if values.report else None
-    cluster = clustered(values, given, log=log, router=router_of(values))
+    cluster = clustered(values, given, trace, log=log, router=router_of(values))
     began = time.perf_counter()
     asks = slo_of(values) if values.early_rejection == "auto" else None
     outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s, asks=asks)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
     run = Run(outcome, took_s, rate or trace.rate_rps, log)
-    if not isinstance(cluster, ScaledCluster):
-        return run
-    return replace(run, scaling=scaling_told(cluster), flips=flips_of(cluster))
+    if isinstance(cluster, FailingCluster):
+        return replace(run, events=losses_told(cluster))
+    if isinstance(cluster, ScaledCluster):
+        return replace(run, events=scaling_told(cluster), flips=flips_of(cluster))
+    return run
 
 
-def clustered(values: flags.FlagValues, given: ClusterSpec, **named: Any) -> Cluster:
-    """With an autoscaler where --autoscale asks for one. Raises ConfigError."""
+def clustered(values: flags.FlagValues, given: ClusterSpec, trace: Trace, **named: Any) -> Cluster:
+    """With an autoscaler where --autoscale asks for one, or with losses. Raises ConfigError."""
+    if values.lost_every_s:
+        if values.autoscale != "off":
+            raise ConfigError(f"--lost_every_s: who is lost is simulated without --autoscale={values.autoscale}")
+        losses = drawn_losses(given.workers, values.lost_every_s, trace.span_s, values.seed)
+        return failing(given, Failures(losses, values.noticed_s, values.back_s), **named)
     if values.autoscale == "off":
         return simulated(given, **named)
     if values.cost.startswith("profile:"):

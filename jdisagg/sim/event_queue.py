@@ -44,6 +44,15 @@ class EventQueue:
     def disarm(self, actor: WorkerId, key: str) -> None:
         del self._armed[actor, key]
 
+    def forget(self, which: Callable[[WorkerId, Any], bool]) -> None:
+        """Nothing of these happens any more."""
+        for queue in (self._heap, self._timers):
+            queue[:] = [each for each in queue if not which(each[2], each[3])]
+            heapq.heapify(queue)
+        for actor, key in [*self._armed]:
+            if which(actor, TimerFired(key)):
+                del self._armed[actor, key]
+
     def pop(self, until_s: float, is_over: Callable[[], bool]) -> tuple[float, WorkerId, Any] | None:
         """The next thing to happen until then; None where nothing does, or only timers are left and all is over."""
         heap, timers = self._heap, self._timers

@@ -130,6 +130,11 @@ class StepEnds:
             del self._due_s[name]
         return due
 
+    def forget(self, name: WorkerId) -> None:
+        """It is gone, and its steps with it."""
+        self.foreseen.pop(name, None)
+        self._due_s.pop(name, None)
+
     def catch_up(self, name: WorkerId, worker: Worker, at_s: float) -> CaughtUp | None:
         """The worker's quiet steps that have ended by `at_s` end in its books; None where there are none."""
         seen = self.foreseen[name]

@@ -20,6 +20,10 @@ class HeldSteps:
             self._held[actor, gates[0].attempt] = (effect, parts)
         return bool(gates)
 
+    def forget(self, actor: WorkerId) -> None:
+        """It is gone."""
+        self._held = {key: step for key, step in self._held.items() if key[0] != actor}
+
     def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunStep | None:
         """The step that waits for nothing any more."""
         whose = effect.transfer if isinstance(effect, InsertKV) else effect

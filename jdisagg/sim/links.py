@@ -46,6 +46,11 @@ class FairLinks:
         self.flows[name] = Flow(tuple(port for port in ports if port in self.bytes_per_s), size_bytes)
         self._share(now_s)
 
+    def stop(self, name: Hashable, now_s: float) -> None:
+        """A flow ends before it is through."""
+        del self.flows[name]
+        self._share(now_s)
+
     @property
     def next_end_s(self) -> float:
         """When the next flow is through if nothing else begins; infinite where there is none."""

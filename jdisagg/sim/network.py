@@ -51,5 +51,13 @@ class Network:
             yield transfer, Span(self._left_s.pop(transfer), now_s + self._latency_s)
         self._version += 1
 
+    def lose(self, worker: WorkerId, now_s: float) -> tuple[float, FlowDone] | None:
+        """It is gone: nothing comes from it or reaches it. When the next flow is through, as `next_done`."""
+        for transfer in [each for each in self._left_s if worker in (each.source, each.destination)]:
+            self._links.stop(transfer, now_s)
+            del self._left_s[transfer]
+        self._version += 1
+        return self.next_done()
+
     def next_done(self) -> tuple[float, FlowDone] | None:
         return (self._links.next_end_s, FlowDone(self._version)) if self._links.flows else None

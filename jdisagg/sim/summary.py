@@ -27,7 +27,7 @@ class Run:
     took_s: float
     rate_rps: float
     log: SpanLog | None = None
-    scaling: str = ""  # what the autoscaler did, where there was one
+    events: str = ""  # what became of workers: what the autoscaler did, or who was lost
     flips: Sequence[tuple[float, Flip]] = ()
 
 
@@ -58,7 +58,7 @@ def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
         f" {busy}",
         *found_again(outcome),
         *between_tiers(outcome),
-        *([run.scaling] if run.scaling else []),
+        *([run.events] if run.events else []),
         f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
         f" {outcome.span_s / took_s:,.1f} x real time",
     ]

@@ -110,3 +110,11 @@ def test_flips_between_workers_that_are_cut_otherwise_are_refused_in_one_line(tu
     assert run(*flags, "--autoscale=flip") == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "--autoscale=flip: " in line and "give all workers of --mesh as many devices, without pp" in line
+
+
+def test_workers_are_lost_and_come_back_and_it_is_said(turning, capsys):
+    assert run(f"--trace=azure:{turning}", *SCALED, "--lost_every_s=30", "--noticed_s=1", "--back_s=2") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "workers were lost (" in said
+    assert run(f"--trace=azure:{turning}", *SCALED, "--lost_every_s=30", "--autoscale=flip") == 2
+    assert "--lost_every_s: who is lost is simulated without --autoscale=flip" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from jdisagg.core.errors import BadTicket
 log = logging.getLogger("jdisagg.cluster")
 
 METHOD = "/jdisagg.Control/Join"
-PROTOCOL = 5
+PROTOCOL = 6
 NONCE_BYTES = 16
 FIRST_RECORD_BYTES = 1000
 PIECE_BYTES = 256 << 10  # the longest message of the stream; the records of a handshake are of one piece
