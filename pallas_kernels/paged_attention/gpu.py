@@ -115,7 +115,7 @@ def joined(
     return pl.pallas_call(
         partial(join_parts, blocks=blocks, window=window),
         out_shape=jax.ShapeDtypeStruct(
-            (slots, heads, size), dtype, manual_axis_type=jax.typeof(lengths).manual_axis_type
+            (slots, heads, size), dtype, manual_axis_type=jax.typeof(partials[2]).manual_axis_type
         ),
         grid=(slots, heads),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),

@@ -112,11 +112,18 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(queries.reshape(-1, size), kv_pages.reshape(-1, size), page_table, lengths)
-    partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in (top, total, mixed)]
+    found = varying_as(q, top), varying_as(q, total), varying_as(q, mixed)
+    partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in found]
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, groups), ((0, 0), (0, rows - groups))).reshape(-1)
     out = gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret=interpret is not None)
     return out.reshape(slots, kv_heads, rows, size)[:, :, :groups].reshape(slots, heads, size)
+
+
+def varying_as(like: Array, array: Array) -> Array:
+    """Within a `shard_map` a kernel of Mosaic GPU does not say that its results are each shard's own."""
+    axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
 class Chip:
