@@ -12,6 +12,7 @@ from jdisagg import aot
 from jdisagg.parallel.topology import devices_of
 from tests.environment import as_users
 
+EXPECTED = " is expected to take "
 ROOT = Path(__file__).parent.parent
 POD = ["--model=configs/llama3_70b", "--mesh=prefill:tp8,decode:pp4tp2"]
 TINY = {
@@ -95,7 +96,9 @@ def test_a_whole_run_is_compiled_and_reported(tmp_path):
     assert all(stage["total_bytes"] < stage["limit_bytes"] for stage in report["stages"])
     sent = [each for each in report["floors"] if " sends " in each]
     assert len(sent) == 1 and sent[0].startswith("prefill-0"), "stages of one device send nothing within a program"
-    assert len(report["floors"]) == 2 + len(sent)
+    told = [each for each in report["floors"] if EXPECTED in each]
+    assert len(report["floors"]) == 2 + len(sent) + len(told)
+    assert {each.partition(":")[0] for each in told} == {"prefill-0", "decode-0"}
 
 
 @needs_cuda
@@ -105,7 +108,9 @@ def test_groups_over_hosts_are_compiled_and_what_they_send_is_told(tmp_path):
     sizes = "--kv_tokens=8192", "--max_num_batched_tokens=64", "--decode_turns=4", "--max_num_seqs=8"
     done, report = report_of(tmp_path, "--mesh=prefill:tp4,decode:ring2tp2", "--target=h100:4x2", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert report["faults"] == [] and len(report["floors"]) == 4
+    told = [each for each in report["floors"] if EXPECTED in each]
+    assert report["faults"] == [] and len(report["floors"]) == 4 + len(told)
+    assert {each.partition(":")[0] for each in told} == {"prefill-0", "decode-0"}
     by_kind = {each["kind"]: each for each in report["programs"]}
     for kind in ("prefill", "ring plain"):
         sent = by_kind[kind]["sent_bytes"]
