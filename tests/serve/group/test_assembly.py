@@ -71,8 +71,9 @@ def test_who_does_not_fit_is_refused_and_named_on_the_leader_which_waits_on(case
     with pytest.raises(PeerMismatch) as refusal:
         join_leader(at, theirs)
     assert said in str(refusal.value) and said in door.said[-1] and "member 1" in door.said[-1]
-    join_leader(at, card(1))
+    joined = join_leader(at, card(1))  # whose stream is open as long as it is held
     assert sorted(gathered.result(WAIT_S)) == [1]
+    joined.frames.close()
 
 
 def test_a_rank_that_comes_twice_is_refused_though_the_group_is_full(pool):
@@ -95,8 +96,9 @@ def test_a_member_that_left_again_before_the_group_was_full_may_come_back(pool):
     join_leader(at, card(1, size=3)).frames.close()
     again = pool.submit(_join_patiently, at, card(1, size=3))
     again.result(WAIT_S)
-    join_leader(at, card(2, size=3))
+    joined = join_leader(at, card(2, size=3))
     assert sorted(gathered.result(WAIT_S)) == [1, 2]
+    joined.frames.close()
 
 
 def _join_patiently(at, own):
@@ -115,8 +117,9 @@ def test_another_secret_is_told_at_both_ends_and_the_leader_waits_on(pool):
     gathered = pool.submit(door.assembly.gather)
     with pytest.raises(PeerMismatch, match=r"does not share our secret: .*--secret_file"):
         join_leader(replace(at, secret=b"another secret of sixteen bytes"), card(1))
-    join_leader(at, card(1))
+    joined = join_leader(at, card(1))  # whose stream is open as long as it is held
     assert sorted(gathered.result(WAIT_S)) == [1]
+    joined.frames.close()
     assert "does not share our secret" in door.said[0]
 
 
