@@ -117,9 +117,11 @@ ALL = (
     Benchmark(
         "speculation",
         "benchmarks.speculation",
-        "--streams=1,4,8 --drafts=1,3 --kinds=auto,draft",
+        "--streams=1,4,8 --drafts=1,3 --kinds=auto,draft,auto:draft",
         "--drafts=3 --streams=1 --rounds=1 --tokens=8",
     ),
+    Benchmark("adapters_cpu", "benchmarks.adapters", "", "--adapters=2 --rank=2 --tokens=4 --rounds=1"),
+    Benchmark("adapters_smollm2_cpu", "benchmarks.adapters", "--model=smollm2 --rounds=2 --tokens=32"),
     Benchmark("schemas", "benchmarks.schemas", "--suite={json_schema_suite}", "--every=60"),
     Benchmark("prefill_stages", "benchmarks.prefill_stages", "--rounds=5", "--prompts=64 --batches=1 --rounds=1"),
     Benchmark("prefix_reuse", "benchmarks.prefix_reuse", "--model={models}/small --turns=6"),

@@ -306,6 +306,19 @@ def speculation() -> str:
     return f"{origin(report)}\n\n{rows_of(['answers', 'streams', *kinds], rows)}"
 
 
+def adapters() -> str:
+    """Tokens/s of eight streams with adapters beside none, in turns."""
+    reports = [result("adapters_cpu"), result("adapters_smollm2_cpu")]
+    rows = [
+        [f"`{report['model']}`", each["adapters"], f"{each['tokens_per_s']:,.0f}", f"{each['ratio']:.2f}",
+         f"{each['cpu_ratio']:.2f}"]
+        for report in reports
+        for each in report["rows"]
+    ]  # fmt: skip
+    head = ["model", "adapters asked for", "tokens/s", "beside no room for any", "processor time a token"]
+    return f"{origin(reports[0])} {origin(reports[1])}\n\n{rows_of(head, rows)}"
+
+
 def aot_pods() -> str:
     """What spanning steps of Llama-3-70B send, as compiled."""
     report, rows = result("aot_pods"), []
@@ -371,6 +384,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         ring,
         prefill_stages,
         speculation,
+        adapters,
         aot_pods,
         simulated_tables.early_rejection,
         simulated_tables.mooncake_kept,
