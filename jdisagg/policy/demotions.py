@@ -16,8 +16,8 @@ from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.prefix_cache import Node, PageHash, unpacked
 from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.tier_eviction import AHEAD_PAGES, Leaving, Moves, TierEviction, admits, remember
 from jdisagg.policy.tier_pool import TierPool
-from jdisagg.policy.tier_room import AHEAD_PAGES, Leaving, Moves, Room, admits, remember
 
 LOW, HIGH = 0.25, 0.5  # of HBM's pages that are free, or lie below as well: from when on pages go down, and until when
 MOST_PAGES = 64  # so, with those that have to go at once
@@ -39,7 +39,7 @@ class Demotions:
         """usable: whether a tier takes pages at a time."""
         self.tiers, self._usable = tiers, usable
         self.moves = Moves(out)
-        self.room = Room(tiers, self.moves, self._takes)
+        self.eviction = TierEviction(tiers, self.moves, self._takes)
         self._pooled: OrderedDict[PageHash, None] = OrderedDict()
         self._seen: OrderedDict[PageHash, None] = OrderedDict()  # went down once: who comes again was used twice
         self._now_s = 0.0
@@ -52,7 +52,7 @@ class Demotions:
     def follow(self, shared: SharedPages) -> None:
         """Another HBM, which holds nothing yet. What left the last one is on its way still."""
         self.shared, self._going_down = shared, False
-        self.room.hbm = shared.cache
+        self.eviction.hbm = shared.cache
         shared.leaving, shared.parking = self.make_way, self.park
 
     # ------------------------------------------------------------ from HBM
@@ -78,7 +78,7 @@ class Demotions:
         """Copies ahead of need what the watermarks say."""
         self._now_s = now_s
         self._tend_hbm()
-        self.room.tend()
+        self.eviction.tend()
 
     def _tend_hbm(self) -> None:
         pool, cache = self.shared.pool, self.shared.cache
@@ -139,7 +139,7 @@ class Demotions:
         pool = self.tiers[tier]
         new = [page for page in pages if page.name not in pool.kept and admits(tier, page.uses)]
         new = new[: max(0, most - self.moves.pages_to(tier))]
-        self.room.make(pool, len(new), ahead=ahead)
+        self.eviction.make_room(pool, len(new), ahead=ahead)
         new = new[: pool.free_pages]
         places = [pool.admit(page.name, page.uses, page.depth) for page in new]
         self.moves.begin(Tier.HBM, tier, new, tuple(place for place in places if place is not None))
@@ -164,4 +164,4 @@ class Demotions:
             if not good and not event.failed:
                 remember(self.moves.refused, (name,))
             if move.source is Tier.DRAM:
-                self.room.spilt(name, good=good)
+                self.eviction.spilt(name, good=good)

@@ -151,9 +151,8 @@ def _ranked(
             rank = FAILED if snapshot.avoided else APART if apart is not None and apart(snapshot) else FREELY
             parts = cost(snapshot)
             able.append((rank, total(parts), snapshot.served, snapshot.worker, parts))
-    best = (
-        heapq.nsmallest(SHOWN, able) if len(able) > FEW else sorted(able)[:SHOWN]
-    )  # no two have the same name: parts are never compared
+    # No two have the same name: parts are never compared.
+    best = heapq.nsmallest(SHOWN, able) if len(able) > FEW else sorted(able)[:SHOWN]
     return tuple(Candidate(worker, rank, parts, served) for rank, _, served, worker, parts in best)
 
 

@@ -18,7 +18,7 @@ from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.prefix_cache import packed, unpacked
 from jdisagg.policy.prices import COMPUTED
 from jdisagg.policy.shared_pages import SharedPages
-from jdisagg.policy.tier_room import AHEAD_PAGES
+from jdisagg.policy.tier_eviction import AHEAD_PAGES
 from jdisagg.policy.tiers import Tiers
 from tests.sim.cases import worker
 

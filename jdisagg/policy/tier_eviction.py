@@ -1,4 +1,4 @@
-"""Room in a worker's tiers below HBM: what is worth least goes from DRAM to disk, where disk admits it, or is given up.
+"""Eviction from a worker's tiers below HBM: what is worth least goes from DRAM to disk, if that admits it, or is lost.
 
 Who asks for room ahead of need gets none that a page would have to leave that HBM has as well and no other tier: that
 page would be the next to go down, and in a tier too small for the watermarks the same pages would take each other's
@@ -67,7 +67,7 @@ class Moves:
         return sum(len(unpacked(move.names)) for move in self.under_way.values() if move.destination is tier)
 
 
-class Room:
+class TierEviction:
     """Of one worker. `tiers` are its own below HBM; `takes`: whether one takes pages now; `hbm`: what lies there."""
 
     def __init__(self, tiers: dict[Tier, TierPool], moves: Moves, takes: Callable[[Tier], bool]) -> None:
@@ -85,9 +85,9 @@ class Room:
         self._spilling = share < (HIGH_DRAM if self._spilling else LOW_DRAM)
         if self._spilling:
             wanted = min(AHEAD_PAGES, int(HIGH_DRAM * dram.num_pages) + 1)
-            self.make(dram, wanted - self.moves.pages_to(Tier.DISK), ahead=True)
+            self.make_room(dram, wanted - self.moves.pages_to(Tier.DISK), ahead=True)
 
-    def make(self, pool: TierPool, wanted: int, *, ahead: bool) -> None:
+    def make_room(self, pool: TierPool, wanted: int, *, ahead: bool) -> None:
         """Until `wanted` pages of it are free, or on their way from DRAM to disk, or nothing more may go."""
         if pool.free_pages >= wanted:
             return
@@ -119,7 +119,7 @@ class Room:
     def _spill(self, going: Sequence[Leaving], *, ahead: bool) -> None:
         """These, which are locked, from DRAM to disk, as far as there is room."""
         dram, disk = self.tiers[Tier.DRAM], self.tiers[Tier.DISK]
-        self.make(disk, len(going), ahead=ahead)
+        self.make_room(disk, len(going), ahead=ahead)
         places = [disk.admit(page.name, page.uses, page.depth) for page in going]
         kept_places = tuple(place for place in places if place is not None)
         for page in going[len(kept_places) :]:
