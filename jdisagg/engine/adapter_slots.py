@@ -84,6 +84,7 @@ class AdapterSlots:
     def here(self, asked: Iterable[SamplingParams]) -> None:
         """All that these ask for is in slots from now on, but for what cannot be read."""
         wanted = dict.fromkeys(each.adapter for each in asked if each.adapter is not None)
+        self._unreadable &= wanted.keys()  # once nobody asks for one any more, the next who does has it tried again
         for adapter in wanted:
             if adapter in self._slots:
                 self._slots[adapter] = self._slots.pop(adapter)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import jax
@@ -106,3 +107,6 @@ def test_an_adapter_that_cannot_be_read_ends_its_own_rows_alone(adapters: list[A
     alone = generate(machine, machine, prompts, 1, asking([None, adapters[1], adapters[1]]))
     assert tokens_of(drawn)[1][0] == BROKEN
     assert [drawn[0], drawn[2]] == [alone[0], alone[2]]
+    copytree(adapters[0].folder, tmp_path, dirs_exist_ok=True)
+    there = generate(machine, machine, prompts, 1, asking([None, gone, adapters[1]]))
+    assert there == generate(machine, machine, prompts, 1, asking([None, adapters[0], adapters[1]]))
