@@ -29,7 +29,7 @@ from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.looped_params import LoopedParams
-from jdisagg.model.low_rank import Room
+from jdisagg.model.low_rank import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
@@ -58,7 +58,12 @@ class LayerGroupPrograms:
     """The programs of layers `layers` of the model on `submesh`, whether or not weights and pages exist."""
 
     def __init__(
-        self, config: ModelConfig, layers: range, submesh: Submesh, params: StageParams, room: Room | None = None
+        self,
+        config: ModelConfig,
+        layers: range,
+        submesh: Submesh,
+        params: StageParams,
+        room: AdapterCapacity | None = None,
     ) -> None:
         """room: for adapters of rows; None where rows have none."""
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
@@ -229,7 +234,7 @@ class LayerGroup(LayerGroupPrograms):
         submesh: Submesh,
         layout: KVLayout,
         num_pages: int,
-        room: Room | None = None,
+        room: AdapterCapacity | None = None,
     ) -> None:
         super().__init__(config, layers, submesh, params, room)
         self.kv = StagePages(layout, layers, num_pages, submesh, joined=self.joined)

@@ -28,7 +28,7 @@ from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
 from jdisagg.kv.ring_pools import RING_POOL_SPEC, ring_pool_format
 from jdisagg.model.adapted_params import ring_with_room
-from jdisagg.model.low_rank import Room
+from jdisagg.model.low_rank import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.model.ring_params import RingParams
@@ -83,7 +83,7 @@ class RingPrograms:
         params: RingParams,
         num_slots: int,
         most_turns: int,
-        room: Room | None = None,
+        room: AdapterCapacity | None = None,
     ) -> None:
         """room: for adapters of rows; None where rows have none."""
         assert num_slots % ring.pp == 0, (num_slots, ring.pp)

@@ -26,7 +26,7 @@ from jdisagg.engine.sampling import Counts
 from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
 from jdisagg.kv.ring_pools import RingPages
 from jdisagg.model.grammars.grammars import Grammars
-from jdisagg.model.low_rank import Room
+from jdisagg.model.low_rank import AdapterCapacity
 from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.ring import RingMesh
 from jdisagg.parallel.submesh import Program
@@ -45,7 +45,7 @@ class Ring(RingPrograms):
         cut: RingCut,
         ring: RingMesh,
         params: RingParams,
-        room: Room | None = None,
+        room: AdapterCapacity | None = None,
     ) -> None:
         super().__init__(model, cut, ring, params, config.num_slots, config.decode_turns, room)
         self.kv = RingPages(layout, cut, config.num_pages, ring)

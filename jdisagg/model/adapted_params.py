@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut
 from jdisagg.model.adapters import SHARED, AdapterWeights
-from jdisagg.model.low_rank import Factor, Room, attached, factors_of
+from jdisagg.model.low_rank import AdapterCapacity, Factor, attached, factors_of
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams, dotted
 from jdisagg.model.ring_params import RingParams
@@ -102,13 +102,17 @@ class AdaptedParams(StageParams):
         return list(zip(self.factors, leaves[self.first :], strict=True))
 
 
-def with_room(params: StageParams, model: ModelConfig, layers: range, room: Room, mesh: Submesh) -> AdaptedParams:
+def with_room(
+    params: StageParams, model: ModelConfig, layers: range, room: AdapterCapacity, mesh: Submesh
+) -> AdaptedParams:
     """The same stage, or the shapes of one, with empty slots."""
     factors = factors_of(model, layers, room)
     return _joined(params, [FactorLeaf(each, (layers[each.place],), mesh) for each in factors])
 
 
-def ring_with_room(params: RingParams, model: ModelConfig, cut: RingCut, room: Room, mesh: RingMesh) -> AdaptedParams:
+def ring_with_room(
+    params: RingParams, model: ModelConfig, cut: RingCut, room: AdapterCapacity, mesh: RingMesh
+) -> AdaptedParams:
     """As `with_room`, of a ring."""
     factors = factors_of(model, cut.numbers, room)
     return _joined(params, [FactorLeaf(each, tuple(row[each.place] for row in cut.places), mesh) for each in factors])

@@ -73,7 +73,7 @@ def give_rows(module: nnx.Module, rows: Array | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AdapterCapacity:
     """For how many adapters, of what rank at most, in numbers of what kind."""
 
     slots: int
@@ -89,7 +89,7 @@ class Factor:
     path: str  # of the matrix in the layer, as "attention.qkv"
     parts: tuple[Part, ...]  # all of the matrix's for `a`, one for a `b`
     is_a: bool
-    room: Room
+    room: AdapterCapacity
 
     @property
     def cut_axis(self) -> int | None:
@@ -132,7 +132,7 @@ class Factor:
         return side[:, columns] if self.is_a else side[rows]
 
 
-def factors_of(model: ModelConfig, numbers: Sequence[int], room: Room) -> list[Factor]:
+def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity) -> list[Factor]:
     """Of a stage with these layers, in a fixed order: of each matrix a, then every b."""
     return [
         Factor(place, path, parts, is_a, room)
