@@ -5,7 +5,7 @@ A place is a Hugging Face folder, an Orbax folder or a GGUF file (`--load_format
 
 from pathlib import Path
 
-from jdisagg.core.errors import FlagError
+from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.targets import GIB
@@ -120,3 +120,20 @@ def why_no_model(place: Path) -> str | None:
         return "a model is a folder, or a file whose name ends in .gguf"
     found = sorted(path.name for path in place.glob("*.gguf")) if place.is_dir() else []
     return "there is no config.json in that folder" + (f"; name its file {found[0]}" if found else "")
+
+
+def read_sharing_vocabulary(folder: Path, vocab_size: int, said: str) -> ModelConfig:
+    """The numbers of a model that stands beside one of so many tokens; `said` names it in errors.
+
+    Raises CheckpointError where there is none, ConfigError where its tokens are not the other's.
+    """
+    why = why_no_model(folder)
+    if why is not None:
+        raise CheckpointError(f"{said}: {why}")
+    found = read_model(folder)
+    if found.vocab_size != vocab_size:
+        raise ConfigError(
+            f"{said} has a vocabulary of {found.vocab_size} tokens and the model beside it one of {vocab_size}: both"
+            " must read the same tokens"
+        )
+    return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg.core.errors import FlagError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.checkpoint import read_model, why_no_model
+from jdisagg.model.checkpoint import read_sharing_vocabulary
 
 DRAFT_TOKENS = 3
 OWN = "draft"  # the draft that lies with a model, in a folder of this name
@@ -48,13 +48,4 @@ def read_draft(said: str, model_folder: Path, model: ModelConfig) -> tuple[Path,
     if not draft:
         return None
     folder = model_folder / OWN if draft == OWN else Path(draft)
-    why = why_no_model(folder)
-    if why is not None:
-        raise CheckpointError(f"--speculative={said}: {folder}: {why}")
-    found = read_model(folder)
-    if found.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"--speculative={said}: {folder} has a vocabulary of {found.vocab_size} tokens and {model_folder} one of"
-            f" {model.vocab_size}: name a draft that reads the same tokens"
-        )
-    return folder, found
+    return folder, read_sharing_vocabulary(folder, model.vocab_size, f"--speculative={said}: {folder}")

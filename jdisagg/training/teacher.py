@@ -14,9 +14,9 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from jdisagg.core.errors import CheckpointError, ConfigError
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.checkpoint import open_source, read_model, why_no_model
+from jdisagg.model.checkpoint import open_source, read_sharing_vocabulary
 from jdisagg.model.latents import LatentQueries
 from jdisagg.model.network import Attend, attending
 from jdisagg.model.params import AXIS, load_stage
@@ -46,15 +46,7 @@ class Teacher:
 def open_teacher(settings: TeacherSettings, config: ModelConfig) -> Teacher:
     """For a model of these numbers. Raises CheckpointError, ConfigError where it has other tokens."""
     folder = Path(settings.folder)
-    why = why_no_model(folder)
-    if why is not None:
-        raise CheckpointError(f"teacher.folder = {folder}: {why}")
-    found = read_model(folder)
-    if found.vocab_size != config.vocab_size:
-        raise ConfigError(
-            f"the teacher in {folder} has a vocabulary of {found.vocab_size} tokens and the model of"
-            f" {config.vocab_size}: set model.vocab_size to the teacher's"
-        )
+    found = read_sharing_vocabulary(folder, config.vocab_size, f"teacher.folder = {folder}")
     if found.latent or found.sinks or any(found.layer_windows) or found.attention_soft_cap:
         raise ConfigError(f"the teacher in {folder} is a {found.family}: only models of plain attention teach here")
     return Teacher(settings, found, _read(folder, found))

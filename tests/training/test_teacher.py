@@ -69,7 +69,7 @@ def test_a_pupil_of_other_sizes_begins_with_nothing():
 
 def test_a_teacher_with_other_tokens_is_refused_with_both_numbers(settings: TrainSettings):
     embedded = Path(__file__).parents[2] / "jdisagg" / "embedded"
-    with pytest.raises(ConfigError, match="a vocabulary of 4096 tokens and the model of 320"):
+    with pytest.raises(ConfigError, match="a vocabulary of 4096 tokens and the model beside it one of 320"):
         open_teacher(replace(ASKED, folder=str(embedded)), settings.model)
     with pytest.raises(CheckpointError, match=r"teacher.folder = nowhere"):
         open_teacher(replace(ASKED, folder="nowhere"), settings.model)
