@@ -87,11 +87,8 @@ def paged_attention(
     groups = heads // kv_heads
     rows = pl.cdiv(groups, BOX) * BOX
     queries = jnp.pad(q.reshape(slots, kv_heads, groups, size), ((0, 0), (0, 0), (0, rows - groups), (0, 0)))
-    turned = plgpu.TilingTransform((BOX, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
-    tiles = plgpu.SMEM((blocks.stages, blocks.tile, size), jnp.bfloat16, transforms=turned)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     per_row = shape((slots * parts * kv_heads * rows,), jnp.float32)
-    copies = 2 * max(1, blocks.tile // page_size)
     rule = Rule(scale, window, soft_cap, ((0, size),), None)
     top, total, mixed = plgpu.kernel(
         partial(
@@ -100,15 +97,7 @@ def paged_attention(
         out_type=(per_row, per_row, shape((per_row.shape[0], size), jnp.float32)),
         grid=(slots, kv_heads, parts),
         grid_names=("slots", "heads", "parts"),
-        scratch_types=[
-            plgpu.SMEM((ROWS, size), jnp.bfloat16, transforms=turned),
-            tiles,
-            tiles,
-            plgpu.SMEM((ROWS, size), jnp.float32),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
-        ],
+        scratch_types=scratch(blocks, page_size, size),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(queries.reshape(-1, size), kv_pages.reshape(-1, size), page_table, lengths)
@@ -118,6 +107,22 @@ def paged_attention(
         sinks = jnp.pad(sinks.reshape(kv_heads, groups), ((0, 0), (0, rows - groups))).reshape(-1)
     out = gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret=interpret is not None)
     return out.reshape(slots, kv_heads, rows, size)[:, :, :groups].reshape(slots, heads, size)
+
+
+def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
+    """The rows of a KV head, tiles of K and of V, sums, and who waits for what of them."""
+    turned = plgpu.TilingTransform((BOX, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    tiles = plgpu.SMEM((blocks.stages, blocks.tile, size), jnp.bfloat16, transforms=turned)
+    copies = 2 * max(1, blocks.tile // page_size)
+    return [
+        plgpu.SMEM((ROWS, size), jnp.bfloat16, transforms=turned),
+        tiles,
+        tiles,
+        plgpu.SMEM((ROWS, size), jnp.float32),
+        plgpu.SMEM((2, ROWS), jnp.float32),
+        plgpu.Barrier(num_arrivals=1),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
+    ]
 
 
 def varying_as(like: Array, array: Array) -> Array:

@@ -93,9 +93,7 @@ def attend_slots(
     start = jnp.zeros_like(longest) if window is None else jnp.maximum(jnp.minimum(least, longest) - window, 0)
     work = longest - start
     order = deal(work, cores)
-    # Logits [Hkv, rows and groups, 1]; NEVER where there are none, and then they take no share.
-    sinks = jnp.full(heads, NEVER) if sinks is None else sinks
-    sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, 1, -1), (1, times, 1)).reshape(kv_heads, -1, 1)
+    sinks = sinks_of_rows(sinks, heads, kv_heads, times)
     share = grouped.shape[0] // cores
     shape = (*grouped.shape[:3], value_size)
 
@@ -119,6 +117,12 @@ def attend_slots(
     )(*prefetch, grouped, sinks, kv_pages)
     out = out[:slots].reshape(slots, kv_heads, times, -1, value_size)
     return out.swapaxes(1, 2).reshape(rows, heads, value_size)
+
+
+def sinks_of_rows(sinks: Array | None, heads: int, kv_heads: int, times: int) -> Array:
+    """Logits [Hkv, rows and groups, 1]; NEVER where there are none, and then they take no share."""
+    sinks = jnp.full(heads, NEVER) if sinks is None else sinks
+    return jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, 1, -1), (1, times, 1)).reshape(kv_heads, -1, 1)
 
 
 def pages_of_block(kv_pages: Array | QuantizedPages) -> int:
