@@ -2,8 +2,8 @@
 
 Llama-3-70B on H100s, four workers of eight; one of them is lost at a time, at moments spread over the run, and the run
 is compared with the one that loses nobody. A request is good within --ttft_s and --tpot_s. What one failure costs is
-then taken as often as devices were lost in Llama 3's training (419 unexpected interruptions in 54 days of 16,384 GPUs),
-over a thousand such workers: failures are too rare for two to meet.
+then taken as often as devices were lost in Llama 3's training (419 unexpected interruptions in 54 days of 16,384 GPUs):
+failures are too rare for two to meet.
 
     python -m benchmarks.failures --output=benchmarks/results/failures.json
 """
@@ -56,8 +56,8 @@ class Row:
     way: str
     lost_requests: float  # that are not good any more
     late_s: float  # seconds that all requests together end later
-    longest_gap_s: float  # until the last of those who were hit was told more, less what it took without a failure
-    lost_share: float  # of the good requests of a thousand workers, where devices fail at the published rate
+    latest_s: float  # that one request ends later, the one that was delayed most
+    lost_share: float  # of all good requests, where devices fail at the published rate
     good_share: float  # of requests, without failures
 
 
@@ -109,7 +109,7 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("requests/s", "role", "another", "not good any more", "late, s", "latest, s", "of goodput"):
         shown.add_column(name, justify="left" if name in ("role", "another") else "right")
     for row in rows:
-        figures = f"{row.lost_requests:,.0f}", f"{row.late_s:,.0f}", f"{row.longest_gap_s:,.1f}"
+        figures = f"{row.lost_requests:,.0f}", f"{row.late_s:,.0f}", f"{row.latest_s:,.1f}"
         shown.add_row(f"{row.rate_rps:g}", row.role, row.way, *figures, f"{row.lost_share:.3%}")
     return shown
 

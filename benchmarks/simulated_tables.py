@@ -118,7 +118,7 @@ def scale() -> str:
 def failures() -> str:
     report, rows = result("failures"), []
     for each in report["rows"]:
-        counts = f"{each['lost_requests']:,.0f}", f"{each['late_s']:,.0f}", f"{each['longest_gap_s']:.1f}"
+        counts = f"{each['lost_requests']:,.0f}", f"{each['late_s']:,.0f}", f"{each['latest_s']:.1f}"
         rows.append([f"{each['rate_rps']:g}", each["role"], each["way"], *counts, f"{each['lost_share']:.5%}"])
     head = ["requests/s", "lost", "replaced by", "no good any more", "all later by, s", "one by, s", "of goodput"]
     return f"{origin(report)}\n\n{rows_of(head, rows)}"

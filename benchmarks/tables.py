@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from benchmarks import feature_tables, kernels_table, simulated_tables
+from benchmarks import engine_tables, feature_tables, kernels_table, simulated_tables
 from benchmarks.stored import origin, percent, result, rows_of, short, small
 
 SHOWN_LINKS = ((0.25, 8), (0.25, 16), (1.0, 4), (1.0, 16), (10.0, 16), (25.0, 8))  # Gbit/s, chunks
@@ -270,69 +270,6 @@ def soak() -> str:
     return f"{origin(report)}\n\n{told}\n\n{rows_of(head, rows)}\n\n{rows_of(['sent', 'and how it ended'], ends)}"
 
 
-def ring() -> str:
-    """A token's time, and of a ring its share of the stages' in pairs."""
-    report = result("ring")
-    rows = []
-    for batch in dict.fromkeys(each["batch"] for each in report["rows"]):
-        found = [each for each in report["rows"] if each["batch"] == batch]
-        shares = ["", *(f" ({each['ratio']:.2f})" for each in found[1:])]
-        times = (f"{1e3 * each['tpot_s']:.1f}{share}" for each, share in zip(found, shares, strict=True))
-        rows.append([batch, *times])
-    kinds = dict.fromkeys(each["schedule"] for each in report["rows"])
-    return f"{origin(report)}\n\n{rows_of(['streams', *kinds], rows)}"
-
-
-def prefill_stages() -> str:
-    """The first token's time, and the stages' share of it in pairs."""
-    report, rows = result("prefill_stages"), []
-    for shape in dict.fromkeys((each["prompt_tokens"], each["batch"]) for each in report["rows"]):
-        found = [each for each in report["rows"] if (each["prompt_tokens"], each["batch"]) == shape]
-        shares = ["", *(f" ({each['ratio']:.2f})" for each in found[1:])]
-        times = (f"{1e3 * each['ttft_s']:,.0f}{share}" for each, share in zip(found, shares, strict=True))
-        rows.append([f"{shape[0]:,}", shape[1], *times])
-    meshes = dict.fromkeys(f"`prefill:{each['mesh']}`" for each in report["rows"])
-    return f"{origin(report)}\n\n{rows_of(['prompt tokens', 'at once', *meshes], rows)}"
-
-
-def speculation() -> str:
-    """Tokens/s beside steps of one token, in pairs, and what a row drew."""
-    report, rows = result("speculation"), []
-    for shape in dict.fromkeys((each["work"], each["streams"]) for each in report["rows"]):
-        off, *found = [each for each in report["rows"] if (each["work"], each["streams"]) == shape]
-        drafts = [f"{each['ratio']:.2f} ({each['tokens_a_row']:.1f})" for each in found]
-        rows.append([*shape, f"{off['tokens_per_s']:,.0f}", *drafts])
-    kinds = dict.fromkeys(f"`{each['speculative']}`" for each in report["rows"])
-    return f"{origin(report)}\n\n{rows_of(['answers', 'streams', *kinds], rows)}"
-
-
-def adapters() -> str:
-    """Tokens/s of eight streams with adapters beside none, in turns."""
-    reports = [result("adapters_cpu"), result("adapters_smollm2_cpu")]
-    rows = [
-        [f"`{report['model']}`", each["adapters"], f"{each['tokens_per_s']:,.0f}", f"{each['ratio']:.2f}",
-         f"{each['cpu_ratio']:.2f}"]
-        for report in reports
-        for each in report["rows"]
-    ]  # fmt: skip
-    head = ["model", "adapters asked for", "tokens/s", "beside no room for any", "processor time a token"]
-    return f"{origin(reports[0])} {origin(reports[1])}\n\n{rows_of(head, rows)}"
-
-
-def aot_pods() -> str:
-    """What spanning steps of Llama-3-70B send, as compiled."""
-    report, rows = result("aot_pods"), []
-    for each in report["steps"]:
-        sums = ", ".join(f"{count} {name}" for name, count in each["collectives"].items())
-        sent = (f"{each[key] / 2**20:,.1f}" for key in ("inside_bytes", "between_bytes"))
-        times = (f"{1e3 * each[key]:.2f}" for key in ("links_s", "floor_s"))
-        step = {"prefill": "a chunk", "ring plain": "a dispatch"}[each["kind"]]
-        full = f"{each['device_bytes'] / 2**30:.1f} of {each['limit_bytes'] / 2**30:.1f}"
-        rows.append([each["target"], f"`{each['mesh']}`", step, sums, *sent, *times, full])
-    head = ["target", "mesh", "step", "collectives", "MiB inside", "to other hosts", "links, ms", "floor, ms", "GiB"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
-
-
 def role_flip() -> str:
     report, rates = result("role_flip_cpu"), ("before_tokens_per_s", "meanwhile_tokens_per_s", "failed")
     keys = ("drained_s", "reshard_s", "compile_s", "warm_s", "whole_s")
@@ -381,11 +318,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
         group_stream,
         simulated_tables.simulator,
         simulated_tables.topology,
-        ring,
-        prefill_stages,
-        speculation,
-        adapters,
-        aot_pods,
+        engine_tables.ring,
+        engine_tables.prefill_stages,
+        engine_tables.speculation,
+        engine_tables.adapters,
+        engine_tables.aot_pods,
         simulated_tables.early_rejection,
         simulated_tables.mooncake_kept,
         simulated_tables.mooncake_routed,

@@ -248,9 +248,9 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     cluster.check_all_ended()
     run = Run(outcome, took_s, rate or trace.rate_rps, log)
     if isinstance(cluster, FailingCluster):
-        return replace(run, events=losses_told(cluster))
+        return replace(run, changes=losses_told(cluster))
     if isinstance(cluster, ScaledCluster):
-        return replace(run, events=scaling_told(cluster), flips=flips_of(cluster))
+        return replace(run, changes=scaling_told(cluster), flips=flips_of(cluster))
     return run
 
 

@@ -27,7 +27,7 @@ class Run:
     took_s: float
     rate_rps: float
     log: SpanLog | None = None
-    events: str = ""  # what became of workers: what the autoscaler did, or who was lost
+    changes: str = ""  # what became of workers: what the autoscaler did, or who was lost
     flips: Sequence[tuple[float, Flip]] = ()
 
 
@@ -58,7 +58,7 @@ def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
         f" {busy}",
         *found_again(outcome),
         *between_tiers(outcome),
-        *([run.events] if run.events else []),
+        *([run.changes] if run.changes else []),
         f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
         f" {outcome.span_s / took_s:,.1f} x real time",
     ]
