@@ -43,7 +43,8 @@ from jdisagg.engine.ring_declarations import abstract_ring_table
 from jdisagg.named_models import located
 from jdisagg.parallel.submesh import Device
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
-from jdisagg.serve.deployment import Deployment, NoRoom, resolve_deployment
+from jdisagg.serve.deployment import Deployment, resolve_deployment
+from jdisagg.serve.memory import NoRoom
 
 UNFIT = 1
 WIDTH = 120  # of tables that go to a file or a pipe

@@ -16,7 +16,8 @@ from jdisagg.core.weight_format import AS_ACTIVATIONS
 from jdisagg.core.worker_config import Role
 from jdisagg.model.checkpoint import size_text
 from jdisagg.serve.cluster.processes import ALL_ROLES, FRONT_ROLE, ROUTER_ROLE, plays
-from jdisagg.serve.deployment import AUTO, Budget, Deployment
+from jdisagg.serve.deployment import AUTO, Deployment
+from jdisagg.serve.memory import Budget
 
 HERE = "ROUTER"  # whoever reads puts the router's host in its place
 

@@ -14,7 +14,9 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.stages import split_layers
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.reshape import Shape
-from jdisagg.serve.deployment import Budget, Deployment, num_pages, own_layers, shipping_of, worker_config
+from jdisagg.serve.deployment import Deployment
+from jdisagg.serve.memory import Budget, num_pages, own_layers
+from jdisagg.serve.worker_sizes import shipping_of, worker_config
 
 
 class Sized(Protocol):

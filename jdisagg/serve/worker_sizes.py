@@ -1,0 +1,102 @@
+"""One worker's sizes: slots, chunks, page tables, and how it ships what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdisagg.core.adapters import adapter_sizes
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.labels import Labels
+from jdisagg.core.mesh_spec import Schedule, WorkerMesh
+from jdisagg.core.settings import Settings, int_list
+from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
+from jdisagg.serve.speculation import read_speculation
+
+
+def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
+    """One worker's sizes; slots are rounded up to whole microbatches."""
+    stages, depth = (1, place.pp) if place.role is Role.PREFILL else (place.pp, 1)  # of decode, of prefill alone
+    slots = -(-settings.max_num_seqs // stages) * stages
+    ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
+    speculation = read_speculation(settings.speculative)
+    short = short_tokens(settings, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
+    mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
+    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
+    pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
+    return WorkerConfig(
+        worker=place.worker,
+        role=place.role,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=longest,
+        num_slots=slots,
+        num_microbatches=1 if ring else stages,
+        prefill_stages=depth,
+        chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
+        ring_stages=place.pp if ring else 1,
+        decode_turns=settings.decode_turns if ring else 1,
+        prefill_buckets=(short,) if short else chunk_sizes(settings, slots // stages if mixed else 0, page_size),
+        draft_tokens=0 if ring else speculation.tokens,
+        guesses=speculation.guesses,
+        draft_auto=speculation.auto and not ring,
+        draft_ngrams=not speculation.draft,
+        table_buckets=tuple(pages),
+        max_chunk_seqs=settings.max_chunk_seqs,
+        steps_in_flight=settings.steps_in_flight,
+        reserve_tokens=settings.reserve_tokens,
+        prefix_caching=settings.prefix_caching == "on",
+        dram_pages=-(-settings.dram_tokens // page_size),
+        disk_pages=-(-settings.disk_tokens // page_size),
+        shared_pool=bool(settings.pool),
+        peer_fetch=settings.peer_fetch,
+        tier_wire=RAW if settings.tier_compress == "none" else settings.tier_compress,
+        mixed_steps=mixed,
+        short_prompt_tokens=short,
+        embeds=settings.embeddings != "off",
+        ack_timeout_s=settings.handoff_timeout_s,
+        claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits for that long, and is to hear of it
+        labels=Labels.parse(settings.labels),
+        **adapter_sizes(settings),
+        router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
+    )
+
+
+def chunk_sizes(settings: Settings, rows: int, page_size: int) -> tuple[int, ...]:
+    """Declared chunks, ascending, beside `rows` decode rows."""
+    chunk = chunk_tokens(settings.max_num_batched_tokens, rows, page_size)
+    sizes = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, 64, 4)
+    return sizes if sizes[-1] == chunk else (*(size for size in sizes if size < chunk), chunk)
+
+
+def short_tokens(settings: Settings, rows: int, page_size: int) -> int:
+    """The chunk of a decode worker with `rows` rows a step, in whole pages; 0 where the budget of a step has no room.
+
+    Only where it keeps pages for their content does it ever hold all but the end of a prompt.
+    """
+    if settings.prefix_caching != "on":
+        return 0
+    tokens = min(settings.short_prompt_tokens, settings.max_num_batched_tokens - rows)
+    return max(0, tokens - tokens % page_size)
+
+
+def shipping_of(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:
+    """How workers ship KV: when it leaves, in which layer groups, and what its bytes are."""
+    return {
+        "transfer": TransferMode(settings.transfer),
+        "digests": Digests(settings.transfer_digests),
+        "stage_admission": settings.stage_admission == "on",
+        "layer_groups": tuple((run.start, run.stop) for run in layers),
+        "kv_token_bytes": kv.bytes_per_page // kv.page_size,
+        "compress": Compress(settings.transfer_compress),
+        "error_bound": settings.transfer_error_bound,
+        # Pages and dtypes may differ.
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.parts} x {kv.head_dim}",
+    }
+
+
+def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
+    """`largest` divided by `ratio` again and again while it stays over `smallest`, ascending."""
+    sizes = [largest]
+    while sizes[0] // ratio >= smallest:
+        sizes.insert(0, sizes[0] // ratio)
+    return tuple(sizes)
