@@ -109,6 +109,7 @@ class StepDone:
     first: tuple[tuple[RequestId, Sampled], ...] = ()
     prompt: tuple[tuple[RequestId, tuple[Sampled, ...]], ...] = ()
     pooled: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()  # this chunk's share, in parts of POOLED_ONE
+    guessed: tuple[tuple[int, str, int], ...] = ()  # slot, by what, tokens: of each decode row that had a draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import RAW
 
+NGRAM, DRAFT, GRAMMAR = "ngram", "draft", "grammar"  # what guesses: tokens that stood there before, a model, a grammar
+
 
 @dataclass(frozen=True, slots=True)
 class History:

@@ -169,6 +169,14 @@ class WorkerConfig:
             raise ConfigError(f"{self.worker}: {what} for a ring of {self.ring_stages}: whole multiples, in one")
 
     @property
+    def draft_sizes(self) -> tuple[int, ...]:
+        """Tokens of drafts that there are programs for, ascending: of who chooses, each double the rows of the last."""
+        most = self.draft_tokens if self.role.decodes else 0
+        if not (most and self.draft_auto):
+            return (most,) if most else ()
+        return (*((2 << power) - 1 for power in range(most.bit_length()) if (2 << power) - 1 < most), most)
+
+    @property
     def computes_prompts(self) -> bool:
         """Whether it has programs for chunks: a decode worker may, for short ones."""
         return self.role.prefills or self.short_prompt_tokens > 0

@@ -17,6 +17,7 @@ from jdisagg.parallel.submesh import WHOLE, Program, Signature, Submesh, signatu
 UNITS = {  # of sizes; else tokens
     "decode": "pages",
     "verify": "pages",
+    "guess": "pages",
     "ring": "pages",
     "pack": "pages",
     "check": "pages",
@@ -29,7 +30,7 @@ UNITS = {  # of sizes; else tokens
 class DeclaredProgram:
     """One jitted function for one set of shapes."""
 
-    kind: str  # "prefill", "head", "score", "states", "decode", "mixed", "draw ...", "pack", "check", "insert"
+    kind: str  # "prefill", "head", "score", "states", "decode", "verify 4", "mixed", "mixed 4", "draw ...", "pack", ...
     stage: int  # group of the worker that it runs on
     size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
     program: Program
@@ -88,3 +89,14 @@ def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def logit_bytes(model: ModelConfig, rows: int) -> int:
     """Eight copies of the logits: sampling keeps several at once, and the least tile has eight rows."""
     return 8 * max(rows, 8) * model.vocab_size * 4
+
+
+def abstract(arrays: Any) -> Any:
+    """The same as shapes where they lie; those that are shapes already may say how as well."""
+
+    def shape_of(each: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(each, jax.ShapeDtypeStruct):
+            return each
+        return jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding)
+
+    return jax.tree.map(shape_of, arrays)

@@ -171,6 +171,10 @@ class Drawing(Protocol):
         """Blocks until it is there; see `StepDone`."""
         ...
 
+    def guessed(self) -> tuple[tuple[int, str, int], ...]:
+        """What drafts there were, where `read` has been called; see `StepDone`."""
+        ...
+
 
 @dataclass(frozen=True)
 class PendingRows:
@@ -190,6 +194,9 @@ class PendingRows:
         drawn = sampled_rows(tokens, self.wanted, logprobs)
         told = [None if each.token == MASKED else (each,) for each in drawn]
         return tuple(zip(self.plan.active, told, strict=True))
+
+    def guessed(self) -> tuple[()]:
+        return ()
 
 
 class DrawPrograms:

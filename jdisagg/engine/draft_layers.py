@@ -166,9 +166,17 @@ class DraftLayers(LayerGroup):
 
         floats = whole(self.submesh, (slots, FLOAT_COLUMNS), jnp.float32)
         metadata: Any = SamplingMetadata(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
-        held = ints(slots, length), ints(4, slots), ints(slots), ints(slots), ints(slots, self.worker.draft_tokens)
+        held = ints(slots, length), ints(4, slots), ints(slots), ints(slots)
         return [
-            self._declare("guess", stage, width, self.guess_program, (ints(slots, width), *held, metadata), slots)
+            self._declare(
+                f"guess {size}",
+                stage,
+                width,
+                self.guess_program,
+                (ints(slots, width), *held, ints(slots, size), metadata),
+                slots,
+            )
+            for size in self.worker.draft_sizes
             for width in self.worker.table_buckets
         ]
 

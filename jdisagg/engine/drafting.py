@@ -13,37 +13,40 @@ as often, and here the tokens are those that steps of one would have drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.request import Sampled, SamplingParams
-from jdisagg.core.steps import Admission, DecodeRows
-from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.steps import DRAFT, GRAMMAR, NGRAM, Admission, DecodeRows
+from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig, bucket
 from jdisagg.engine.decode import (
     ENABLED,
-    MASKED,
     POSITION,
     STOPPED,
     TOKEN,
     Decoder,
     Drawing,
-    DrawnRows,
     Microbatch,
-    advanced,
     draw,
     draw_greedy,
 )
 from jdisagg.engine.draft_layers import FREE, DraftLayers, primed
 from jdisagg.engine.grammar_masks import masked
-from jdisagg.engine.layer_group import LayerGroup, running
+from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.ngrams import MAX_NGRAM
-from jdisagg.engine.sampling import Counts, SamplingMetadata, penalised, pick, pick_greedy, token_logprobs
-from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
+from jdisagg.engine.sampling import Counts, SamplingMetadata
+from jdisagg.engine.sampling_metadata import is_plain
+from jdisagg.engine.verification import (
+    PendingDrafts,
+    counted_drafts,
+    drafts_logprobs,
+    noted,
+    verified,
+    verified_greedy,
+)
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
@@ -70,10 +73,11 @@ def guessed(history: Array, state: Array, drafts: int) -> Array:
     return jnp.where(ends[:, None] >= 0, guess, NO_GUESS)
 
 
-def widened(history: Array, state: Array, widths: Array, given: Array, drafts: int) -> Array:
+def widened(history: Array, state: Array, widths: Array, given: Array) -> Array:
     """The state i32[4, B * (1 + drafts)] of a step's rows, those of a slot one behind the other: its token and its
     draft. `widths` i32[B] is how many of them may draw; `given` i32[B, drafts] are drafts of the host's, FREE for rows
     that guess for themselves, NO_GUESS behind a draft's end."""
+    drafts = given.shape[1]
     guess = jnp.where(given == FREE, guessed(history, state, drafts), given)
     tokens = jnp.concatenate([state[TOKEN][:, None], guess], axis=1)
     ahead = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
@@ -83,61 +87,9 @@ def widened(history: Array, state: Array, widths: Array, given: Array, drafts: i
     return jnp.stack([each.reshape(-1) for each in rows])
 
 
-def noted(history: Array, state: Array) -> Array:
-    """The history with each running slot's token at its position."""
-    slots = jnp.arange(history.shape[0])
-    places = jnp.where(running(state), state[POSITION], history.shape[1])
-    return history.at[slots, places].set(state[TOKEN], mode="drop")
-
-
 def with_tokens(history: Array, row: Array, tokens: Array) -> Array:
     """The history, one slot's tokens i32[S] put in its place."""
     return history.at[row].set(tokens)
-
-
-def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingMetadata) -> Any:
-    """(history, state, tokens i32[B, 1 + drafts]) after these were drawn, i32[B * (1 + drafts)], by rows as `wide`:
-    as far as each row was fed what the one before it drew; MASKED behind that."""
-    fed, drawn = wide[TOKEN].reshape(state.shape[1], -1), tokens.reshape(state.shape[1], -1)
-    enabled, going, reported = wide[ENABLED].reshape(fed.shape) == 1, state, []
-    for column in range(fed.shape[1]):
-        on = enabled[:, column] if column == 0 else enabled[:, column] & (fed[:, column] == reported[-1])
-        going, told = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
-        reported.append(told)
-        history = noted(history, going)
-    return history, going.at[ENABLED].set(state[ENABLED]), jnp.stack(reported, axis=1)
-
-
-def repeated(metadata: SamplingMetadata, rows: int) -> SamplingMetadata:
-    """That of each slot for each of its rows."""
-    times = rows // metadata.ints.shape[0]
-    return SamplingMetadata(*(jnp.repeat(each, times, axis=0) for each in metadata))
-
-
-def verified_greedy(history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata) -> Any:
-    return taken(history, state, wide, pick_greedy(logits), metadata)
-
-
-def verified(
-    history: Array,
-    state: Array,
-    wide: Array,
-    logits: Array,
-    first: Array,
-    metadata: SamplingMetadata,
-    counts: Counts,
-) -> Any:
-    """As `taken`, of logits f32[B * (1 + drafts), V]; `first` f32[B, V] takes the place of each slot's first ones, and
-    penalties count there alone: a slot that has some draws one token a step."""
-    own = repeated(metadata, logits.shape[0])
-    by_slot = logits.reshape(state.shape[1], -1, logits.shape[1])
-    logits = by_slot.at[:, 0].set(penalised(first, metadata, counts)).reshape(logits.shape)
-    return taken(history, state, wide, pick(logits, own, None, wide[POSITION] + 1), metadata)
-
-
-def firsts(logits: Array, times: int) -> Array:
-    """f32[B, V]: the logits of each slot's first row of `times`."""
-    return logits.reshape(-1, times, logits.shape[1])[:, 0]
 
 
 def drawn_greedy(history: Array, logits: Array, state: Array, metadata: SamplingMetadata) -> Any:
@@ -151,59 +103,34 @@ def drawn(history: Array, logits: Array, state: Array, metadata: SamplingMetadat
     return noted(history, state), state, tokens
 
 
-@dataclass(frozen=True)
-class PendingDrafts:
-    """What rows with drafts draw, on its way to the host."""
-
-    plan: DecodeRows
-    first_slot: int
-    tokens: Array  # i32[B, 1 + drafts], MASKED behind what was taken
-    wanted: list[int | None]  # SamplingParams.logprobs of the active slots
-    logprobs: tuple[Array, Array, Array] | None  # of B * (1 + drafts) rows
-
-    def read(self) -> DrawnRows:
-        """Blocks until they are there; see `StepDone`."""
-        rows = [slot - self.first_slot for slot in self.plan.active]
-        drawn, width = np.asarray(self.tokens), self.tokens.shape[1]
-        parts = None if self.logprobs is None else [np.asarray(each) for each in self.logprobs]
-        told: list[tuple[Sampled, ...] | None] = []
-        for row, number in zip(rows, self.wanted, strict=True):
-            tokens = [int(token) for token in drawn[row] if token != MASKED]
-            own = slice(row * width, row * width + len(tokens))
-            told.append(
-                tuple(sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])) or None
-            )
-        return tuple(zip(self.plan.active, told, strict=True))
-
-
 class DraftPrograms:
     """Those of steps with drafts, beside those of steps of one token."""
 
-    def __init__(self, drafts: int, layers: DraftLayers | None = None) -> None:
+    def __init__(self, layers: DraftLayers | None = None) -> None:
         """layers: of the model that guesses, where there is one."""
-        self.layers = layers
-        self.widen = Program(partial(widened, drafts=drafts))
+        self.layers, self.widen = layers, Program(widened)
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
+        self.count = Program(counted_drafts, donate=(0,))
         self.draw_greedy, self.draw = Program(drawn_greedy, donate=(0,)), Program(drawn, donate=(0,))
         self.set_tokens = Program(with_tokens, donate=(0,))
-        self.firsts, self.logprobs = Program(partial(firsts, times=1 + drafts)), Program(token_logprobs)
-        self.mask = Program(masked)
+        self.logprobs, self.mask = Program(drafts_logprobs), Program(masked)
 
     @property
     def programs(self) -> list[Program]:
         drawing = [self.widen, self.verify_greedy, self.verify, self.draw_greedy, self.draw, self.set_tokens]
-        drawing += [self.firsts, self.logprobs, self.mask]
+        drawing += [self.count, self.logprobs, self.mask]
         return [*drawing, *(self.layers.programs if self.layers else ())]
 
 
 class Guesses:
     """What drafts of one microbatch are made of, where its tokens are drawn."""
 
-    def __init__(self, batch: Microbatch, length: int, drafts: int) -> None:
+    def __init__(self, batch: Microbatch, length: int, sizes: Sequence[int]) -> None:
+        """sizes: tokens of the drafts that there are programs for."""
         self.history: Array = batch.put(np.zeros((batch.size, length), np.int32))
         self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
-        self.free: Array = batch.put(np.full((batch.size, drafts), FREE, np.int32))
+        self.free: dict[int, Array] = batch.put({size: np.full((batch.size, size), FREE, np.int32) for size in sizes})
         self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens that the model that guesses has read
         self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
 
@@ -219,11 +146,11 @@ class Guesses:
         if not np.array_equal(widths, self.sent):
             self.widths, self.sent = batch.put(widths), widths
 
-    def given(self, batch: Microbatch) -> Array:
-        """i32[B, drafts]: those of rows with a grammar; all others guess for themselves."""
+    def given(self, batch: Microbatch, size: int) -> Array:
+        """i32[B, size]: the drafts of rows with a grammar; all others guess for themselves."""
         if not batch.masks.places:
-            return self.free
-        given = np.full(self.free.shape, FREE, np.int32)
+            return self.free[size]
+        given = np.full((batch.size, size), FREE, np.int32)
         for row, place in batch.masks.places.items():
             given[row] = NO_GUESS
             given[row, : len(place.draft)] = place.draft
@@ -242,8 +169,8 @@ class DraftingDecoder(Decoder):
         layers: DraftLayers | None = None,
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
-        self.drafts = DraftPrograms(config.draft_tokens, layers)
-        sizes = history_length(config), config.draft_tokens
+        self.drafts = DraftPrograms(layers)
+        sizes = history_length(config), config.draft_sizes
         self.guesses = [Guesses(batch, *sizes) for batch in self.microbatches]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
@@ -251,9 +178,11 @@ class DraftingDecoder(Decoder):
         for admission in plan.admit:
             self._admit(batch, guesses, admission)
         guesses.wide = None
-        if self._any_drafts(batch, plan):
+        longest = self._longest(batch, plan)
+        if longest:
             guesses.send_widths(batch, plan)
-            given = self._guess(batch, guesses, guesses.given(batch), plan.table_pages)
+            given = guesses.given(batch, bucket(longest, self.config.draft_sizes))
+            given = self._guess(batch, guesses, given, plan.table_pages)
             guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
         return batch
 
@@ -277,12 +206,12 @@ class DraftingDecoder(Decoder):
         given, guesses.fed = layers.guess(table, *held)
         return given
 
-    def _any_drafts(self, batch: Microbatch, plan: DecodeRows) -> bool:
-        """Makes those of rows with grammars, and says whether any row may have one."""
+    def _longest(self, batch: Microbatch, plan: DecodeRows) -> int:
+        """Makes the drafts of rows with grammars, and says how many tokens the longest of all may have."""
         widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=False)}
         batch.masks.make_drafts(widths, guesses=self.config.guesses)
         held = batch.masks.places
-        return any(held[row].draft if row in held else width > 1 for row, width in widths.items())
+        return max((len(held[row].draft) if row in held else width - 1 for row, width in widths.items()), default=0)
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
         """Page table i32[B, width] and state i32[4, B], or i32[4, B * (1 + drafts)], where the group is."""
@@ -295,13 +224,15 @@ class DraftingDecoder(Decoder):
         if guesses.wide is None:
             return super().finish(batch, plan, logits)
         asked = batch.asked(plan.active)
-        tokens = self._verify(batch, guesses, guesses.wide, logits, plan)
+        told = self._verify(batch, guesses, guesses.wide, logits, plan)
         wanted, logprobs = [sampling.logprobs for sampling in asked], None
         if any(number is not None for number in wanted):
-            logprobs = self.drafts.logprobs(logits, tokens.reshape(-1))
-        for array in (tokens, *(logprobs or ())):
+            logprobs = self.drafts.logprobs(logits, told)
+        for array in (told, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingDrafts(plan, batch.first_slot, tokens, wanted, logprobs)
+        guesser = NGRAM if self.drafts.layers is None else DRAFT
+        kinds = [GRAMMAR if sampling.grammar else guesser for sampling in asked]
+        return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
 
     def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
         """As the decoder without drafts; the tokens are noted by the same program."""
@@ -319,16 +250,15 @@ class DraftingDecoder(Decoder):
         asked = batch.asked(plan.active)
         if any(sampling.grammar for sampling in asked):
             rows = [slot - batch.first_slot for slot in plan.active]
-            logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, self.config.draft_tokens))
+            logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, wide.shape[1] // batch.size - 1))
         held = guesses.history, batch.state, wide, logits
         if all(is_plain(sampling) for sampling in asked):
-            guesses.history, batch.state, tokens = self.drafts.verify_greedy(*held, batch.metadata)
-            return tokens
-        first = self.drafts.firsts(logits)
-        guesses.history, batch.state, tokens = self.drafts.verify(*held, first, batch.metadata, batch.counts)
+            guesses.history, batch.state, told = self.drafts.verify_greedy(*held, batch.metadata)
+            return told
+        guesses.history, batch.state, told = self.drafts.verify(*held, batch.metadata, batch.counts)
         if any(sampling.penalised for sampling in asked):
-            batch.counts = self.count(batch.counts, tokens[:, 0])
-        return tokens
+            batch.counts = self.drafts.count(batch.counts, told)
+        return told
 
     def _guesses_of(self, batch: Microbatch) -> Guesses:
         return self.guesses[batch.first_slot // batch.size]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,13 @@ from jdisagg.core.reshard import Route, StageShape, plan_routes
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import RAW, WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
-from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
+from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.draft_declarations import declared_drafts
 from jdisagg.engine.drafting import DraftPrograms, history_length
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
-from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
+from jdisagg.engine.head_declarations import declared_heads, gathers_of
+from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pools
@@ -37,6 +37,8 @@ from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.low_rank import AdapterCapacity
 from jdisagg.model.params import abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
+
+DRAWN_FROM = ("decode", "verify", "mixed")  # first words of kinds whose last layer group makes logits
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,9 @@ class ProgramTable:
             found += [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]
             found += declared_draws(self.draws, self._drawn(slots))
             if self.drafts is not None:
-                rows, length = slots * (1 + self.config.draft_tokens), history_length(self.config)
-                found += [each for width in self.config.table_buckets for each in self._decodes("verify", width, rows)]
-                found += declared_drafts(self.drafts, self._drawn(slots), self._drawn(rows), length)
+                found += self._verified(self.drafts)
         if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
-            found += [each for tokens in self.config.prefill_buckets for each in self._mixed(tokens)]
+            found += [each for rows in self._row_counts for each in self._mixed(rows)]
         return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
@@ -125,7 +125,7 @@ class ProgramTable:
         group = self.layer_groups[stage]
         windows = tuple({self.model.window(layer) for layer in group.layers})
         sums = group.params.num_reductions if group.submesh.tp > 1 else 0
-        gathers = _gathers(group) if kind in ("decode", "verify", "mixed") and group.is_last else {}
+        gathers = gathers_of(group) if kind.split(maxsplit=1)[0] in DRAWN_FROM and group.is_last else {}
         return DeclaredProgram(
             kind,
             stage,
@@ -145,24 +145,11 @@ class ProgramTable:
         )
 
     def _prefills(self, tokens: int) -> Iterator[DeclaredProgram]:
-        sequences, shapes = self.config.max_chunk_seqs, chunk_shapes(self.config, tokens)
+        shapes = chunk_shapes(self.config, tokens)
         for stage, group in enumerate(self.layer_groups):
             batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, tokens))
             yield self._layers("prefill", stage, tokens, tokens, group.prefill_program, batch)
-        last, stage = self.layer_groups[-1], len(self.layer_groups) - 1
-        submesh, weights = last.submesh, abstract(last.params.leaves)
-        x = whole(submesh, (tokens, self.model.hidden_size), self.dtype)
-        ends = [("head", last.head_program, sequences)]
-        if self.config.role.prefills:  # a decode worker computes the ends of prompts, and scores none
-            ends.append(("score", last.score_program, tokens))
-        for kind, program, rows in ends:
-            room = 2 * local_bytes(x) + logit_bytes(self.model, min(rows, max(sequences, SCORE_ROWS)))
-            what, batch = (kind, stage, tokens, program), (x, whole(submesh, (rows,)))
-            gathers = _gathers(last)
-            yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room, collectives=gathers)
-        if self.config.embeds and self.config.role.prefills:
-            place, room = ("states", stage, tokens), 3 * local_bytes(whole(submesh, x.shape, jnp.float32))
-            yield DeclaredProgram(*place, last.states_program, (x,), submesh, weights=weights, batch_bytes=room)
+        yield from declared_heads(self.config, self.layer_groups[-1], len(self.layer_groups) - 1, tokens, self.dtype)
 
     def _decodes(self, kind: str, width: int, rows: int) -> Iterator[DeclaredProgram]:
         """Of so many rows: one a slot, or more where drafts are verified."""
@@ -176,14 +163,28 @@ class ProgramTable:
             )
             yield self._layers(kind, stage, width, rows, group.decode_program, batch)
 
-    def _mixed(self, tokens: int) -> Iterator[DeclaredProgram]:
-        """Slots with the widest table, and chunks; their logits are made with the layers."""
-        config = self.config
+    @property
+    def _row_counts(self) -> list[int]:
+        """Rows that a step may have of each slot."""
+        return [1, *(1 + size for size in (self.config.draft_sizes if self.drafts is not None else ()))]
+
+    def _verified(self, drafts: DraftPrograms) -> Iterator[DeclaredProgram]:
+        slots, sizes = self.config.slots_per_microbatch, self._row_counts[1:]
+        for rows in sizes:
+            for width in self.config.table_buckets:
+                yield from self._decodes(f"verify {rows}", width, slots * rows)
+        rows = [self._drawn(slots * each) for each in sizes]
+        yield from declared_drafts(drafts, self._drawn(slots), rows, history_length(self.config))
+
+    def _mixed(self, rows: int) -> Iterator[DeclaredProgram]:
+        """Slots of so many rows with the widest table, and chunks; their logits are made with the layers."""
+        config, kind = self.config, "mixed" if rows == 1 else f"mixed {rows}"
         slots, width = config.slots_per_microbatch, config.table_buckets[-1] + config.adapter_columns
-        shapes = [(slots, width), (4, slots), *chunk_shapes(config, tokens)]
-        for stage, group in enumerate(self.layer_groups):
-            batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, slots + tokens))
-            yield self._layers("mixed", stage, tokens, slots + tokens, group.mixed_program, batch)
+        for tokens in config.prefill_buckets:
+            shapes, number = [(slots, width), (4, slots * rows), *chunk_shapes(config, tokens)], slots * rows + tokens
+            for stage, group in enumerate(self.layer_groups):
+                batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, number))
+                yield self._layers(kind, stage, tokens, number, group.mixed_program, batch)
 
     def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
         return None if group.is_first else whole(group.submesh, (rows, self.model.hidden_size), self.dtype)
@@ -269,7 +270,7 @@ def abstract_table(
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None
     draws = DrawPrograms() if config.role.decodes else None
-    drafts = DraftPrograms(config.draft_tokens) if config.role.decodes and config.draft_tokens else None
+    drafts = DraftPrograms() if config.role.decodes and config.draft_tokens else None
     transfers = transfer_programs_of(config, submeshes)
     return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts)
 
@@ -313,23 +314,6 @@ def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
 def activation_bytes(model: ModelConfig, dtype: DTypeLike, rows: int, tp: int) -> int:
     """Four copies of the residual stream in f32, and two of the widest product of a layer."""
     return rows * (4 * 4 * model.hidden_size + 2 * model.widest_row(tp) * jnp.dtype(dtype).itemsize)
-
-
-def _gathers(group: LayerGroupPrograms) -> dict[str, int]:
-    """The head's logits, gathered where the vocabulary is split."""
-    shards = group.submesh.tp
-    return {"all-gather": 1} if shards > 1 and group.config.vocab_size % shards == 0 else {}
-
-
-def abstract(arrays: Any) -> Any:
-    """The same as shapes where they lie; those that are shapes already may say how as well."""
-
-    def shape_of(each: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(each, jax.ShapeDtypeStruct):
-            return each
-        return jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding)
-
-    return jax.tree.map(shape_of, arrays)
 
 
 def _traits(wire: str) -> tuple[str, ...]:

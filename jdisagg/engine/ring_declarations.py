@@ -15,8 +15,8 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut, ring_cut
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes
-from jdisagg.engine.programs import ProgramTable, abstract, activation_bytes, room_of, transfer_programs_of
+from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes
+from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of, transfer_programs_of
 from jdisagg.engine.ring import PLAIN, RingPrograms, Slots
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
 from jdisagg.kv.ring_pools import abstract_ring_pool

@@ -42,7 +42,8 @@ class Pending:
         first, prompt, pooled = self.chunks.read() if self.chunks else ((), (), ())
         for load, taken in self.counts:
             load.read(taken)
-        return StepDone(self.step_id, decode, first, prompt, pooled)
+        guessed = self.rows.guessed() if self.rows else ()
+        return StepDone(self.step_id, decode, first, prompt, pooled, guessed)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import NULL_PAGE
 from jdisagg.core.request import POOLED_ONE, Attempt, Sampled, SamplingParams
-from jdisagg.core.steps import Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
+from jdisagg.core.steps import GRAMMAR, NGRAM, Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
@@ -169,7 +169,8 @@ class ToyExecutor:
                     self._write(group, chunk.pages, position, marked(token, chunk.sampling))
             if group_done is not None and group is not self.groups[-1]:
                 group_done(stop)
-        return ToyStep(StepDone(plan.step_id, self._drawn(plan.decode, seen), *self._chunk_results(chunks)))
+        drawn, guessed = self._drawn(plan.decode, seen), self._guessed(plan.decode, seen)
+        return ToyStep(StepDone(plan.step_id, drawn, *self._chunk_results(chunks), guessed))
 
     # ------------------------------------------------------------ prefill
 
@@ -204,6 +205,16 @@ class ToyExecutor:
             (slot, self._draw(self.slots[slot], _agreed(seen[slot]), width) if slot in seen else None)
             for slot, width in zip(rows.active, widths, strict=True)
         )
+
+    def _guessed(self, rows: DecodeRows | None, seen: Collection[int]) -> tuple[tuple[int, str, int], ...]:
+        """A row's draft is as long as it may be."""
+        if rows is None or self.config.decode_turns > 1:
+            return ()
+        wide = [(slot, width) for slot, width in zip(rows.active, rows.widths, strict=False) if width > 1]
+        return tuple((slot, self._guesser(slot), width - 1) for slot, width in wide if slot in seen)
+
+    def _guesser(self, slot: int) -> str:
+        return GRAMMAR if self.slots[slot].sampling.grammar else NGRAM
 
     def _draw(self, row: ToySlot, tokens: list[int], width: int) -> tuple[Sampled, ...]:
         _check_recalled(row.sampling, row.recalled, tokens, row.num_output)

@@ -121,7 +121,7 @@ class DraftChoice:
 
     def expected(self, sequence: DecodeSequence, size: int) -> float:
         """Tokens that its row draws."""
-        if sequence.sampling.penalised or not sequence.sampling.speculative:
+        if not sequence.sampling.speculative:
             return 1.0
         likely = self._is_likely(sequence)
         others = self._likely if likely else self._unlikely

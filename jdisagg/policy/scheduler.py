@@ -31,10 +31,10 @@ def left_of(sequence: DecodeSequence) -> int:
 
 
 def _width(sequence: DecodeSequence, most: int, config: WorkerConfig) -> int:
-    """Tokens that its row of a step may draw: one where the counts of those before matter, or no draft is wanted."""
+    """Tokens that its row of a step may draw: one where no draft is wanted."""
     sampling = sequence.sampling
     drafted = sampling.speculative and (config.guesses or bool(sampling.grammar))
-    return min(most, left_of(sequence)) if drafted and not sampling.penalised else 1
+    return min(most, left_of(sequence)) if drafted or config.decode_turns > 1 else 1
 
 
 class Scheduler:
@@ -78,8 +78,7 @@ class Scheduler:
             return False
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
-            # One mixed program a chunk size: its rows draw one token each.
-            rows = replace(rows, table_pages=self.config.table_buckets[-1], widths=tuple(1 for _ in rows.widths))
+            rows = replace(rows, table_pages=self.config.table_buckets[-1], widths=self._mixed_widths(rows))
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
             self.steps_since_chunk = 0
@@ -164,6 +163,10 @@ class Scheduler:
         ends = [(sequence, self.config.pages_for(self._end_of(sequence, turns))) for sequence in seated]
         wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
         return turns if wanted <= self.shared.available else 1
+
+    def _mixed_widths(self, rows: DecodeRows) -> tuple[int, ...]:
+        """Who chooses does not know what rows cost beside chunks: each draws one token there."""
+        return rows.widths if self.decode_side.draft_choice is None else tuple(1 for _ in rows.widths)
 
     def _drafts(self, seated: Sequence[DecodeSequence]) -> int:
         """Tokens of the drafts that the next step verifies."""

@@ -65,7 +65,7 @@ class Metrics:
                 self._requests,
                 self.troubles,
                 StepMetrics(families),
-                DraftMetrics(families, self._workers),
+                DraftMetrics(families),
                 PrefixCacheMetrics(families, self._workers),
                 TransferMetrics(families, workers, page_bytes),
                 self._pools,

@@ -68,32 +68,23 @@ class StepMetrics:
 
 
 class DraftMetrics:
-    """Tokens that were guessed, and those of them that were drawn."""
+    """Tokens that were guessed, and those of them that were drawn, by what guesses: counted when they are read."""
 
-    def __init__(self, families: Families, workers: Workers) -> None:
-        self._workers = workers
-        self._drafts = families.counter("spec_decode_drafts", "Rows that might draw a draft", "worker")
-        self._draft_tokens = families.counter(
-            "spec_decode_draft_tokens", "Tokens that rows might draw beyond the next one", "worker"
-        )
-        self._accepted = families.counter("spec_decode_accepted_tokens", "Tokens that they drew beyond it", "worker")
+    def __init__(self, families: Families) -> None:
+        labels = "worker", "kind"
+        self._drafts = families.counter("spec_decode_drafts", "Rows of steps that had a draft", *labels)
+        self._draft_tokens = families.counter("spec_decode_draft_tokens", "Tokens of drafts", *labels)
+        self._accepted = families.counter("spec_decode_accepted_tokens", "Tokens of drafts that were drawn", *labels)
 
     def folds(self) -> Mapping[Kind, Fold]:
-        return {RunStep: self._step, StepDone: self._done}
-
-    def _drafting(self, actor: str) -> bool:
-        """A ring's rows draw several tokens as well, and guess none."""
-        return actor in self._workers and self._workers[actor].draft_tokens > 0
-
-    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
-        if item.plan.decode is not None and self._drafting(actor):
-            wide = [width - 1 for width in item.plan.decode.widths if width > 1]
-            self._drafts.of(actor).inc(len(wide))
-            self._draft_tokens.of(actor).inc(sum(wide))
+        return {StepDone: self._done}
 
     def _done(self, actor: str, item: StepDone, now_s: float) -> None:
-        if self._drafting(actor):
-            self._accepted.of(actor).inc(sum(len(drawn) - 1 for _, drawn in item.decode if drawn))
+        drawn = {slot: tokens for slot, tokens in item.decode if tokens} if item.guessed else {}
+        for slot, kind, tokens in item.guessed:
+            self._drafts.of(actor, kind).inc()
+            self._draft_tokens.of(actor, kind).inc(tokens)
+            self._accepted.of(actor, kind).inc(len(drawn[slot]) - 1 if slot in drawn else 0)
 
 
 class PrefixCacheMetrics:

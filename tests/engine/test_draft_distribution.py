@@ -14,9 +14,10 @@ import pytest
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.decode import MASKED, POSITION, TOKEN
 from jdisagg.engine.draft_layers import drawn_alike
-from jdisagg.engine.drafting import repeated, taken, widened
+from jdisagg.engine.drafting import widened
 from jdisagg.engine.sampling import SamplingMetadata, pick
 from jdisagg.engine.sampling_metadata import SamplingRows
+from jdisagg.engine.verification import repeated, taken
 
 VOCAB, SEEDS, DRAFTS, LENGTH = 5, 3000, 2, 3
 LOGITS = jnp.asarray(np.random.default_rng(1).normal(0, 1.2, (VOCAB, VOCAB)), jnp.float32)  # by the token before
@@ -38,9 +39,10 @@ def guesses(kind: str, state: jax.Array, metadata: SamplingMetadata) -> jax.Arra
 def stepped(kind: str, history: jax.Array, state: jax.Array, metadata: SamplingMetadata) -> tuple:
     """(history, state, tokens) after a step of all."""
     widths = jnp.full(SEEDS, 1 + DRAFTS, jnp.int32)
-    wide = widened(history, state, widths, guesses(kind, state, metadata), DRAFTS)
+    wide = widened(history, state, widths, guesses(kind, state, metadata))
     drawn = pick(LOGITS[wide[TOKEN]], repeated(metadata, wide.shape[1]), None, wide[POSITION] + 1)
-    return taken(history, state, wide, drawn, metadata)
+    history, state, told = taken(history, state, wide, drawn, metadata)
+    return history, state, told[:, :-1]
 
 
 @cache

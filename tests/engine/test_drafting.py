@@ -16,11 +16,12 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.steps import History, Read
 from jdisagg.core.worker_config import MIN_NGRAM, Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.drafting import FREE, MAX_NGRAM, NO_GUESS, guessed, noted, taken, widened
+from jdisagg.engine.drafting import FREE, MAX_NGRAM, NO_GUESS, guessed, widened
 from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.runner import Runner
 from jdisagg.engine.sampling_metadata import SamplingRows
+from jdisagg.engine.verification import noted, taken
 from jdisagg.model.grammars.grammars import Grammars
 from tests.engine.evens import Evens, Fours
 from tests.engine.stacks import (
@@ -77,10 +78,11 @@ def test_a_draft_is_taken_as_far_as_it_is_what_is_drawn(data: st.DataObject):
     rows.set(1, replace(GREEDY, stop_token_ids=(2,)), 0)
     metadata, (history, state) = rows.on(jax.device_put), state_of(tokens)
 
-    wide = widened(history, state, jnp.asarray(widths, jnp.int32), jnp.full((3, DRAFTS), FREE), DRAFTS)
+    wide = widened(history, state, jnp.asarray(widths, jnp.int32), jnp.full((3, DRAFTS), FREE))
     places = np.asarray(wide[POSITION]).reshape(3, -1) + 1
     drawn = jnp.asarray(np.take_along_axis(answers, places, axis=1).reshape(-1))
-    found, after, reported = taken(history, state, wide, drawn, metadata)
+    found, after, told = taken(history, state, wide, drawn, metadata)
+    reported, made = np.asarray(told)[:, :-1], np.asarray(told)[:, -1]
 
     guess = np.asarray(guessed(history, state, DRAFTS))
     for row in range(3):
@@ -88,6 +90,7 @@ def test_a_draft_is_taken_as_far_as_it_is_what_is_drawn(data: st.DataObject):
         assert 1 <= len(told) <= widths[row]
         assert told == answers[row, len(tokens[row]) : len(tokens[row]) + len(told)].tolist()
         assert told[:-1] == guess[row, : len(told) - 1].tolist()
+        assert made[row] == np.sum(guess[row, : widths[row] - 1] >= 0)
         if len(told) < widths[row] and not np.asarray(after)[STOPPED, row]:
             assert guess[row, len(told) - 1] != told[-1], "what was guessed rightly goes on"
     one, kept = state, history
@@ -121,7 +124,7 @@ def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: lis
     rows, steps, count, active = [[first] for first in firsts], 0, 0, tuple(range(len(prompts)))
     drawn: dict[int, tuple[int, ...]] = {}  # by each slot's last step
     while active:
-        left = [1 if sampling[slot].penalised else min(most, 24 - len(rows[slot])) for slot in active]
+        left = [min(most, 24 - len(rows[slot])) for slot in active]
         read = tuple(Read(slot, drawn[slot]) for slot in active if steps and sampling[slot].grammar)
         plan = decode_plan(
             *(steps, 0, active, 12, admitted if steps == 0 else ()),
@@ -155,6 +158,19 @@ def test_tokens_are_those_of_rows_of_one_token_and_steps_are_fewer(pp: int):
     free = [replace(each, repetition_penalty=1.0, presence_penalty=0.0) for each in sampling]
     (plain, many), (drafted, few) = (answers(machine, prompts, free, most) for most in (1, 1 + DRAFTS))
     assert tokens_of(drafted) == tokens_of(plain) and few < 0.8 * many
+
+
+def test_penalties_look_at_the_guesses_in_front_of_a_row_as_at_what_was_drawn():
+    """Two of the rows go round in circles which penalties keep them from."""
+    prompts = [(5, 6, 7, 5, 6, 7, 5, 6), (1, 2) * 8, (9, 3, 4) * 3, (4,) * 9]
+    sampling = [
+        *(replace(GREEDY, presence_penalty=0.4), replace(GREEDY, frequency_penalty=0.2, temperature=0.5, seed=3)),
+        *(replace(GREEDY, repetition_penalty=1.02), replace(GREEDY, frequency_penalty=-1.5)),
+    ]
+    machine = drafting_machine(1)
+    (plain, many), (drafted, few) = (answers(machine, prompts, sampling, most) for most in (1, 1 + DRAFTS))
+    assert tokens_of(drafted) == tokens_of(plain) and few < 0.9 * many
+    assert machine.recompiles() == 0
 
 
 @contextmanager

@@ -30,12 +30,16 @@ RUNNING = [(3, 1, 4, 1, 5), (9, 2, 6)]  # they decode; sequences 0 and 1, in slo
 COMING = [(2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4), (5,) * 30]  # their prompts come beside; sequences 2 and 3
 MESHES = [(1, 1), (2, 1), (1, 2)]
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=3)
+DRAFTS = 3
 
 
 @cache
 def machine_of(pp: int, tp: int) -> MeshExecutor:
     layers = HALVES if pp == 2 else (range(CONFIG.num_layers),)
-    machine = open_machine(Role.COLOCATED, layers, jax.devices()[: pp * tp], pp=pp, mixed_steps=True)
+    drafts = DRAFTS if (pp, tp) == (1, 1) else 0
+    machine = open_machine(
+        Role.COLOCATED, layers, jax.devices()[: pp * tp], pp=pp, mixed_steps=True, draft_tokens=drafts
+    )
     machine.warm()
     return machine
 
@@ -110,3 +114,25 @@ def test_a_held_row_of_a_mixed_step_goes_on_from_where_it_was():
     loop.run(2, active=(0, 1))
     rows = [[first.token, *[each.token for each in loop.drawn[row] if each]] for row, first in enumerate(firsts)]
     assert rows[0] == greedy_continuation(RUNNING, 4)[0] and rows[1] == greedy_continuation(RUNNING, 5)[1]
+
+
+def test_rows_verify_drafts_beside_chunks_and_draw_the_tokens_that_they_draw_without():
+    machine, prompts = machine_of(1, 1), [(5, 6, 7, 5, 6, 7, 5, 6), (1, 2) * 8]
+    asked = [GREEDY, SamplingParams(temperature=0.4, seed=7, presence_penalty=0.1, logprobs=1)]
+    found, steps = [], []
+    for most in (1, 1 + DRAFTS):
+        firsts = first_tokens(run_prefill(machine, prefill_plans(prompts, asked)))
+        admitted = tuple(Steps(machine).admissions(prompts, firsts, asked, source_pages))
+        rows, count = [[first.token] for first in firsts], 0
+        while min(map(len, rows)) < 20:
+            chunks = (prefill_chunk(2, COMING[0], 0, 11, GREEDY), prefill_chunk(3, COMING[1], 0, 16, GREEDY))
+            slots = DecodeRows(0, (0, 1), WIDEST, () if count else admitted, widths=(most,) * 2)
+            done = machine.run(StepPlan(count, slots, PrefillChunks(chunks, CHUNK, WIDEST))).read()
+            for row, (_, drawn) in zip(rows, done.decode, strict=True):
+                row += [each.token for each in drawn or ()]
+            assert all(1 <= guessed < most for _, kind, guessed in done.guessed) and len(done.first) == 1
+            count += 1
+        found.append([row[:20] for row in rows])
+        steps.append(count)
+    assert found[0] == found[1] and found[0][0] == greedy_continuation(prompts[:1], 20)[0]
+    assert steps[1] < steps[0] == 19 and machine.recompiles() == 0

@@ -77,6 +77,14 @@ def test_a_row_that_may_draw_a_draft_gets_pages_for_all_of_it_and_tells_what_was
     assert {width for row in rows for width in row.widths} == {1, 4} and len(rows) < 29
 
 
+def test_rows_of_a_mixed_step_may_draw_drafts_and_so_may_rows_with_penalties():
+    world = World(colocated(draft_tokens=3, **BOTH))
+    asked = [request(f"r{i}", 30, arrival_s=0.01 * i, max_tokens=30, presence_penalty=i / 9) for i in range(3)]
+    run_all(world, asked)
+    mixed = [effect.plan for _, _, effect in world.effects if runs_decode(effect) and effect.plan.mixed]
+    assert mixed and {max(plan.decode.widths) for plan in mixed} == {4}
+
+
 def test_a_worker_that_chooses_begins_with_steps_of_one_token_and_verifies_drafts_where_they_are_faster():
     """A step takes as long here whatever its rows draw."""
     world, asked = World(pair(draft_tokens=3, draft_auto=True, num_pages=96)), request("a", max_tokens=120)

@@ -113,7 +113,7 @@ def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
     assert found["jdisagg_rejects_total", ""] == 1
     assert found["jdisagg_requests_running", ""] == found["jdisagg_requests_waiting", ""] == 0
     rows = found["jdisagg_decode_batch_sequences_sum", "worker=decode-0"]
-    guessed = found["jdisagg_spec_decode_accepted_tokens_total", "worker=decode-0"]
+    guessed = found["jdisagg_spec_decode_accepted_tokens_total", "kind=ngram,worker=decode-0"]
     assert rows + guessed >= 44 and found["jdisagg_decode_runs_total", "worker=decode-0"] >= 11 - guessed
     assert found["jdisagg_nan_logits_total", "worker=decode-0"] == 1  # a sequence that ended by length is none
 
@@ -121,11 +121,15 @@ def test_counts_are_those_of_the_run(ran: ToyStack) -> None:
 def test_guessed_tokens_are_counted_and_those_of_them_that_were_drawn(ran: ToyStack) -> None:
     found = read(ran.metrics)
     drafts, tokens, accepted, steps = (
-        found[f"jdisagg_{name}_total", "worker=decode-0"]
-        for name in ("spec_decode_drafts", "spec_decode_draft_tokens", "spec_decode_accepted_tokens", "decode_runs")
+        found[f"jdisagg_{name}_total", f"{kind}worker=decode-0"]
+        for name, kind in (
+            *(("spec_decode_drafts", "kind=ngram,"), ("spec_decode_draft_tokens", "kind=ngram,")),
+            *(("spec_decode_accepted_tokens", "kind=ngram,"), ("decode_runs", "")),
+        )
     )
     assert 0 < accepted < tokens <= 2 * drafts and steps <= 44
-    assert ("jdisagg_spec_decode_drafts_total", "worker=prefill-0") not in found
+    assert accepted + drafts <= 44, "every draft's row draws a token of its own as well"
+    assert ("jdisagg_spec_decode_drafts_total", "kind=ngram,worker=prefill-0") not in found
 
 
 def test_moves_between_tiers_are_counted_by_their_ends(ran: ToyStack) -> None:

@@ -31,7 +31,7 @@ def answers(speculative: str) -> tuple[list[list[int]], dict[str, float]]:
         found = [each.token_ids for sampling in SAMPLING for each in llm.generate_all(PROMPTS, sampling)]
         assert llm.service.recompiles() == 0 and llm.service.metrics is not None
         told = [line.split(" ") for line in llm.service.metrics.render().decode().splitlines()]
-    counted = {line[0].split("{")[0]: float(line[1]) for line in told if 'worker="decode-0"' in line[0]}
+    counted = {line[0].split("{")[0]: float(line[1]) for line in told if 'kind="' in line[0]}
     return [[*each] for each in found], counted
 
 
