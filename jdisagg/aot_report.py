@@ -11,21 +11,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jdisagg.core.collectives import Sent
-from jdisagg.core.kv_layout import DTYPE_BYTES
-from jdisagg.core.mesh_spec import WorkerMesh
-from jdisagg.core.roofline import Shard, Work, ring_tick
-from jdisagg.core.stages import ring_cut
+from jdisagg.aot_times import StepTimes
+from jdisagg.core.roofline import Work
+from jdisagg.core.schedule import Waited
 from jdisagg.core.targets import GIB, Target
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.compile_check import Checked, StageMemory
 from jdisagg.engine.compiled import MIB
 from jdisagg.engine.ring_declarations import ticks
-from jdisagg.model.weight_bytes import number_bytes
-from jdisagg.parallel.topology import devices_of
 from jdisagg.serve.deployment import Deployment
-from jdisagg.sim.expected import Expected, expected
-from jdisagg.sim.hardware import hardware
 
 # Rows of a table that stand together.
 SECTIONS = {
@@ -37,6 +31,7 @@ SECTIONS = {
     "draw": "draw",
     "ring": "ring",
 }
+READ_OFF = ("across", "schedule")  # what else is told in figures
 STEPS = {"prefill": "a chunk of a layer group", "decode": "a step of a stage", "ring plain": "a dispatch"}
 
 
@@ -51,54 +46,9 @@ class Report:
     checked: list[Checked]
     memory: list[StageMemory]
 
-    def shard(self, place: WorkerMesh, layers: range) -> Shard:
-        kept = self.deployment
-        held = kept.model, layers, place.tp
-        return Shard(*held, number_bytes(*held, kept.dtype, kept.weights), DTYPE_BYTES[kept.kv.dtype])
-
-    def work(self, each: Checked) -> Work | None:
-        """Of one device; None for programs whose floor says nothing."""
-        place, config = self.deployment.place(each.worker), self._config(each.worker)
-        if each.declared.kind.startswith("ring"):
-            return self._ring_work(each, place, config)
-        if each.declared.kind not in ("decode", "prefill", "head"):
-            return None
-        shard = self.shard(place, self.deployment.layers_of(place)[each.declared.stage])
-        if each.declared.kind == "decode":
-            width = each.declared.size * config.page_size
-            return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
-        if each.declared.kind == "prefill":
-            return shard.prefill(each.declared.size)
-        return shard.head(config.max_chunk_seqs)
-
-    def _ring_work(self, each: Checked, place: WorkerMesh, config: WorkerConfig) -> Work:
-        """Of a whole dispatch."""
-        numbers = ring_cut(self.deployment.model, place.pp).numbers
-        shards = [self.shard(place, range(number, number + 1)) for number in numbers]
-        context = min(self.context_tokens, each.declared.size * config.page_size)
-        return ring_tick(shards, place.pp, config.num_slots // place.pp, context).times(ticks(config))
-
-    def sent(self, each: Checked) -> Sent:
-        """Bytes that the busiest of its devices sends in one step."""
-        return each.facts.sent(each.declared, [self._hosts[device] for device in each.declared.submesh.devices])
-
     @cached_property
-    def _hosts(self) -> dict[Any, int]:
-        return {device: self.target.host_of(index) for index, device in enumerate(devices_of(self.target))}
-
-    def expected(self, each: Checked) -> Expected | None:
-        """Of one device, by the collectives of the program that was compiled; None where nothing is known of it."""
-        work = self.work(each)
-        if work is None or each.facts.why:
-            return None
-        number = sum(each.declared.loops if one.looped else 1 for one in each.facts.across)
-        chip = hardware(self.target.chip.name)
-        return expected(work, chip, self.deployment.weight_dtype, number, self.sent(each))
-
-    def links_s(self, sent: Sent) -> float:
-        """Least seconds on the links, those within a host or slice and those between hosts at once."""
-        chip = hardware(self.target.chip.name)
-        return max(sent.inside / chip.link_bytes_per_s, sent.between / chip.nic_bytes_per_s)
+    def times(self) -> StepTimes:
+        return StepTimes(self.deployment, self.target, self.context_tokens)
 
     def limit_bytes(self, stage: StageMemory) -> int:
         """Of one device, where workers share it: this one's part."""
@@ -136,11 +86,8 @@ class Report:
         named = {each.worker for each in self.checked}
         return [config for config in self.deployment.workers if config.worker in named]
 
-    def _config(self, worker: str) -> WorkerConfig:
-        return next(config for config in self.deployment.workers if config.worker == worker)
-
     def _floors(self, checked: list[Checked], kind: str, size: int) -> list[float]:
-        works = [self.work(each) for each in checked if each.declared.kind == kind and each.declared.size == size]
+        works = [self.times.work(each) for each in checked if each.declared.kind == kind and each.declared.size == size]
         return [work.floor_s(self.target.chip) for work in works if work is not None]
 
     def _prefill_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
@@ -178,28 +125,30 @@ class Report:
     def _link_lines(self, config: WorkerConfig, checked: list[Checked]) -> list[str]:
         """Of the step with the most on the links, where anything crosses."""
         kind = "ring" if config.ring_stages > 1 else "decode" if config.role is Role.DECODE else "prefill"
-        found = [self.sent(each) for each in checked if each.declared.kind.startswith(kind) and each.alike]
-        most = max(found, key=self.links_s, default=Sent())
-        if not most.inside and not most.between:
+        found = [each for each in checked if each.declared.kind.startswith(kind) and each.alike]
+        slowest = max(found, key=self.times.links_s, default=None)
+        if slowest is None or not slowest.facts.across:
             return []
+        most, waited = self.times.sent(slowest), self.times.waited(slowest)
         inside = "NVLink" if self.target.chip.gpu else "ICI"
         step = {"ring": "dispatch", "decode": "step of a stage", "prefill": "chunk of a layer group"}[kind]
         return [
             f"{config.worker}: each {step} sends {most.inside / MIB:,.2f} MiB a device over {inside} and"
-            f" {most.between / MIB:,.2f} MiB to other hosts, at least {self.links_s(most) * 1e3:.3f} ms"
+            f" {most.between / MIB:,.2f} MiB to other hosts, at least {self.times.links_s(slowest) * 1e3:.3f} ms;"
+            f" {waited.hidden:.0%} of {waited.total_s * 1e3:.3f} ms are hidden behind products"
         ]
 
     def _expected_lines(self, checked: list[Checked]) -> list[str]:
         """Of the slowest program of each kind that was compiled as it is."""
         lines = []
         for kind, step in STEPS.items():
-            found = [self.expected(each) for each in checked if each.declared.kind == kind and each.alike]
+            found = [self.times.expected(each) for each in checked if each.declared.kind == kind and each.alike]
             most = max((each for each in found if each is not None), key=lambda each: each.total_s, default=None)
             if most is not None:
                 parts = f"{most.matrices_s * 1e3:.2f} of matrices, {most.kv_s * 1e3:.2f} of KV"
                 lines.append(
                     f"{checked[0].worker}: {step} is expected to take {most.total_s * 1e3:.2f} ms, {parts},"
-                    f" {most.collectives_s * 1e3:.2f} of collectives"
+                    f" {most.collectives_s * 1e3:.2f} of exposed collectives"
                 )
         return lines
 
@@ -211,13 +160,14 @@ class Report:
                 "stage": each.declared.stage,
                 "size": each.declared.size,
                 "exact": each.alike,
-                **{name: value for name, value in asdict(each.facts).items() if name != "across"},
-                "sent_bytes": asdict(self.sent(each)),
-                "links_s": self.links_s(self.sent(each)),
+                **{name: value for name, value in asdict(each.facts).items() if name not in READ_OFF},
+                "sent_bytes": asdict(self.times.sent(each)),
+                "links_s": self.times.links_s(each),
+                "collectives_s": asdict(self.times.waited(each)),
                 "expected_collectives": each.declared.collectives,
                 "donated_bytes": each.declared.donated_bytes,
-                "floor_s": None if (work := self.work(each)) is None else work.floor_s(self.target.chip),
-                "expected_s": None if (found := self.expected(each)) is None else asdict(found),
+                "floor_s": None if (work := self.times.work(each)) is None else work.floor_s(self.target.chip),
+                "expected_s": None if (found := self.times.expected(each)) is None else asdict(found),
                 "complaints": each.complaints,
             }
             for each in self.checked
@@ -282,13 +232,15 @@ def _programs(report: Report, checked: list[Checked]) -> Table:
         "in place GiB",
         "collectives",
         "sent MiB",
+        "hidden",
+        "exposed us",
         "floor ms",
         "bound",
     )
     table = Table(*columns, title=checked[0].worker, title_justify="left")
-    for column in (*table.columns[2:5], *table.columns[6:8]):
+    for column in (*table.columns[2:5], *table.columns[6:10]):
         column.justify = "right"
-    shown = [each for each in checked if each.alike or report.work(each)]
+    shown = [each for each in checked if each.alike or report.times.work(each)]
     for _, group in groupby(shown, lambda each: SECTIONS.get(each.declared.kind.split()[0], "rest")):
         for each in group:
             table.add_row(*_row(report, each))
@@ -297,20 +249,25 @@ def _programs(report: Report, checked: list[Checked]) -> Table:
 
 
 def _row(report: Report, each: Checked) -> tuple[str, ...]:
-    facts, work = each.facts, report.work(each)
+    facts, work = each.facts, report.times.work(each)
     floor = ("", "") if work is None else _floor(work, report)
     name = each.declared.label.rpartition(",")[0]
     if facts.why:
-        return name, str(each.declared.stage), "[red]no[/]", "", "", "", "", *floor
+        return name, str(each.declared.stage), "[red]no[/]", *[""] * 6, *floor
     if not each.alike:
-        return name, str(each.declared.stage), "=", "", "", "", "", *floor
+        return name, str(each.declared.stage), "=", *[""] * 6, *floor
     across = ", ".join(f"{number} {kind}" for kind, number in sorted(facts.collectives.items())) or "none"
     mark = "[red]![/]" if each.complaints else ""
     in_place = f"{facts.aliased_bytes / GIB:.2f}" if each.declared.donated_bytes else ""
     numbers = f"{facts.compile_s:.1f} s", f"{facts.temp_bytes / MIB:,.1f}", in_place
-    sent = report.sent(each)
+    sent = report.times.sent(each)
     crossing = f"{sent.inside / MIB:,.2f}" + (f" + {sent.between / MIB:,.2f} between hosts" if sent.between else "")
-    return name, str(each.declared.stage), *numbers, mark + across, crossing * bool(facts.collectives), *floor
+    told = ("", "", "") if not facts.collectives else (crossing, *_waited(report.times.waited(each)))
+    return name, str(each.declared.stage), *numbers, mark + across, *told, *floor
+
+
+def _waited(waited: Waited) -> tuple[str, str]:
+    return f"{waited.hidden:.0%}", f"{waited.exposed_s * 1e6:,.0f}"
 
 
 def _floor(work: Work, report: Report) -> tuple[str, str]:

@@ -10,8 +10,10 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jdisagg.core.collectives import Collective, Sent, counted, sent_by
+from jdisagg.core.schedule import Events
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.hlo import read_collectives
+from jdisagg.engine.schedule import read_schedule
 
 MIB = 1 << 20
 TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied
@@ -30,6 +32,7 @@ class Facts:
     collectives: dict[str, int] = field(default_factory=dict)
     why: str = ""
     across: tuple[Collective, ...] = ()  # each of `collectives`
+    schedule: Events = ()  # what runs beside them
 
     def sent(self, declared: DeclaredProgram, hosts: Sequence[int]) -> Sent:
         """By the busiest device in one step of `declared`, whose devices stand on these hosts."""
@@ -53,8 +56,9 @@ def compile_declared(declared: DeclaredProgram) -> Facts:
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
-        counted(across := read_collectives(compiled.as_text() or "")),
+        counted(across := read_collectives(text := compiled.as_text() or "")),
         across=across,
+        schedule=read_schedule(text),
     )
 
 

@@ -3,71 +3,70 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from jdisagg.core.collectives import KINDS, Collective, Groups
+from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of, parsed
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) .*\{\s*$")
-_COLLECTIVE = re.compile(rf" = (?P<shape>.*?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|body|condition|branch_computations|\w+_computation)=\{?((?:%?[\w.-]+(?:, )?)+)"
-)
-_BODY = re.compile(r"\bbody=%?([\w.-]+)")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+_CHAIN = re.compile(r'chain_id="\w+"')
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+STARTS = {kind + "-start": kind for kind in KINDS}
 
 
 def read_collectives(hlo: str) -> tuple[Collective, ...]:
     """Of a compiled program's text."""
-    bodies = dict(_computations(hlo))
-    looped = _reached(bodies)
-    return tuple(each for name, lines in bodies.items() for line in lines for each in _read(line, name in looped))
+    module = parsed(hlo)
+    looped = _reached(module)
+    found, read = list[Collective](), set[str]()
+    for name, body in module.computations.items():
+        for each in body:
+            one, chain = collective_of(each, looped=name in looped), _chain(each)
+            if one is not None and chain not in read:
+                found.append(one)
+                read |= {chain} if chain else set()
+    return tuple(found)
 
 
-def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
-    name, lines = "", list[str]()
-    for line in hlo.splitlines():
-        head = None if line.startswith(" ") else _COMPUTATION.match(line)
-        if head is not None:
-            yield name, lines
-            name, lines = head["name"], []
-        else:
-            lines.append(line)
-    yield name, lines
+def chains(module: Module, instruction: Instruction) -> list[str]:
+    """Those that a fusion runs a step of: its compiler cut a collective into steps, and fused products with them."""
+    if instruction.opcode != "fusion":
+        return []
+    inner = (each for called in instruction.called for each in module.computations.get(called, []))
+    return [chain for each in inner if (chain := _chain(each))]
 
 
-def _reached(computations: Mapping[str, Sequence[str]]) -> set[str]:
+def _chain(instruction: Instruction) -> str:
+    """The name of the collective that it is a step of, if it is."""
+    found = _CHAIN.search(instruction.line) if instruction.opcode in KINDS else None
+    return "" if found is None else found[0]
+
+
+def _reached(module: Module) -> set[str]:
     """The bodies of loops, and whatever they call."""
     found: set[str] = set()
-    left = [name for lines in computations.values() for line in lines for name in _BODY.findall(line)]
+    left = [each.body for body in module.computations.values() for each in body]
     while left:
         name = left.pop()
-        if name not in found and name in computations:
+        if name is not None and name not in found and name in module.computations:
             found.add(name)
-            calls = [called for line in computations[name] for called in _CALLED.findall(line)]
-            left += [each.strip(" %") for called in calls for each in called.split(",")]
+            left += [called for each in module.computations[name] for called in each.called]
     return found
 
 
-def _read(line: str, looped: bool) -> Iterator[Collective]:
-    match = _COLLECTIVE.search(line)
-    if match is None:
-        return
-    kind, arrays = match["kind"], [_bytes(*each) for each in _ARRAY.findall(match["shape"])]
-    if match["start"] and kind == "all-gather":
-        arrays = arrays[len(arrays) // 2 :]  # behind the operands, the results
-    if match["start"] and kind == "collective-permute":
-        arrays = arrays[:1]  # operand, result, and two words of context
-    groups = _groups(line)
+def collective_of(instruction: Instruction, *, looped: bool) -> Collective | None:
+    """What it sends; None where it is no collective, or only the end of one."""
+    kind = STARTS.get(instruction.opcode, instruction.opcode)
+    if kind not in KINDS:
+        return None
+    sizes = [bytes_of(*each) for each in arrays(instruction.shape)]
+    if instruction.opcode == "all-gather-start":
+        sizes = sizes[len(sizes) // 2 :]  # behind the operands, the results
+    if instruction.opcode == "collective-permute-start":
+        sizes = sizes[:1]  # operand, result, and two words of context
+    groups = _groups(instruction.line)
     whole = len(groups[0]) if kind == "reduce-scatter" and groups else 1  # its result is a shard
-    yield Collective(kind, sum(arrays) * whole, groups, looped)
-
-
-def _bytes(dtype: str, sides: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return -(-bits * prod(int(side) for side in sides.split(",") if side) // 8)
+    return Collective(kind, sum(sizes) * whole, groups, looped)
 
 
 def _groups(line: str) -> Groups:

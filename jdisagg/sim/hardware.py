@@ -32,6 +32,7 @@ class Hardware:
     decode_attention: float = 0.86  # share of HBM
     link: float = 0.77  # share of a link one stream gets
     collective_s: float = 15.5e-6  # of an all-reduce of a few bytes
+    hop_s: float = 0.0  # of each link that it crosses, one way
     host_bytes_per_s: float = 25e9  # to its host's memory, one way, pinned: PCIe 4.0 x16
     disk_bytes_per_s: float = 3e9  # its share of its host's drives: one NVMe drive a device
     narrow: tuple[tuple[str, float], ...] = ()  # dtypes that it multiplies faster than bf16, and how many times
@@ -42,6 +43,7 @@ class Hardware:
 
 
 TWICE = (("int8", 2.0), ("fp8", 2.0))
+TORUS: dict[str, Any] = {"narrow": (("int8", 2.0),), "collective_s": 6e-6, "hop_s": 1e-6}  # 8 chips: 3 hops and back
 
 
 def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any, **named: Any) -> Hardware:
@@ -65,10 +67,10 @@ HARDWARE = {
         replace(_A100, name="a800", link_bytes_per_s=200e9, price_per_hour=0.0),
         replace(_H100, name="h800", link_bytes_per_s=200e9, price_per_hour=2.0),
         # A TPU's link is one of its ports: the sheets give a chip 1,600, 4,800 and 3,200 Gbit/s over 4, 6 and 4, so
-        # those of v5p and v6e are equally fast.
-        _chip("v5e", 50e9, 3.1e9, 1.2, narrow=(("int8", 2.0),)),
-        _chip("v5p", 100e9, 6.2e9, 4.2, narrow=(("int8", 2.0),)),
-        _chip("v6e", 100e9, 6.2e9, 2.7, narrow=(("int8", 2.0),)),
+        # those of v5p and v6e are equally fast. A hop takes about a microsecond ("How to Scale Your Model", part 3).
+        _chip("v5e", 50e9, 3.1e9, 1.2, **TORUS),
+        _chip("v5p", 100e9, 6.2e9, 4.2, **TORUS),
+        _chip("v6e", 100e9, 6.2e9, 2.7, **TORUS),
         # One socket of 56 cores with AMX at 1.9 GHz and 8 channels of DDR5-4800; the shares are guesses, not measured.
         Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6),
     )

@@ -10,8 +10,9 @@ import pytest
 from jdisagg.core.collectives import Collective, Sent
 from jdisagg.core.roofline import Shard, Work
 from jdisagg.core.targets import CHIPS
+from jdisagg.core.torus import Joined
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.expected import Expected, expected
+from jdisagg.sim.expected import Expected, expected, sending, start_s
 from jdisagg.sim.hardware import hardware
 
 ROWS = Path(__file__).parent.parent / "published" / "data" / "silicon_dense_agg.csv.gz"
@@ -21,9 +22,9 @@ WEIGHTS = {"": ("bfloat16", 2), "fp8": ("fp8", 1), "fp8_block": ("fp8", 1)}
 
 def step(shard: Shard, work: Work, system: str, weights: str, rows: int) -> Expected:
     """Two all-reduces a layer, as the compiled programs have them."""
+    chip, number = hardware(system), 2 * shard.model.num_layers if shard.tp > 1 else 0
     one = Collective("all-reduce", rows * shard.model.hidden_size * 2, (), looped=False).sent([0] * shard.tp)
-    number = 2 * shard.model.num_layers if shard.tp > 1 else 0
-    return expected(work, hardware(system), weights, number, one.times(number) if number else Sent())
+    return expected(work, chip, weights, number * (start_s(chip) + sending(chip, one)))
 
 
 @pytest.mark.parametrize("system", ["h100", "h200"])
@@ -57,9 +58,15 @@ def test_the_scaling_books_step_of_llama_3_70b_in_int8_on_eight_chips_of_v5e_is_
     assert floor_s < step(shard, shard.decode(32, 8192), "v5e", "int8", 32).total_s < 2 * floor_s
 
 
-def test_collectives_are_counted_beside_what_is_read_and_multiplied():
+def test_of_collectives_only_what_is_exposed_stands_beside_what_is_read_and_multiplied():
     chip, work = hardware("h100"), Work(1e9, 2e9, 1e9)
-    alone = expected(work, chip, "bfloat16", 0, Sent())
-    across = expected(work, chip, "bfloat16", 2, Sent(1e6, 1e6))
-    assert across.total_s == pytest.approx(alone.total_s + across.collectives_s)
-    assert across.collectives_s > 2 * chip.collective_s and alone.collectives_s == 0
+    alone, across = expected(work, chip, "bfloat16", 0.0), expected(work, chip, "bfloat16", 3e-5)
+    assert across.total_s == pytest.approx(alone.total_s + 3e-5)
+    assert start_s(chip) == chip.collective_s and sending(chip, Sent(chip.link_bytes_per_s, 0)) == 1 / chip.link
+
+
+def test_a_collective_on_a_torus_uses_the_links_of_all_its_axes_and_takes_its_hops():
+    chip = hardware("v5p")
+    box = Joined(links=3, hops=3)
+    assert sending(chip, Sent(3e6), box) == pytest.approx(sending(chip, Sent(1e6)))
+    assert start_s(chip, box) == pytest.approx(6 * chip.hop_s)

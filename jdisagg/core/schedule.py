@@ -1,0 +1,100 @@
+"""What a device does in one program, in the order that its compiler chose: products, collectives that start and end.
+
+A collective whose start and end stand apart goes on while what stands between them runs, and only what is left of it at
+its end is waited for. Whoever knows a chip says how long a product and a collective take; `waited` says what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jdisagg.core.collectives import Collective
+from jdisagg.core.roofline import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Of a collective, which has a name within its program."""
+
+    name: str
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where it is waited for."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The body of a loop."""
+
+    events: Events
+
+
+Events = tuple[Work | Start | End | Turns, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Seconds of all collectives, and those of them in which the device has nothing else to do."""
+
+    total_s: float
+    exposed_s: float
+
+    @property
+    def hidden(self) -> float:
+        """Share; of nothing all is hidden."""
+        return 1 - self.exposed_s / self.total_s if self.total_s else 1.0
+
+
+@dataclass
+class _Clock:
+    now_s: float = 0.0
+    links_s: float = 0.0  # when the links are free again
+    total_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+def waited(
+    events: Sequence[Work | Start | End | Turns],
+    work_s: Callable[[Work], float],
+    collective_s: Callable[[Collective], float],
+    turns: int = 1,
+) -> Waited:
+    """Collectives share the links, one after the other; one without an end in its loop's body is waited for there."""
+    clock = _Clock()
+    _run(events, work_s, collective_s, turns, clock)
+    return Waited(clock.total_s, clock.exposed_s)
+
+
+def _run(
+    events: Sequence[Work | Start | End | Turns],
+    work_s: Callable[[Work], float],
+    collective_s: Callable[[Collective], float],
+    turns: int,
+    clock: _Clock,
+) -> None:
+    ends: dict[str, float] = {}
+    for event in events:
+        match event:
+            case Work():
+                clock.now_s += work_s(event)
+            case Start(name, collective):
+                seconds = collective_s(collective)
+                clock.links_s = ends[name] = max(clock.now_s, clock.links_s) + seconds
+                clock.total_s += seconds
+            case End(name):
+                _wait(clock, ends.pop(name, clock.now_s))
+            case Turns(body):
+                for _ in range(turns):
+                    _run(body, work_s, collective_s, turns, clock)
+    _wait(clock, max(ends.values(), default=clock.now_s))
+
+
+def _wait(clock: _Clock, until_s: float) -> None:
+    clock.exposed_s += max(until_s - clock.now_s, 0.0)
+    clock.now_s = max(clock.now_s, until_s)
