@@ -48,7 +48,7 @@ class Waited:
     @property
     def hidden(self) -> float:
         """Share; of nothing all is hidden."""
-        return 1 - self.exposed_s / self.total_s if self.total_s else 1.0
+        return max(1 - self.exposed_s / self.total_s, 0.0) if self.total_s else 1.0
 
 
 @dataclass
