@@ -19,10 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.paged_attention import generations, hopper
 from pallas_kernels.paged_attention import gpu as decode_gpu
+from pallas_kernels.paged_attention import hopper as decode_hopper
+from pallas_kernels.paged_attention import on_gpu as decode_on_gpu
 from pallas_kernels.paged_attention import tpu as decode_tpu
 from pallas_kernels.prefill_attention import gpu as prefill_gpu
+from pallas_kernels.prefill_attention import hopper as prefill_hopper
+from pallas_kernels.prefill_attention import on_gpu as prefill_on_gpu
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
 from pallas_kernels.tuned import TUNED
@@ -54,15 +57,17 @@ def candidates(platform: str, work: Work) -> Iterator[Blocks]:
     yield {}
     decode = work.operation == "paged_attention"
     if platform == "gpu":
+        mosaic = work.q_dtype == work.pool_dtype == "bfloat16"
         if decode:
             for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):
                 yield {"parts": parts, "tiles": 2, "tile": tile, "warps": warps, "stages": 3}
-            exact = work.q_dtype == work.pool_dtype == "bfloat16"
-            for parts, tile, stages in product((4, 16, 64, 256), (64, 128), (2, 3, 4)) if exact else ():
+            for parts, tile, stages in product((4, 16, 64, 256), (64, 128), (2, 3, 4)) if mosaic else ():
                 yield {"mosaic": 1, "parts": parts, "tiles": 2, "tile": tile, "warps": 4, "stages": stages}
         else:
             for rows, tile, warps in product((64, 128), (32, 64, 128), (4, 8)):
                 yield {"rows": rows, "tile": tile, "warps": warps, "stages": 3}
+            for tile, stages in product((64, 128), (2, 3)) if mosaic else ():
+                yield {"mosaic": 1, "tile": tile, "stages": stages}
         return
     tokens = (128, 256, 512, 1024) if decode else (128, 256, 512)
     for pages in sorted({max(1, count // work.page_size) for count in tokens}):
@@ -98,11 +103,14 @@ def kernel_of(platform: str, operation: str, blocks: Blocks, interpret: bool) ->
     decode = operation == "paged_attention"
     if platform == "gpu":
         if not blocks:
-            attend = generations.paged_attention if decode else prefill_gpu.prefill_attention
+            attend = decode_on_gpu if decode else prefill_on_gpu
             return lambda *arrays: attend(*arrays, **options)
+        if not decode and blocks.get(decode_gpu.MOSAIC):
+            cut = prefill_hopper.Blocks(blocks["tile"], blocks["stages"])
+            return partial(prefill_hopper.prefill_attention, blocks=cut, **options)
         if not decode:
             return partial(prefill_gpu.prefill_attention, blocks=prefill_gpu.Blocks(**blocks), **options)
-        attend = hopper.paged_attention if blocks.get(decode_gpu.MOSAIC) else decode_gpu.paged_attention
+        attend = decode_hopper.paged_attention if blocks.get(decode_gpu.MOSAIC) else decode_gpu.paged_attention
         return partial(attend, blocks=decode_gpu.blocks_of(blocks), **options)
     attend = decode_tpu.paged_attention if decode else prefill_tpu.prefill_attention
     return lambda *arrays: attend(*arrays, **blocks, **options)

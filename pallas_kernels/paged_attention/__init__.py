@@ -8,7 +8,8 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size, require
 from pallas_kernels.contents import check_contents, check_decode
-from pallas_kernels.paged_attention import generations, tpu, xla
+from pallas_kernels.generations import by_generation
+from pallas_kernels.paged_attention import gpu, hopper, tpu, xla
 from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages, stored
 
@@ -54,6 +55,9 @@ def paged_attention(
     return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap, value_size)
 
 
+on_gpu = by_generation("paged_attention", hopper.paged_attention, gpu.paged_attention)
+
+
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
 def _on_its_platform(
     q: Array,
@@ -75,7 +79,7 @@ def _on_its_platform(
         lengths,
         sinks,
         tpu=partial(tpu.paged_attention, **options),
-        cuda=partial(_row_by_row, generations.paged_attention, options),
+        cuda=partial(_row_by_row, on_gpu, options),
         default=partial(_row_by_row, xla.paged_attention, options),
     )
 

@@ -7,7 +7,6 @@ arrive at one barrier.
 """
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,42 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER, Blocks, Rule, blocks_of
-from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.tuning import tuned
-
-
-def mosaic_gpu() -> Any:
-    """Pallas' module; None where absl is not installed, which it needs: then Triton's code runs."""
-    try:
-        return import_module("jax.experimental.pallas.mosaic_gpu")
-    except ImportError:
-        return None
-
-
-plgpu = mosaic_gpu()
-ROWS = 64  # of a wgmma
-TILE = 64  # tokens at least: what a wgmma sums over is a whole swizzle
-BOX = 8  # rows of shared memory that a swizzle turns together: what is copied is a multiple
-SWIZZLE_BYTES = 128
-
-
-def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
-    """Whether this code can: bf16, K and V apart, whole swizzles in a row and a page, few enough heads.
-
-    Rows of 256 would need 24 bytes more of shared memory than a block may have.
-    """
-    if (
-        plgpu is None
-        or isinstance(kv_pages, QuantizedPages)
-        or kv_pages.dtype != jnp.bfloat16
-        or q.dtype != jnp.bfloat16
-    ):
-        return False
-    _, kv_heads, parts, page_size, size = kv_pages.shape
-    whole = size % (SWIZZLE_BYTES // 2) == 0 and size <= 128 and page_size % BOX == 0 and page_size & page_size - 1 == 0
-    return parts == 2 and whole and q.shape[1] // kv_heads <= ROWS
 
 
 def choose_blocks(q: Array, kv_pages: Array) -> Blocks:
@@ -77,7 +45,7 @@ def paged_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`, of what `fits`. interpret: parameters of Mosaic GPU's interpreter."""
+    """As `pallas_kernels.paged_attention`, of what `mosaic.fits`. interpret: parameters of Mosaic GPU's interpreter."""
     assert value_size is None, value_size
     interpret = interpret or None
     slots, heads, size = q.shape
@@ -88,20 +56,18 @@ def paged_attention(
     rows = pl.cdiv(groups, BOX) * BOX
     queries = jnp.pad(q.reshape(slots, kv_heads, groups, size), ((0, 0), (0, 0), (0, rows - groups), (0, 0)))
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
-    per_row = shape((slots * parts * kv_heads * rows,), jnp.float32)
+    sums = shape((slots * parts * kv_heads * rows,), jnp.float32)
     rule = Rule(scale, window, soft_cap, ((0, size),), None)
     top, total, mixed = plgpu.kernel(
-        partial(
-            attend_part, blocks=blocks, rule=rule, page_size=page_size, chip=Chip if interpret is None else Interpreted
-        ),
-        out_type=(per_row, per_row, shape((per_row.shape[0], size), jnp.float32)),
+        partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret)),
+        out_type=(sums, sums, shape((sums.shape[0], size), jnp.float32)),
         grid=(slots, kv_heads, parts),
         grid_names=("slots", "heads", "parts"),
         scratch_types=scratch(blocks, page_size, size),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(queries.reshape(-1, size), kv_pages.reshape(-1, size), page_table, lengths)
-    found = varying_as(q, top), varying_as(q, total), varying_as(q, mixed)
+    found = mosaic.varying_as(q, top), mosaic.varying_as(q, total), mosaic.varying_as(q, mixed)
     partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in found]
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, groups), ((0, 0), (0, rows - groups))).reshape(-1)
@@ -111,11 +77,10 @@ def paged_attention(
 
 def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
     """The rows of a KV head, tiles of K and of V, sums, and who waits for what of them."""
-    turned = plgpu.TilingTransform((BOX, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
-    tiles = plgpu.SMEM((blocks.stages, blocks.tile, size), jnp.bfloat16, transforms=turned)
+    tiles = mosaic.swizzled(blocks.stages, blocks.tile, size)
     copies = 2 * max(1, blocks.tile // page_size)
     return [
-        plgpu.SMEM((ROWS, size), jnp.bfloat16, transforms=turned),
+        mosaic.swizzled(ROWS, size),
         tiles,
         tiles,
         plgpu.SMEM((ROWS, size), jnp.float32),
@@ -123,56 +88,6 @@ def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
         plgpu.Barrier(num_arrivals=1),
         plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
     ]
-
-
-def varying_as(like: Array, array: Array) -> Array:
-    """Within a `shard_map` a kernel of Mosaic GPU does not say that its results are each shard's own."""
-    axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
-    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
-
-
-class Chip:
-    """The products as a Hopper takes them."""
-
-    @staticmethod
-    def lay(array: Array, layout: Any) -> Array:
-        return plgpu.layout_cast(array, layout)
-
-    @staticmethod
-    def logits(queries: Any, keys: Any) -> Array:
-        """[rows, D] by [tokens, D], both in shared memory."""
-
-        def multiply(sums):
-            plgpu.wgmma(sums, queries, plgpu.transpose_ref(keys, (1, 0)))
-            return sums[...]
-
-        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((queries.shape[0], keys.shape[0]), jnp.float32))
-
-    @staticmethod
-    def mixture(weights: Array, values: Any) -> Array:
-        """[rows, tokens] in registers by [tokens, D] in shared memory."""
-
-        def multiply(sums):
-            plgpu.wgmma(sums, weights, values)
-            return sums[...]
-
-        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((weights.shape[0], values.shape[1]), jnp.float32))
-
-
-class Interpreted(Chip):
-    """The same for the interpreter of jax 0.10, which knows neither layouts nor turned operands."""
-
-    @staticmethod
-    def lay(array: Array, layout: Any) -> Array:
-        return array
-
-    @staticmethod
-    def logits(queries: Any, keys: Any) -> Array:
-        return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
-
-    @staticmethod
-    def mixture(weights: Array, values: Any) -> Array:
-        return jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
 
 
 def attend_part(
@@ -194,7 +109,7 @@ def attend_part(
     blocks: Blocks,
     rule: Rule,
     page_size: int,
-    chip: type[Chip] | type[Interpreted],
+    chip: type[Chip],
 ):
     """One part of one slot, all query heads of one KV head."""
     slot, head, part = (lax.axis_index(name) for name in ("slots", "heads", "parts"))
@@ -238,19 +153,19 @@ def attend_part(
                 logits = logits * (rule.scale * LOG2_E)
             else:
                 logits = jnp.tanh(logits * (rule.scale / rule.soft_cap)) * (rule.soft_cap * LOG2_E)
-            token = chip.lay(lax.broadcasted_iota(jnp.int32, logits.shape, 1), plgpu.Layout.WGMMA) + index * tile
+            token = places(chip, logits.shape, 1) + index * tile
             logits = jnp.where((token < length) & (token >= start), logits, NEVER)
             higher = jnp.maximum(top, logits.max(axis=1))
             share = jnp.exp2(top - higher)
-            weights = jnp.exp2(logits - lax.broadcast_in_dim(higher, logits.shape, [0]))
+            weights = jnp.exp2(logits - per_row(higher, logits.shape))
             total = total * share + weights.sum(axis=1)
 
-            more = chip.mixture(weights.astype(jnp.bfloat16), v_smem.at[buffer])
-            return higher, total, mixed * lax.broadcast_in_dim(share, mixed.shape, [0]) + more
+            mixed = mixed * per_row(share, mixed.shape)
+            return higher, total, chip.mixture(mixed, weights.astype(jnp.bfloat16), v_smem.at[buffer])
 
-        per_row = plgpu.Layout.WGMMA.reduce(1)
-        top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), per_row)
-        total = chip.lay(jnp.zeros((ROWS,), jnp.float32), per_row)
+        of_rows = plgpu.Layout.WGMMA.reduce(1)
+        top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), of_rows)
+        total = chip.lay(jnp.zeros((ROWS,), jnp.float32), of_rows)
         mixed = chip.lay(jnp.zeros(mixed_smem.shape, jnp.float32), plgpu.Layout.WGMMA)
         top, total, mixed = lax.fori_loop(first, stop, step, (top, total, mixed))
         mixed_smem[...] = mixed

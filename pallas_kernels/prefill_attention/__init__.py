@@ -7,8 +7,9 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
 from pallas_kernels.contents import check_contents, check_packed
+from pallas_kernels.generations import by_generation
 from pallas_kernels.platforms import on_platform
-from pallas_kernels.prefill_attention import gpu, tpu, xla
+from pallas_kernels.prefill_attention import gpu, hopper, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
 
 
@@ -53,6 +54,9 @@ def prefill_attention(
     return _on_its_platform(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale, window, soft_cap, value_size)
 
 
+on_gpu = by_generation("prefill_attention", hopper.prefill_attention, gpu.prefill_attention)
+
+
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
 def _on_its_platform(
     q: Array,
@@ -76,6 +80,6 @@ def _on_its_platform(
         cu_q_lens,
         sinks,
         tpu=partial(tpu.prefill_attention, **options),
-        cuda=partial(gpu.prefill_attention, **options),
+        cuda=partial(on_gpu, **options),
         default=partial(xla.prefill_attention, **options),
     )

@@ -3,8 +3,6 @@
 The blocks are those of the XLA code, each of one sequence, those with the most tiles first, so that short ones fill the
 gaps at the end. All query heads of a KV head lie in one block next to each other: a tile is loaded once for them, and
 a block spans few tokens, so that little is computed past the diagonal. The inner loop is decode attention's.
-
-Hopper's own way (Mosaic GPU: bulk copies, warps that only load) is not taken: nothing has measured that it wins here.
 """
 
 from functools import partial
@@ -19,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.paged_attention.gpu import (
     LOG2_E,
     MIN_ROWS,
+    MOSAIC,
     NEVER,
     Rule,
     Runs,
@@ -93,7 +92,8 @@ def prefill_attention(
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blocks:
     """The tuned choice, or one whose sums stay in registers and whose tiles leave room for two programs a core."""
     values, products = stored(kv_pages), product_dtype(q.dtype, kv_pages)
-    if found := tuned("prefill_attention", q, kv_pages):
+    found = tuned("prefill_attention", q, kv_pages)
+    if found and not found.get(MOSAIC):
         return Blocks(**found)
     row_bytes = padded_numbers(runs) * products.itemsize
     useful = pl.next_power_of_2(q.shape[0] * pl.next_power_of_2(q.shape[1] // values.shape[1]))

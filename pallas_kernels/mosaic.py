@@ -1,0 +1,124 @@
+"""What the kernels for Hopper GPUs share (Pallas Mosaic GPU): tiles that a wgmma reads, and its products.
+
+The interpreter of jax 0.10 knows neither layouts of registers nor turned operands: there `Interpreted` stands for them.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.quantized import QuantizedPages
+
+
+def mosaic_gpu() -> Any:
+    """Pallas' module; None where absl is not installed, which it needs: then Triton's code runs."""
+    try:
+        return import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError:
+        return None
+
+
+plgpu = mosaic_gpu()
+ROWS = 64  # of a wgmma
+TILE = 64  # tokens at least: what a wgmma sums over is a whole swizzle
+BOX = 8  # rows of shared memory that a swizzle turns together: what is copied is a multiple
+SWIZZLE_BYTES = 128
+
+
+def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
+    """Whether attention of this code can: bf16, K and V apart, whole swizzles in a row and a page, few enough heads.
+
+    Rows of 256 would need 24 bytes more of shared memory than a block may have.
+    """
+    if (
+        plgpu is None
+        or isinstance(kv_pages, QuantizedPages)
+        or kv_pages.dtype != jnp.bfloat16
+        or q.dtype != jnp.bfloat16
+    ):
+        return False
+    _, kv_heads, parts, page_size, size = kv_pages.shape
+    whole = size % (SWIZZLE_BYTES // 2) == 0 and size <= 128 and page_size % BOX == 0 and page_size & page_size - 1 == 0
+    return parts == 2 and whole and q.shape[1] // kv_heads <= ROWS
+
+
+def swizzled(*shape: int) -> Any:
+    """bf16 in shared memory, laid as a wgmma reads it."""
+    turned = plgpu.TilingTransform((BOX, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=turned)
+
+
+def varying_as(like: Array, array: Array) -> Array:
+    """Within a `shard_map` a kernel of Mosaic GPU does not say that its results are each shard's own."""
+    axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+
+
+class Chip:
+    """The products as a Hopper takes them."""
+
+    @staticmethod
+    def lay(array: Array, layout: Any) -> Array:
+        return plgpu.layout_cast(array, layout)
+
+    @staticmethod
+    def load(place: Any, layout: Any) -> Array:
+        """Of memory that is not swizzled, into a wgmma's registers."""
+        return plgpu.load(place, (), layout=layout, optimized=False)
+
+    @staticmethod
+    def logits(queries: Any, keys: Any) -> Array:
+        """[rows, D] by [tokens, D], both in shared memory."""
+
+        def multiply(sums):
+            plgpu.wgmma(sums, queries, plgpu.transpose_ref(keys, (1, 0)))
+            return sums[...]
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((queries.shape[0], keys.shape[0]), jnp.float32))
+
+    @staticmethod
+    def mixture(mixed: Array, weights: Array, values: Any) -> Array:
+        """`mixed` and [rows, tokens] in registers by [tokens, D] in shared memory."""
+
+        def multiply(sums):
+            plgpu.wgmma(sums, weights, values)
+
+        return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(mixed))
+
+
+class Interpreted(Chip):
+    """The same for the interpreter."""
+
+    @staticmethod
+    def lay(array: Array, layout: Any) -> Array:
+        return array
+
+    @staticmethod
+    def load(place: Any, layout: Any) -> Array:
+        return place[...]
+
+    @staticmethod
+    def logits(queries: Any, keys: Any) -> Array:
+        return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+
+    @staticmethod
+    def mixture(mixed: Array, weights: Array, values: Any) -> Array:
+        return mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+
+
+def chip_of(interpret: Any) -> type[Chip]:
+    return Interpreted if interpret else Chip
+
+
+def places(chip: type[Chip], shape: tuple[int, ...], axis: int) -> Array:
+    """i32 [rows, tokens]: which row, or which token, of a tile of logits."""
+    return chip.lay(lax.broadcasted_iota(jnp.int32, shape, axis), plgpu.Layout.WGMMA)
+
+
+def per_row(array: Array, shape: tuple[int, ...]) -> Array:
+    """[rows] -> [rows, numbers]."""
+    return lax.broadcast_in_dim(array, shape, [0])
