@@ -185,7 +185,9 @@ def local_target(stack: ExitStack, levels: Sequence[int]) -> Target:
     settings.check()
     num_devices = mesh_of(settings).num_devices
     found = devices.prepare(settings.platform, num_devices, settings.compile_cache_dir)
-    deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
+    deployment = resolve_deployment(
+        settings, found[0].platform, devices.memory_bytes(found[0]), chip=devices.chip_of(found[0])
+    )
     counters = Counters(deployment.kv.bytes_per_page)
     service = build(deployment, settings, found, observers=[counters])
     stack.callback(service.stop)

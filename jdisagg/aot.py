@@ -79,7 +79,7 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # nothing is to look for the accelerator that is compiled for
     memory_bytes = usable_bytes(target)
-    deployment = resolve_deployment(settings, target.chip.platform, memory_bytes)
+    deployment = resolve_deployment(settings, target.chip.platform, memory_bytes, chip=target.chip)
     if deployment.mesh.num_devices > target.num_devices:
         raise ConfigError(
             f"the mesh {deployment.mesh} needs {deployment.mesh.num_devices} devices, {target} has {target.num_devices}"

@@ -200,6 +200,8 @@ def show_deployment(console: Console, deployment: Deployment, target: Target, me
         f" {chip.flops_per_s / 1e12:,.0f} TFLOP/s)",
         highlight=False,
     )
+    for reason in deployment.sizes.reasons:
+        console.print(f"[bold]sizes[/]  {reason}", highlight=False)
 
 
 def show(console: Console, report: Report) -> None:

@@ -36,6 +36,8 @@ def show(console: Console, deployment: Deployment, platform: str, load_format: s
         f"[bold]kv[/]       {kv.bytes_per_token:,} bytes a token ({kv.dtype}), pages of {kv.page_size} tokens,"
         f" sequences up to {deployment.max_model_len:,} tokens"
     )
+    for reason in deployment.sizes.reasons if sized else ():
+        console.print(f"[bold]sizes[/]    {reason}", highlight=False)
     for config in deployment.workers if sized else ():
         tokens = config.num_pages * config.page_size
         size = config.num_pages * deployment.layout(config.role).held_page_bytes(deployment.place(config.worker).tp)

@@ -20,8 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jdisagg import command, flags
+from jdisagg.core.default_sizes import decode_slots, page_size, step_tokens
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
+from jdisagg.core.targets import CHIPS, Target
+from jdisagg.devices import usable_bytes
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.gguf_file import is_gguf
 from jdisagg.named_models import located
@@ -123,6 +127,25 @@ def billions(weights: float) -> str:
     return f"{weights / 1e9:.3g} B"
 
 
+def sizes_lines(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str]:
+    """What a worker of so many shards chooses where nobody says; none for a chip without a data sheet."""
+    sheet, longest = CHIPS.get(chip.name), config.max_position or tokens
+    if sheet is None:
+        return []
+    memory = usable_bytes(Target(sheet, (1,) * sheet.dimensions))
+    left = Settings().hbm_fraction * memory * devices - 2 * config.num_params()
+    room = int(left / config.kv_bytes(1, number_bytes(dtype)))
+    if room < longest:
+        return [f"{devices} x {chip.name} hold no {longest:,} tokens of KV beside weights in bf16"]
+    kv = KVLayout.of(config, 1, "bfloat16", sheet.platform == "tpu")
+    chosen = (
+        decode_slots(config, devices, 1, sheet.platform, sheet, room, longest),
+        step_tokens(config, devices, sheet.platform, sheet, memory),
+        page_size(sheet.platform, kv, devices, longest),
+    )
+    return [f"chosen unless said: {each.reason}" for each in chosen]
+
+
 def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
     """Everything there is to print."""
     size, a_token = (config.kv_bytes(count, number_bytes(dtype)) for count in (tokens, 1))
@@ -131,6 +154,7 @@ def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices
     reuse = least_reuse_bytes_per_s(config, tokens, chip.flops * devices, dtype)
     return [
         *weights_lines(config),
+        *sizes_lines(config, tokens, dtype, chip, devices),
         f"{config.family} ({config.attention_kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
         f"{tokens} tokens: {decimal(size)} = {binary(size)}",
         f"prefill on {devices} x {chip.name}: {seconds(prefill)} ({tokens / prefill:,.0f} tokens/s)",

@@ -15,7 +15,7 @@ import jax
 from jdisagg import compile_cache
 from jdisagg.core.errors import ConfigError, FlagError, MeshError
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.core.targets import Target
+from jdisagg.core.targets import Chip, Target, chip_called
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 _DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd")  # TPU (two kinds of driver), NVIDIA, WSL, AMD
@@ -116,6 +116,11 @@ def memory_bytes(device: Any) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
+def chip_of(device: Any) -> Chip | None:
+    """Its data sheet, where there is one."""
+    return chip_called(device.device_kind)
+
+
 def usable_bytes(target: Target) -> int:
     """Of one device: what jax is given of it in the run itself."""
     if target.chip.gpu is None:
@@ -126,8 +131,9 @@ def usable_bytes(target: Target) -> int:
         raise ConfigError(f"{GPU_SHARE}={os.environ[GPU_SHARE]}: {error}") from error
 
 
-def imagined(platform: str, target: str, needs_memory: bool) -> tuple[str, int | None]:
-    """(platform, bytes of one device) of a run that touches none: of `target` (as h100:8), or what is known without it.
+def imagined(platform: str, target: str, needs_memory: bool) -> tuple[str, int | None, Chip | None]:
+    """(platform, bytes of one device, its data sheet) of a run that touches none: of `target` (as h100:8), or what is
+    known without it.
 
     Raises FlagError where the memory decides something and nobody says it.
     """
@@ -136,9 +142,9 @@ def imagined(platform: str, target: str, needs_memory: bool) -> tuple[str, int |
         chip = Target.parse(target)
         if platform not in ("auto", chip.chip.platform):
             raise FlagError(f"--platform={platform} and --target={target}, which is a {chip.chip.platform}")
-        return chip.chip.platform, usable_bytes(chip)
+        return chip.chip.platform, usable_bytes(chip), chip.chip
     if platform == "cpu" or (platform == "auto" and not accelerator_at_hand()):
-        return "cpu", None
+        return "cpu", None, None
     if needs_memory or platform == "auto":
         raise FlagError("--dry_run touches no device: say whose memory there is by --target, as h100:8 or v5p:2x2x2")
-    return platform, None
+    return platform, None, None

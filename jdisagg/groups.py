@@ -62,7 +62,7 @@ def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: 
         start.form_world()
         found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
         device_bytes = devices.memory_bytes(found[0])
-        deployment = resolve_deployment(settings, found[0].platform, device_bytes)
+        deployment = resolve_deployment(settings, found[0].platform, device_bytes, chip=devices.chip_of(found[0]))
         banner.show(console, deployment, found[0].platform, settings.load_format)
         bar, on_progress = banner.compile_bar(console)
         with bar:
@@ -84,7 +84,9 @@ def _follow(settings: Settings, console: Console, place: GroupPlace) -> int:
         start.form_world()
         found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
         said = start.sizes()
-        deployment = resolve_deployment(settings, found[0].platform, said["device_bytes"])
+        deployment = resolve_deployment(
+            settings, found[0].platform, said["device_bytes"], chip=devices.chip_of(found[0])
+        )
         bar, on_progress = banner.compile_bar(console)
         with bar:
             member = start.build(deployment, found, said, on_progress)

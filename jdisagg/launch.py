@@ -82,8 +82,8 @@ def body(values: flags.FlagValues) -> int:
 def preview(settings: Settings, target: str) -> int:
     """Prints what would run where. Nothing is loaded, fetched or bound, and no device is touched."""
     console = Console(soft_wrap=True)
-    platform, memory_bytes = devices.imagined(settings.platform, target, not settings.kv_tokens)
-    deployment = resolve_deployment(settings, platform, memory_bytes)
+    platform, memory_bytes, chip = devices.imagined(settings.platform, target, not settings.kv_tokens)
+    deployment = resolve_deployment(settings, platform, memory_bytes, chip=chip)
     there = bool(weight_files(deployment.model_folder))  # a config.json alone will do
     banner.show(console, deployment, platform, settings.load_format if there else "random")
     group = GroupPlace(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
@@ -117,7 +117,7 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     saved_programs.check_settings(settings)
     found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
     first = devices.first_of_most(found)
-    deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first))
+    deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))
     banner.show(console, deployment, " and ".join(mesh.platforms) or first.platform, settings.load_format)
     bar, on_progress = banner.compile_bar(console)
     with bar:
@@ -161,7 +161,9 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     count = num_devices(mesh, roles)
     found, platform = devices_of(settings, count)
     sized = count > 0
-    deployment = resolve_deployment(settings, platform, devices.memory_bytes(found[0]), sized)
+    deployment = resolve_deployment(
+        settings, platform, devices.memory_bytes(found[0]), sized, devices.chip_of(found[0])
+    )
     banner.show(console, deployment, platform, settings.load_format, sized)
     bar, on_progress = banner.compile_bar(console)
     if sockets is not None:

@@ -45,7 +45,9 @@ class LLM:
         mesh = mesh_of(self.settings)
         found = devices.prepare_mesh(mesh, self.settings.platform, self.settings.compile_cache_dir)
         first = devices.first_of_most(found)
-        self.deployment = resolve_deployment(self.settings, first.platform, devices.memory_bytes(first))
+        self.deployment = resolve_deployment(
+            self.settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first)
+        )
         self.service = build.build(self.deployment, self.settings, found)
         self.adapters = adapters_of(self.settings, self.deployment.model, self.deployment.model_name)
         self.service.start()

@@ -61,7 +61,7 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     mesh = mesh_of(settings)
     found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
     first = devices.first_of_most(found)
-    deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first))
+    deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))
     bar, on_progress = banner.compile_bar(console)
     with bar:
         machines = load_executors(deployment, settings, found)

@@ -14,7 +14,16 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import tables as measured
-from docs.generate import alerts_table, api_page, dashboard, flags_page, handoff_table, metrics_page, published_page
+from docs.generate import (
+    alerts_table,
+    api_page,
+    dashboard,
+    flags_page,
+    handoff_table,
+    metrics_page,
+    published_page,
+    sizes_table,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -28,6 +37,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 TABLES: Mapping[str, Callable[[], str]] = {
     "alerts": alerts_table.text,
     "handoff_states": handoff_table.text,
+    "sizes": sizes_table.text,
     **measured.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?!end)(\S+) -->\n).*?(<!-- table: end -->)", re.DOTALL)

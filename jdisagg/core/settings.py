@@ -18,10 +18,6 @@ from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.process_settings import ClusterSettings, OneShotSettings, RunningSettings, ServerSettings
 
 AT_LEAST_ONE = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_chunk_seqs",
-    "page_size",
     "steps_in_flight",
     "decode_turns",
     "queue_limit",
@@ -31,6 +27,10 @@ AT_LEAST_ONE = (
     "max_lora_rank",
 )
 NOT_NEGATIVE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_chunk_seqs",
+    "page_size",
     "max_model_len",
     "max_loras",
     "kv_tokens",

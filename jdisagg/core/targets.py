@@ -63,6 +63,17 @@ CHIPS = {
 }
 
 
+# How jax calls a TPU, where that is not its name here.
+_KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+
+
+def chip_called(device_kind: str) -> Chip | None:
+    """The chip that jax calls so; None where there is no sheet. Of a GPU, boards of other memory or form are others."""
+    name = _KINDS.get(device_kind, device_kind.removeprefix("TPU "))
+    found = (each for each in CHIPS.values() if each.gpu is not None and each.gpu.description == device_kind)
+    return CHIPS.get(name) or next(found, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """`sides` multiply to the number of devices; those of a GPU are (hosts, GPUs of one)."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from jdisagg.core.default_sizes import Size
 from jdisagg.core.errors import CheckpointError, ConfigError
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
@@ -17,10 +18,12 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.reshard import StageShape
 from jdisagg.core.settings import Settings
 from jdisagg.core.stages import ring_cut, split_layers
+from jdisagg.core.targets import Chip
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
 from jdisagg.model.gguf_file import gguf_name, is_gguf
+from jdisagg.serve.chosen_sizes import ChosenSizes, Devices, page_of, sizes_of
 from jdisagg.serve.memory import Budget, num_pages, own_layers
 from jdisagg.serve.speculation import read_draft
 from jdisagg.serve.worker_sizes import shipping_of, worker_config
@@ -48,6 +51,7 @@ class Deployment:
     prefill_kv: KVLayout  # of prefill workers
     max_model_len: int
     workers: tuple[WorkerConfig, ...]
+    sizes: ChosenSizes
     device_bytes: int | None = None  # of memory, of one device; None on the CPU
     dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
     draft: tuple[Path, ModelConfig] | None = None  # the model that guesses what is drawn
@@ -77,8 +81,12 @@ class Deployment:
         return next(each for each in self.mesh.workers() if each.worker == worker)
 
 
-def resolve_deployment(settings: Settings, platform: str, device_bytes: int | None, sized: bool = True) -> Deployment:
+def resolve_deployment(
+    settings: Settings, platform: str, device_bytes: int | None, sized: bool = True, chip: Chip | None = None
+) -> Deployment:
     """What `settings` ask for, on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
+
+    chip: their data sheet, where there is one: sizes that nobody said follow from it.
 
     Not `sized`: workers are other processes' affair, which know their memory; each has one sequence's pages here.
     Logs a warning for workers that share devices; each then gets an equal part of their memory.
@@ -91,32 +99,29 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
         log.warning(line)
     dtype, prefill_dtype = dtypes_of(settings, mesh, platform)
     weights = weights_of(settings, folder, model, " and a ".join(mesh.platforms) or platform)
-    kv_dtype = settings.kv_dtype if settings.kv_dtype != "auto" else dtype
-    kv = KVLayout.of(model, settings.page_size, kv_dtype, tiled="tpu" in (mesh.platforms or (platform,)))
-    prefill_kv = replace(
-        kv,
-        page_size=settings.prefill_page_size or settings.page_size,
-        dtype=next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, prefill_dtype) if name != "auto"),
-    )
+    longest = longest_of(settings, model)
+    devices = Devices(platform, chip, device_bytes)
+    page, kv, prefill_kv = layouts_of(settings, model, mesh, devices, (dtype, prefill_dtype))
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
-    longest = min(settings.max_model_len or model.max_position, model.max_position)
-    if settings.max_model_len > model.max_position:
-        over = f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
-        raise ConfigError(over)
     layers = cut_layers(model, mesh)
     draft = read_draft(settings.speculative, folder, model)
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
     name = settings.served_model_name or name_of(folder)
+
+    def pages_of(place: WorkerMesh, slots: int) -> int:
+        layout, held = layouts[place.role], budgets[place.role].of(place, mesh)
+        return num_pages(settings, slots, place, layout, longest, held) if sized else layout.pages_for(longest)
+
+    def room_of(place: WorkerMesh) -> int | None:
+        known = sized and (settings.kv_tokens or budgets[place.role].of(place, mesh).device_bytes is not None)
+        return pages_of(place, 1) * layouts[place.role].page_size if known else None
+
+    room = {place.worker: room_of(place) for place in mesh.workers()}  # of the first that has none it is told
+    sizes = sizes_of(settings, model, mesh, devices, page, longest, room)
     workers = tuple(
         worker_config(
-            settings,
-            place,
-            layouts[place.role].page_size,
-            longest,
-            num_pages(settings, place, layouts[place.role], longest, budgets[place.role].of(place, mesh))
-            if sized
-            else layouts[place.role].pages_for(longest),
+            settings, sizes, place, layouts[place.role].page_size, longest, pages_of(place, sizes.max_num_seqs)
         )
         for place in mesh.workers()
     )
@@ -124,8 +129,32 @@ def resolve_deployment(settings: Settings, platform: str, device_bytes: int | No
     workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
-    kept = kv, prefill_kv, longest, workers, device_bytes, dtypes, draft
+    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft
     return Deployment(folder, name, model, mesh, layers, dtype, weights, *kept)
+
+
+def longest_of(settings: Settings, model: ModelConfig) -> int:
+    """Tokens of one sequence. Raises ConfigError where the model has not so many positions."""
+    if settings.max_model_len > model.max_position:
+        over = f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
+        raise ConfigError(over)
+    return settings.max_model_len or model.max_position
+
+
+def layouts_of(
+    settings: Settings, model: ModelConfig, mesh: MeshSpec, devices: Devices, dtypes: tuple[str, str]
+) -> tuple[Size, KVLayout, KVLayout]:
+    """The size of pages, and how decode and prefill workers hold KV. dtypes: of their activations."""
+    kv_dtype = settings.kv_dtype if settings.kv_dtype != AUTO else dtypes[0]
+    tiled = "tpu" in (mesh.platforms or (devices.platform,))
+    page = page_of(settings, mesh, devices, KVLayout.of(model, 1, kv_dtype, tiled), longest_of(settings, model))
+    kv = KVLayout.of(model, page.value, kv_dtype, tiled)
+    prefill_kv = replace(
+        kv,
+        page_size=settings.prefill_page_size or page.value,
+        dtype=next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO),
+    )
+    return page, kv, prefill_kv
 
 
 def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:

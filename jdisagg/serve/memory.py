@@ -59,9 +59,9 @@ class Budget:
         return [(range(self.model.num_layers), sum(held for _, held in groups))]
 
 
-def num_pages(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
+def num_pages(settings: Settings, slots: int, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
     """Pages of one worker's pool: what --kv_tokens says, else every slot's longest sequence as far as memory goes."""
-    wanted = settings.max_num_seqs * kv.pages_for(longest)
+    wanted = slots * kv.pages_for(longest)
     if settings.kv_tokens:
         pages = kv.pages_for(settings.kv_tokens)
     elif budget.device_bytes is None:

@@ -108,7 +108,7 @@ def key_of(deployment: Deployment, settings: Settings) -> dict[str, Any]:
         "mesh": str(deployment.mesh),
         "asked": deployment.weight_dtype,
         "dtype": deployment.dtype,
-        "rows": settings.max_num_seqs,
+        "rows": deployment.sizes.max_num_seqs,
         "machine": machine_name(),
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in PACKAGES},

@@ -94,7 +94,9 @@ def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: 
     layers = own_layers(model, stages, place)
     budget = Budget(model, stages, deployment.dtype_of(place.role), deployment.weights, deployment.device_bytes)
     longest = deployment.max_model_len
-    pages = num_pages(settings, place, layout, longest, budget.of(place, deployment.mesh))
-    config = worker_config(settings, place, layout.page_size, longest, pages)
+    pages = num_pages(
+        settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)
+    )
+    config = worker_config(settings, deployment.sizes, place, layout.page_size, longest, pages)
     config = replace(config, worker=name, **shipping_of(settings, layers, deployment.kv))
     return Shape(config, layout, layers)

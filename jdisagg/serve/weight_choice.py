@@ -61,7 +61,7 @@ def _measured(deployment: Deployment, settings: Settings, source: Source) -> tup
 
     if deployment.weight_dtype != AUTO:
         return _asked(loss_of(deployment.weight_dtype))
-    rows = (settings.max_num_seqs, CHUNK)
+    rows = (deployment.sizes.max_num_seqs, CHUNK)
     times = {each: time_products(deployment.model, each, rows) for each in (AS_ACTIVATIONS, *CANDIDATES)}
     return chosen(deployment.dtype, times, loss_of)
 

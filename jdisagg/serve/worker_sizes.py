@@ -10,18 +10,21 @@ from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
+from jdisagg.serve.chosen_sizes import ChosenSizes
 from jdisagg.serve.speculation import read_speculation
 
 
-def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest: int, num_pages: int) -> WorkerConfig:
+def worker_config(
+    settings: Settings, sizes: ChosenSizes, place: WorkerMesh, page_size: int, longest: int, num_pages: int
+) -> WorkerConfig:
     """One worker's sizes; slots are rounded up to whole microbatches."""
     stages, depth = (1, place.pp) if place.role is Role.PREFILL else (place.pp, 1)  # of decode, of prefill alone
-    slots = -(-settings.max_num_seqs // stages) * stages
+    slots = -(-sizes.max_num_seqs // stages) * stages
     ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
     speculation = read_speculation(settings.speculative)
-    short = short_tokens(settings, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
+    short = short_tokens(settings, sizes, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
     mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
-    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, 256, 4)
+    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, sizes.buckets.smallest_width, 4)
     pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
     return WorkerConfig(
         worker=place.worker,
@@ -35,13 +38,13 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
         chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
         ring_stages=place.pp if ring else 1,
         decode_turns=settings.decode_turns if ring else 1,
-        prefill_buckets=(short,) if short else chunk_sizes(settings, slots // stages if mixed else 0, page_size),
+        prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
         draft_tokens=0 if ring else speculation.tokens,
         guesses=speculation.guesses,
         draft_auto=speculation.auto and not ring,
         draft_ngrams=not speculation.draft,
         table_buckets=tuple(pages),
-        max_chunk_seqs=settings.max_chunk_seqs,
+        max_chunk_seqs=sizes.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
         prefix_caching=settings.prefix_caching == "on",
@@ -61,21 +64,21 @@ def worker_config(settings: Settings, place: WorkerMesh, page_size: int, longest
     )
 
 
-def chunk_sizes(settings: Settings, rows: int, page_size: int) -> tuple[int, ...]:
+def chunk_sizes(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> tuple[int, ...]:
     """Declared chunks, ascending, beside `rows` decode rows."""
-    chunk = chunk_tokens(settings.max_num_batched_tokens, rows, page_size)
-    sizes = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, 64, 4)
-    return sizes if sizes[-1] == chunk else (*(size for size in sizes if size < chunk), chunk)
+    chunk = chunk_tokens(sizes.max_num_batched_tokens, rows, page_size)
+    found = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, sizes.buckets.smallest_chunk, 4)
+    return found if found[-1] == chunk else (*(size for size in found if size < chunk), chunk)
 
 
-def short_tokens(settings: Settings, rows: int, page_size: int) -> int:
+def short_tokens(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> int:
     """The chunk of a decode worker with `rows` rows a step, in whole pages; 0 where the budget of a step has no room.
 
     Only where it keeps pages for their content does it ever hold all but the end of a prompt.
     """
     if settings.prefix_caching != "on":
         return 0
-    tokens = min(settings.short_prompt_tokens, settings.max_num_batched_tokens - rows)
+    tokens = min(settings.short_prompt_tokens, sizes.max_num_batched_tokens - rows)
     return max(0, tokens - tokens % page_size)
 
 

@@ -51,7 +51,6 @@ from jdisagg.sim.cluster_spec import (
     devices_of,
     longest,
     published,
-    slots_per_stage,
     with_room,
     with_tiers,
 )
@@ -220,20 +219,25 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         return given
     mixed = values.mixed_steps == "on"
     mesh = MeshSpec.parse(values.mesh)
-    slots = slots_per_stage(values.max_num_seqs, mesh.decode_pp)
+    cost_of = costs(values)
     sizes = Sizes(
         max_model_len=longest(trace),
         page_size=values.page_size,
         max_num_seqs=values.max_num_seqs,
-        chunk_tokens=chunk_tokens(values.max_num_batched_tokens, slots if mixed else 0, values.page_size),
+        slots_by_device=True,
+        chunk_tokens=values.max_num_batched_tokens,
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),
         mixed_steps=mixed,
         prefix_caching=keeps,
         **(ONE_AT_A_TIME if mixed else {}),
     )
+    if mixed:
+        place = next(each for each in mesh.workers() if each.role.decodes)
+        slots = sizes.slots(place, *cost_of(place))
+        sizes = replace(sizes, chunk_tokens=chunk_tokens(values.max_num_batched_tokens, slots, values.page_size))
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
-    return cluster_spec(mesh, sizes, costs(values), values.port_gb_per_s * 1e9 or None, hosts)
+    return cluster_spec(mesh, sizes, cost_of, values.port_gb_per_s * 1e9 or None, hosts)
 
 
 def simulate(values: flags.FlagValues, rate: float) -> Run:

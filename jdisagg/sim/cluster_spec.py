@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jdisagg.core.default_sizes import decode_slots
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer
+from jdisagg.core.targets import CHIPS
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
@@ -36,6 +38,7 @@ class Sizes:
     page_size: int = 16
     num_slots: int = 256  # a stage
     max_num_seqs: int = 0  # of a worker, in whole microbatches; 0: num_slots for each of its stages
+    slots_by_device: bool = False  # for 0 as a run would choose, where there is a data sheet (`core/default_sizes.py`)
     chunk_tokens: int = 2048
     max_chunk_seqs: int = 64
     chunks_in_flight: int = 2  # of a stage
@@ -48,7 +51,17 @@ class Sizes:
     mixed_steps: bool = False  # chunks and decode rows in one step, where a worker has both
     prefix_caching: bool = False  # full pages are kept; only prompts whose blocks have names find any
 
-    def config(self, place: WorkerMesh, kv_tokens: int) -> WorkerConfig:
+    def slots(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> int:
+        """Of each stage of a worker that costs so much and has room for so many tokens."""
+        stages = place.pp if place.role.decodes else 1
+        line = cost.stages if isinstance(cost, RingRoofline) else cost
+        chip = CHIPS.get(line.chip.name) if isinstance(line, Roofline) else None
+        if self.max_num_seqs or not self.slots_by_device or chip is None or not isinstance(line, Roofline):
+            return slots_per_stage(self.max_num_seqs, stages, self.num_slots)
+        held = line.model.config, place.tp, stages, chip.platform, chip
+        return decode_slots(*held, kv_tokens, self.max_model_len).value // stages
+
+    def config(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> WorkerConfig:
         pages, ring = kv_tokens // self.page_size, place.schedule is Schedule.RING
         stages, depth = (place.pp, 1) if place.role.decodes else (1, place.pp)  # of decode, of prefill alone
         if pages < 1:
@@ -59,7 +72,7 @@ class Sizes:
             num_pages=pages,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
-            num_slots=slots_per_stage(self.max_num_seqs, stages, self.num_slots) * stages,
+            num_slots=self.slots(place, cost, kv_tokens) * stages,
             num_microbatches=1 if ring else stages,
             prefill_stages=depth,
             ring_stages=place.pp if ring else 1,
@@ -145,7 +158,9 @@ def cluster_spec(
         costs[place.worker], kv_tokens = cost_of(place)
         labels = topology.labels[place.worker] if topology is not None else NOWHERE
         token_bytes = round(costs[place.worker].transfer_bytes(ONE_TOKEN))
-        workers.append(replace(sizes.config(place, kv_tokens), labels=labels, kv_token_bytes=token_bytes))
+        workers.append(
+            replace(sizes.config(place, costs[place.worker], kv_tokens), labels=labels, kv_token_bytes=token_bytes)
+        )
         ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
     links = FairLinks(ports) if topology is None else topology.links(ports)
     return ClusterSpec(tuple(workers), costs, links)

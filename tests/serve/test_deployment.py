@@ -2,12 +2,14 @@
 
 import logging
 from math import prod
+from pathlib import Path
 
 import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.settings import Settings
+from jdisagg.core.targets import CHIPS
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import local_bytes
 from jdisagg.model.params import abstract_stage_params
@@ -15,6 +17,7 @@ from jdisagg.serve.deployment import Deployment, resolve_deployment
 from tests.model.sharded import mesh_of
 
 GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
 
 
 def resolved(mesh: str, device_bytes: int | None = GIB, **settings) -> Deployment:
@@ -119,3 +122,40 @@ def test_a_decode_worker_takes_chunks_of_whole_pages_as_far_as_a_steps_budget_go
 def test_a_budget_that_holds_every_row_and_no_page_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"=20 holds 8 decode rows and no page of 16 .* raise it to 24 or more"):
         resolved("colocated:tp1", max_num_batched_tokens=20, max_num_seqs=8, page_size=16)
+
+
+def test_what_nobody_says_is_a_laptops_on_the_cpu():
+    deployment = resolved("prefill:tp1,decode:pp2", None)
+    prefill, decode = deployment.workers
+    assert (decode.num_slots, prefill.prefill_buckets, prefill.max_chunk_seqs) == (8, (128, 512), 8)
+    assert prefill.page_size == decode.page_size == 32
+    assert len(deployment.sizes.reasons) == 4
+
+
+def test_what_is_said_is_taken_and_needs_no_reason():
+    said = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "max_chunk_seqs": 3, "page_size": 16}
+    deployment = resolved("prefill:tp1,decode:tp1", **said)
+    prefill, decode = deployment.workers
+    assert (decode.num_slots, prefill.prefill_buckets[-1], prefill.max_chunk_seqs, decode.page_size) == (6, 96, 3, 16)
+    assert deployment.sizes.reasons == ()
+
+
+def test_what_nobody_says_follows_from_the_chip_and_what_its_memory_holds():
+    chip, folder = CHIPS["h100"], str(ROOT / "configs" / "llama3_70b")
+    settings = Settings(mesh="prefill:tp4,decode:pp2tp2", model=folder, load_format="random")
+    deployment = resolve_deployment(settings, "gpu", chip.memory_bytes, chip=chip)
+    prefill, decode = deployment.workers
+    assert prefill.prefill_buckets == (128, 512, 2048) and prefill.max_chunk_seqs == 32
+    assert decode.num_slots == 512 and decode.slots_per_microbatch == 256
+    assert decode.table_buckets == (2048 // 32, 8192 // 32), "few: each is a program of every stage"
+    smaller = resolve_deployment(settings, "gpu", int(0.6 * chip.memory_bytes), chip=chip)
+    assert smaller.workers[1].num_slots < 512
+
+
+def test_a_router_of_accelerators_that_are_elsewhere_agrees_about_pages():
+    """Its identity names them, and it knows of no memory and no chip."""
+    chip, folder = CHIPS["v5p"], str(ROOT / "configs" / "llama3_70b")
+    settings = Settings(mesh="prefill:tp8,decode:pp4tp2", model=folder, load_format="random")
+    known = resolve_deployment(settings, "tpu", chip.memory_bytes, chip=chip)
+    alone = resolve_deployment(settings, "tpu", None, sized=False)
+    assert known.kv == alone.kv and known.kv.page_size == 64

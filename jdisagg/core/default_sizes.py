@@ -1,0 +1,146 @@
+"""Sizes that nobody said: slots, a step's tokens, pages and declared shapes, from the model and the device.
+
+A decode step reads each weight once for all its rows. Up to the *critical batch* it takes no longer for more of them:
+the time of reading is over that of multiplying (F / W rows for matrices of two bytes, of F FLOP/s and W bytes/s; with
+experts more, since few rows share one). Slots beyond it buy little and cost pages; a prompt's chunk is to be several
+times larger, so that multiplying is all that takes time. On the CPU all sizes are small constants: programs there take
+seconds to compile, and a step of few rows is bound by its rows already.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.targets import CHIPS, GIB, Chip
+
+TYPICAL_TOKENS = (
+    1024  # that a running sequence holds; where they are more, rows stay empty, which costs next to nothing
+)
+LARGEST_SLOTS = 512  # of a stage: logits of more rows take gigabytes, and only experts would gain
+CHUNK_STEPS = 8  # a chunk's rows in critical batches: an eighth of its time at most is for reading weights
+LARGEST_CHUNK = 8192
+ACTIVATIONS_SHARE = 16  # a chunk's activations take one part of so many of a device's memory
+PAGE_BYTES = 128 << 10  # of one layer on one device: a TPU's copy of it takes longer than it takes to ask for
+LEAST_PAGE, LARGEST_PAGE = 32, 128  # tokens: whole tiles of every dtype; a prefix's granularity
+LEAST_WIDTH = 2048  # of page tables, in tokens: kernels read the pages that are there, whatever a table's width
+USUAL = {"tpu": "v5e", "gpu": "a100"}  # what a device that has no sheet is taken for
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number, and why it is this one."""
+
+    value: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Declared shapes are a quarter of the next larger, down to the smallest; in tokens."""
+
+    smallest_chunk: int
+    smallest_width: int
+
+
+CPU_SLOTS = Size(8, "8 slots: on the CPU, rows of a step are what takes its time")
+CPU_TOKENS = Size(512, "512 tokens a step: on the CPU, larger ones are no faster a token and hold others up")
+CPU_PAGE = Size(32, "pages of 32 tokens")
+CPU_BUCKETS = Buckets(64, 256)
+
+
+def sheet_of(platform: str, chip: Chip | None) -> Chip:
+    """The data sheet to go by on an accelerator."""
+    return chip or CHIPS[USUAL[platform]]
+
+
+def critical_rows(model: ModelConfig, tp: int, chip: Chip) -> int:
+    """Rows of a step whose products take as long as reading the weights does.
+
+    Of matrices of bf16; those of one byte are read and multiplied twice as fast.
+    """
+
+    def reading(rows: int) -> bool:
+        read_s = 2 * model.read_params(rows, tp) / chip.memory_bytes_per_s
+        return model.linear_flops(rows, tp) / chip.flops_per_s < read_s
+
+    most = 1
+    while reading(most):
+        most *= 2
+    least = most // 2
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if reading(middle) else (least, middle)
+    return most
+
+
+def page_size(platform: str, kv: KVLayout, tp: int, longest: int) -> Size:
+    """Tokens a page: the same in every process of a cluster, so by nothing that only some of them know."""
+    if platform == "cpu":
+        return CPU_PAGE
+    if platform == "gpu":
+        return Size(32, "pages of 32 tokens: a GPU gathers rows of any, and smaller ones are named more often")
+    token_bytes = replace(kv, page_size=LARGEST_PAGE).layer_page_bytes(tp) / LARGEST_PAGE
+    wanted = _power_near(PAGE_BYTES / token_bytes, up=True)
+    size = max(LEAST_PAGE, min(wanted, LARGEST_PAGE, _power_near(longest / 8)))
+    taken = f"{size * token_bytes / 1024:.0f} KiB of a layer in one copy"
+    return Size(size, f"pages of {size} tokens: {taken}, of {PAGE_BYTES >> 10} that hide what asking for it takes")
+
+
+def decode_slots(
+    model: ModelConfig, tp: int, stages: int, platform: str, chip: Chip | None, room_tokens: int | None, longest: int
+) -> Size:
+    """Of a worker of so many stages, with room for so many tokens of KV (None: nobody knows)."""
+    if platform == "cpu":
+        return CPU_SLOTS
+    sheet = sheet_of(platform, chip)
+    critical = critical_rows(model, tp, sheet)
+    wanted = min(_power_near(critical), LARGEST_SLOTS)
+    meets = f"{_called(sheet, chip)} is bound by compute from {critical} rows on"
+    typical = min(longest, TYPICAL_TOKENS)
+    held = wanted * stages if room_tokens is None else room_tokens // typical
+    each = f", in each of {stages} stages" if stages > 1 else ""
+    if (fed := _power_near(held / stages)) >= wanted:
+        return Size(wanted * stages, f"{wanted * stages} slots: {meets}{each}")
+    room = f"{room_tokens:,} tokens of KV are {held:,} sequences of {typical:,}"
+    return Size(fed * stages, f"{fed * stages} slots: {room}; {meets}{each}")
+
+
+def step_tokens(model: ModelConfig, tp: int, platform: str, chip: Chip | None, device_bytes: int | None) -> Size:
+    """Of a chunk of prompts, or of rows and chunks where steps mix both."""
+    if platform == "cpu":
+        return CPU_TOKENS
+    sheet = sheet_of(platform, chip)
+    critical = critical_rows(model, tp, sheet)
+    wanted = min(_power_near(CHUNK_STEPS * critical), LARGEST_CHUNK)
+    meets = f"{CHUNK_STEPS} times the {critical} rows from which on {_called(sheet, chip)} is bound by compute"
+    row_bytes = 2 * (4 * model.hidden_size + model.widest_row(tp))
+    room = (device_bytes or sheet.memory_bytes) // ACTIVATIONS_SHARE
+    tokens = min(wanted, _power_near(room / row_bytes, down=True))
+    if tokens == wanted:
+        return Size(tokens, f"{tokens:,} tokens a step: {meets}")
+    fills = f"their activations fill {tokens * row_bytes / GIB:.1f} of {room / GIB:.1f} GiB"
+    return Size(tokens, f"{tokens:,} tokens a step: {fills}; {meets}")
+
+
+def chunk_sequences(platform: str, tokens: int) -> Size:
+    """Packed into one chunk of so many tokens."""
+    most = 8 if platform == "cpu" else max(8, min(64, tokens // 64))
+    return Size(most, f"{most} prompts a chunk: of 64 tokens each they fill it")
+
+
+def buckets_of(platform: str, tokens: int) -> Buckets:
+    """A chunk under half the critical batch is bound by reading weights: smaller programs would take as long."""
+    return CPU_BUCKETS if platform == "cpu" else Buckets(max(64, tokens // 16), LEAST_WIDTH)
+
+
+def _called(sheet: Chip, chip: Chip | None) -> str:
+    return sheet.name if chip else f"{sheet.name}, which this device is taken for,"
+
+
+def _power_near(number: float, *, up: bool = False, down: bool = False) -> int:
+    """The nearest power of two by ratio, or the one above or below."""
+    exact = math.log2(max(number, 1))
+    return 1 << (math.ceil(exact) if up else math.floor(exact) if down else round(exact))
