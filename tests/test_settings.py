@@ -47,7 +47,7 @@ def test_dashes_are_taken_for_underscores():
     [
         (["--max_modl_len=7"], "unknown flag --max_modl_len; did you mean --max_model_len?"),
         (["--page_size=abc"], "page_size=abc"),
-        (["--page_size=0"], "--page_size is 0, must be at least 1"),
+        (["--page_size=-1"], "--page_size is -1, must not be negative"),
         (["--load_format=zip"], "--load_format is 'zip', must be one of hf, orbax, random"),
         (["serve"], "'serve' is not a flag"),
         (["--prompts=a.jsonl"], "give both or neither"),

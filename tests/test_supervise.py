@@ -97,12 +97,12 @@ def test_the_child_is_the_same_command_that_supervises_nothing():
     assert not supervise.asked(supervise.child_of(argv)[2:])  # else every child would have a child of its own
     began_s = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-m", "jdisagg.launch", "--supervise", "--page_size=0"],
+        [sys.executable, "-m", "jdisagg.launch", "--supervise", "--page_size=-1"],
         check=False,
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 2 and "--page_size is 0" in ended.stderr and time.monotonic() - began_s < 120
+    assert ended.returncode == 2 and "--page_size is -1" in ended.stderr and time.monotonic() - began_s < 120
 
 
 def test_a_child_supervises_nothing_whatever_it_is_told(tmp_path: Path):

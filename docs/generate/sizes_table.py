@@ -21,7 +21,7 @@ CASES = (
     ("llama3-8b", "v6e", 1),
     ("deepseek-v3", "h200", 16),
 )
-# `EngineArgs.get_batch_defaults` of vLLM 0.11, of its server: (sequences, tokens).
+# `EngineArgs.get_batch_defaults` of vLLM, for its server: (sequences, tokens).
 VLLM = {"a100": (256, 2048), "h100": (1024, 8192), "h200": (1024, 8192), "v5e": (256, 512), "v5p": (256, 256),
         "v6e": (256, 1024)}  # fmt: skip
 LONGEST = 8192
