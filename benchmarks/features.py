@@ -4,7 +4,8 @@ biases, priorities, salts, drafts, cut prompts; some of them wrong, some left ha
 A server process with a prefill and a decode worker, drafts on. What was asked is checked against what came: the number
 of choices, the form of an answer, log-probabilities where they were asked for, an end that may be; some requests are
 asked twice, and must be answered alike. Exit code 1 where the server made a mistake (any status but 200, 429, and 400
-to what is wrong), compiled a program after it was ready, or kept a page.
+to what is wrong), compiled a program after it was ready, kept a page, or grew. The report is written as the run goes:
+one that is cut tells what it saw until then.
 
     python -m benchmarks.features --requests=10000
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -27,9 +29,9 @@ from typing import Any
 import httpx
 from absl import flags
 
-from benchmarks import entry, machine, soak_watch
+from benchmarks import entry, machine, report, soak_watch
 from benchmarks.asked import Asked, asked, wrong_of
-from benchmarks.peers.processes import Command, free_port, start
+from benchmarks.peers.processes import Command, Running, free_port, start
 
 FLAGS = flags.FlagValues()
 REQUESTS = flags.DEFINE_integer("requests", 10_000, "in all", lower_bound=1, flag_values=FLAGS)
@@ -42,15 +44,36 @@ OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLA
 START_S, JOB_S, SETTLE_S = 300.0, 120.0, 60.0
 TWICE, CANCELLED, WRONG = 0.08, 0.12, 0.05  # shares of all requests
 SHOWN_FAULTS = 20
+TOLD_EVERY_S = 15.0
+GROWN_SHARE = 0.05  # of its memory in the middle, that a server may have taken by the end
 
 
 @dataclass(slots=True)
 class Book:
-    """How requests ended, what they asked, and the first faults in words."""
+    """How requests ended, what they asked, the first faults in words, and the server's memory meanwhile."""
 
     ends: Counter[str] = field(default_factory=Counter[str])
     features: Counter[str] = field(default_factory=Counter[str])
     faults: list[str] = field(default_factory=list[str])
+    samples: list[soak_watch.Sample] = field(default_factory=list[soak_watch.Sample])
+
+    def told(self) -> dict[str, Any]:
+        """For the file, at any moment."""
+        kept = self.samples[:: max(1, len(self.samples) // 40)]
+        return {
+            "ended": self.ends.total(),
+            "ends": dict(self.ends),
+            "features": dict(self.features),
+            "faults": self.faults,
+            "memory_mib": [round(each["server rss_mib"]) for each in kept],
+        }
+
+    def grown(self) -> str:
+        """What memory did in the second half, where that is more than it may; "" where it is not, or nobody looked."""
+        if len(self.samples) < SHOWN_FAULTS:
+            return ""
+        middle, last = self.samples[len(self.samples) // 2]["server rss_mib"], self.samples[-1]["server rss_mib"]
+        return f"{middle:.0f} MiB in the middle, {last:.0f} at the end" if last > (1 + GROWN_SHARE) * middle else ""
 
     def fault(self, what: str, body: Any) -> None:
         self.ends["FAULT"] += 1
@@ -82,20 +105,19 @@ async def leave(client: httpx.AsyncClient, one: Asked, draw: random.Random) -> N
 async def one_client(client: httpx.AsyncClient, numbers: Iterator[int], seed: int, book: Book) -> None:
     for number in numbers:
         draw = random.Random(f"{seed} {number}")
+        kind = draw.random()
+        one = wrong_of(draw) if kind < WRONG else asked(draw)
         try:
             async with asyncio.timeout(JOB_S):
-                await _one(client, draw, book)
+                await _one(client, one, kind, draw, book)
         except (httpx.HTTPError, TimeoutError, ValueError, KeyError, IndexError) as error:
-            book.fault(f"request {number}: {error!r}", None)
+            book.fault(f"request {number} of seed {seed}: {error!r}", one.body)
 
 
-async def _one(client: httpx.AsyncClient, draw: random.Random, book: Book) -> None:
-    kind = draw.random()
+async def _one(client: httpx.AsyncClient, one: Asked, kind: float, draw: random.Random, book: Book) -> None:
     if kind < WRONG:
-        one = wrong_of(draw)
         status, said = await ask(client, one)
         return _tell(book, one, status, "" if status == 400 else f"status {status}: {said}", "refused")
-    one = asked(draw)
     book.features.update(one.features)
     if kind < WRONG + CANCELLED:
         await leave(client, one, draw)
@@ -120,9 +142,9 @@ def _tell(book: Book, one: Asked, status: int, fault: str, end: str) -> None:
         book.ends[end if status in (200, 400) else str(status)] += 1
 
 
-async def drive(url: str, requests: int, at_once: int, seed: int) -> Book:
-    """Asks the server at `url`."""
-    book, numbers = Book(), iter(range(requests))
+async def drive(url: str, requests: int, at_once: int, seed: int, book: Book | None = None) -> Book:
+    """Asks the server at `url`; `book` is written as it goes."""
+    book, numbers = book or Book(), iter(range(requests))
     async with httpx.AsyncClient(base_url=url, timeout=JOB_S, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(one_client(client, numbers, seed, book) for _ in range(at_once)))
     return book
@@ -137,7 +159,50 @@ def left_held(url: str, within_s: float) -> dict[str, float]:
     return held | {name: value for name, value in recompiles.items() if value}
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One file, written again whenever there is more to tell."""
+
+    described: dict[str, Any]
+    began_s: float
+
+    def write(self, book: Book, **more: Any) -> dict[str, Any]:
+        seconds = round(time.monotonic() - self.began_s, 1)
+        told = {"requests": REQUESTS.value, "seconds": seconds, **book.told(), **more, **self.described}
+        if OUTPUT.value:
+            report.write_json(OUTPUT.value, told)
+        return told
+
+
+async def watch(url: str, pid: int, book: Book, to: Report) -> None:
+    """Writes down what there is, until it is cancelled."""
+    while True:
+        with suppress(TimeoutError, OSError):  # who asks for work is told of a server that does not answer
+            book.samples.append(await asyncio.to_thread(soak_watch.watched, url, {"server": pid}, to.began_s))
+        to.write(book, finished=False)
+        await asyncio.sleep(TOLD_EVERY_S)
+
+
+async def asked_of(running: Running, url: str, book: Book, to: Report) -> None:
+    looks = asyncio.create_task(watch(url, running.process.pid, book, to))
+    await drive(url, REQUESTS.value, AT_ONCE.value, SEED.value, book)
+    looks.cancel()
+    await asyncio.wait([looks])
+
+
+def run(running: Running, url: str) -> int:
+    asyncio.run(running.until_ready(START_S))
+    book, to = Book(), Report(machine.described(), time.monotonic())
+    asyncio.run(asked_of(running, url, book, to))
+    seconds = round(time.monotonic() - to.began_s, 1)
+    held, mistakes = left_held(url, SETTLE_S), running.log.read_text(errors="replace").count("Traceback")
+    wrong = {"tracebacks": mistakes, "held": held, "grown": book.grown()}
+    print(json.dumps(to.write(book, finished=True, **wrong) | {"seconds": seconds}, indent=1))
+    return int(bool(book.faults or any(wrong.values())))
+
+
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended takes its server along
     port = free_port()
     given = [f"--model={MODEL.value}"] if MODEL.value else []
     given += ["--mesh=prefill:tp1,decode:tp1", f"--speculative={SPECULATIVE.value}", "--grpc_port=-1"]
@@ -145,23 +210,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         words = (sys.executable, "-m", "jdisagg.launch", *given, f"--http_port={port}")
         running = start(Command(words, port, "/ready"), Path(folder) / "server.log")
-        url = f"http://127.0.0.1:{port}"
         try:
-            asyncio.run(running.until_ready(START_S))
-            began_s = time.monotonic()
-            book = asyncio.run(drive(url, REQUESTS.value, AT_ONCE.value, SEED.value))
-            took_s, held = time.monotonic() - began_s, left_held(url, SETTLE_S)
-            log = running.log.read_text(errors="replace")
+            return run(running, f"http://127.0.0.1:{port}")
         finally:
             running.stop()
-    mistakes = log.count("Traceback")
-    found = {"ends": dict(book.ends), "features": dict(book.features), "faults": book.faults, "held": held}
-    report = {"requests": REQUESTS.value, "seconds": round(took_s, 1), "tracebacks": mistakes, **found}
-    text = json.dumps({**report, **machine.described()}, indent=1)
-    print(text)
-    if OUTPUT.value:
-        Path(OUTPUT.value).write_text(text + "\n")
-    return int(bool(book.faults or held or mistakes))
 
 
 if __name__ == "__main__":
