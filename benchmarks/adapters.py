@@ -56,10 +56,10 @@ class Row:
     cpu_ratio: float
 
 
-def write(folder: Path, model: ModelConfig, seed: int) -> Path:
+def write(folder: Path, model: ModelConfig, seed: int, rank: int) -> Path:
     """A random adapter, small beside the model."""
     folder.mkdir()
-    generator, tensors, rank = np.random.default_rng(seed), dict[str, np.ndarray](), FLAGS.rank
+    generator, tensors = np.random.default_rng(seed), dict[str, np.ndarray]()
     for layer in range(model.num_layers):
         for part in (part for leaf in adapted_leaves(model, layer).values() for part in leaf.parts):
             name = f"base_model.model.model.layers.{layer}.{target_of(part)}"
@@ -95,7 +95,9 @@ def measure() -> list[Row]:
         LLM(model=FLAGS.model, **sizes, **room) as able,
     ):
         model = able.service.model_config
-        found = [able.load_adapter(f"a{n}", str(write(Path(folder) / f"a{n}", model, n))) for n in range(number)]
+        found = [
+            able.load_adapter(f"a{n}", str(write(Path(folder) / f"a{n}", model, n, FLAGS.rank))) for n in range(number)
+        ]
         nobody: list[Adapter | None] = [None] * number
         kinds = {OFF: (plain, nobody), NONE: (able, nobody), ONE: (able, found[:1] * number), EACH: (able, found)}
         found_of: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,8 @@ def wrong_of(draw: random.Random) -> Asked:
     return Asked(COMPLETIONS, {"prompt": draw.choice(PROMPTS), "max_tokens": 8, **draw.choice(WRONG)}, ("wrong",))
 
 
-def asked(draw: random.Random) -> Asked:
+def asked(draw: random.Random, models: Sequence[str] = ()) -> Asked:
+    """For one of `models` (adapters) now and then, else for the model itself."""
     chat = draw.random() < 0.3
     body: dict[str, Any] = {"max_tokens": draw.randrange(1, 64), "seed": draw.randrange(1 << 30)}
     prompt = draw.choice(PROMPTS) * draw.choice((1, 1, 2))
@@ -128,6 +129,9 @@ def asked(draw: random.Random) -> Asked:
         body["max_tokens"] = max(body["max_tokens"], draw.choice((20, 150)))
     if body.get("min_tokens", 0) > body["max_tokens"]:
         body["max_tokens"] = body["min_tokens"]
+    if models and draw.random() < 0.4:
+        features.append("adapter")
+        body["model"] = draw.choice(models)
     return Asked(CHAT if chat else COMPLETIONS, body, tuple(features))
 
 

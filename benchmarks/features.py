@@ -1,11 +1,12 @@
 """Requests with random features in any company: structured, tools, choices, log-probabilities, penalties, stops, seeds,
-biases, priorities, salts, drafts, cut prompts; some of them wrong, some left half way.
+biases, priorities, salts, drafts, cut prompts, adapters, vectors, scores, responses, messages; some of them wrong, some
+left half way.
 
-A server process with a prefill and a decode worker, drafts on. What was asked is checked against what came: the number
-of choices, the form of an answer, log-probabilities where they were asked for, an end that may be; some requests are
-asked twice, and must be answered alike. Exit code 1 where the server made a mistake (any status but 200, 429, and 400
-to what is wrong), compiled a program after it was ready, kept a page, or grew. The report is written as the run goes:
-one that is cut tells what it saw until then.
+A server process with a prefill and a decode worker, drafts on, and more adapters than have room in a step. What was
+asked is checked against what came: the number of choices, the form of an answer, log-probabilities where they were
+asked for, an end that may be; some requests are asked twice, and must be answered alike. Exit code 1 where the server
+made a mistake (any status but 200, 429, and 400 to what is wrong), compiled a program after it was ready, kept a page,
+or grew. The report is written as the run goes: one that is cut tells what it saw until then.
 
     python -m benchmarks.features --requests=10000
 """
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,20 +30,24 @@ from typing import Any
 import httpx
 from absl import flags
 
-from benchmarks import entry, machine, report, soak_watch
+from benchmarks import adapters, entry, machine, report, soak_watch
 from benchmarks.asked import Asked, asked, wrong_of
+from benchmarks.asked_elsewhere import asked_elsewhere
 from benchmarks.peers.processes import Command, Running, free_port, start
+from jdisagg.model.checkpoint import read_model
+from jdisagg.named_models import EMBEDDED_FOLDER
 
 FLAGS = flags.FlagValues()
 REQUESTS = flags.DEFINE_integer("requests", 10_000, "in all", lower_bound=1, flag_values=FLAGS)
 AT_ONCE = flags.DEFINE_integer("at_once", 24, "clients that ask at the same time", lower_bound=1, flag_values=FLAGS)
 MODEL = flags.DEFINE_string("model", "", "empty: the embedded model", flag_values=FLAGS)
 SPECULATIVE = flags.DEFINE_string("speculative", "ngram", "as for jdisagg.launch", flag_values=FLAGS)
+ADAPTERS = flags.DEFINE_integer("adapters", 3, "that requests ask for; two have room", 0, flag_values=FLAGS)
 SEED = flags.DEFINE_integer("seed", 0, "of what is asked", flag_values=FLAGS)
 OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLAGS)
 
 START_S, JOB_S, SETTLE_S = 300.0, 120.0, 60.0
-TWICE, CANCELLED, WRONG = 0.08, 0.12, 0.05  # shares of all requests
+TWICE, CANCELLED, WRONG, ELSEWHERE = 0.08, 0.12, 0.05, 0.12  # shares of all requests
 SHOWN_FAULTS = 20
 TOLD_EVERY_S = 15.0
 GROWN_SHARE = 0.05  # of its memory in the middle, that a server may have taken by the end
@@ -102,11 +107,17 @@ async def leave(client: httpx.AsyncClient, one: Asked, draw: random.Random) -> N
                     return
 
 
-async def one_client(client: httpx.AsyncClient, numbers: Iterator[int], seed: int, book: Book) -> None:
+def drawn(draw: random.Random, models: Sequence[str]) -> Asked:
+    return (asked_elsewhere if draw.random() < ELSEWHERE else asked)(draw, models)
+
+
+async def one_client(
+    client: httpx.AsyncClient, numbers: Iterator[int], seed: int, book: Book, models: Sequence[str]
+) -> None:
     for number in numbers:
         draw = random.Random(f"{seed} {number}")
         kind = draw.random()
-        one = wrong_of(draw) if kind < WRONG else asked(draw)
+        one = wrong_of(draw) if kind < WRONG else drawn(draw, models)
         try:
             async with asyncio.timeout(JOB_S):
                 await _one(client, one, kind, draw, book)
@@ -142,11 +153,13 @@ def _tell(book: Book, one: Asked, status: int, fault: str, end: str) -> None:
         book.ends[end if status in (200, 400) else str(status)] += 1
 
 
-async def drive(url: str, requests: int, at_once: int, seed: int, book: Book | None = None) -> Book:
-    """Asks the server at `url`; `book` is written as it goes."""
+async def drive(
+    url: str, requests: int, at_once: int, seed: int, book: Book | None = None, models: Sequence[str] = ()
+) -> Book:
+    """Asks the server at `url`, now and then for one of its `models`; `book` is written as it goes."""
     book, numbers = book or Book(), iter(range(requests))
     async with httpx.AsyncClient(base_url=url, timeout=JOB_S, limits=httpx.Limits(max_connections=None)) as client:
-        await asyncio.gather(*(one_client(client, numbers, seed, book) for _ in range(at_once)))
+        await asyncio.gather(*(one_client(client, numbers, seed, book, models) for _ in range(at_once)))
     return book
 
 
@@ -185,9 +198,22 @@ async def watch(url: str, pid: int, book: Book, to: Report) -> None:
 
 async def asked_of(running: Running, url: str, book: Book, to: Report) -> None:
     looks = asyncio.create_task(watch(url, running.process.pid, book, to))
-    await drive(url, REQUESTS.value, AT_ONCE.value, SEED.value, book)
+    await drive(url, REQUESTS.value, AT_ONCE.value, SEED.value, book, names())
     looks.cancel()
     await asyncio.wait([looks])
+
+
+def names() -> list[str]:
+    return [f"adapter-{number}" for number in range(ADAPTERS.value)]
+
+
+def lora(folder: Path) -> list[str]:
+    """The flags of as many random adapters as there are names, one more than have room in a step."""
+    if not ADAPTERS.value:
+        return []
+    model = read_model(Path(MODEL.value) if MODEL.value else EMBEDDED_FOLDER)
+    written = [f"{name}={adapters.write(folder / name, model, seed, rank=4)}" for seed, name in enumerate(names())]
+    return [f"--lora={','.join(written)}", f"--max_loras={max(1, ADAPTERS.value - 1)}", "--max_lora_rank=4"]
 
 
 def run(running: Running, url: str) -> int:
@@ -208,7 +234,8 @@ def main() -> int:
     given += ["--mesh=prefill:tp1,decode:tp1", f"--speculative={SPECULATIVE.value}", "--grpc_port=-1"]
     given += ["--max_model_len=512", "--kv_tokens=4096", "--page_size=16", "--log_level=warning", "--queue_limit=256"]
     with tempfile.TemporaryDirectory() as folder:
-        words = (sys.executable, "-m", "jdisagg.launch", *given, f"--http_port={port}")
+        given += ["--embeddings=mean", *lora(Path(folder)), f"--http_port={port}"]
+        words = (sys.executable, "-m", "jdisagg.launch", *given)
         running = start(Command(words, port, "/ready"), Path(folder) / "server.log")
         try:
             return run(running, f"http://127.0.0.1:{port}")
