@@ -32,7 +32,7 @@ from jdisagg.core.weight_format import WeightFormat
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.kv.pools import StagePages
 from jdisagg.model.checkpoint import open_source, read_model
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource, Source
 from jdisagg.named_models import located
 from jdisagg.parallel.submesh import Submesh
@@ -85,7 +85,9 @@ class Steps:
 
     def __init__(self, config: ModelConfig, source: Source, dtype: str, out_first: bool | None) -> None:
         layers, self.submesh = range(config.num_layers), Submesh(jax.devices()[:1])
-        params = load_stage(source, config, layers, self.submesh.mesh, jnp.float32, WeightFormat(dtype), out_first)
+        params = load_stage(
+            source, StageSpec(config, layers, self.submesh.mesh, jnp.float32, WeightFormat(dtype), out_first)
+        )
         self.group = LayerGroupPrograms(config, layers, self.submesh, params)
         layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, "float32")
         self.pages = StagePages(layout, layers, max(SLOTS) * TABLE, self.submesh)

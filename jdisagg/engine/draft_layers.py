@@ -38,7 +38,7 @@ from jdisagg.engine.sampling import (
     pick_greedy,
 )
 from jdisagg.kv.pools import abstract_pool
-from jdisagg.model.params import StageParams, load_stage
+from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Program, Submesh
 
@@ -236,7 +236,7 @@ def open_draft(place: Beside, worker: WorkerConfig, submesh: Submesh) -> DraftLa
     if place.draft is None or not (worker.role.decodes and worker.draft_tokens):
         return None
     source, config = place.draft.source, place.draft.config
-    params = load_stage(source, config, range(config.num_layers), submesh.mesh, place.dtype)
+    params = load_stage(source, StageSpec(config, range(config.num_layers), submesh.mesh, place.dtype))
     return DraftLayers(
         params, config, submesh, KVLayout.of(config, worker.page_size, place.layout.dtype, place.layout.tiled), worker
     )

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jdisagg.core.events import WireCost
@@ -53,7 +52,7 @@ from jdisagg.kv.shipping import (
 )
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.looped_params import load_for_platform
-from jdisagg.model.params import StageParams, load_stage
+from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
 from jdisagg.parallel.ring import RingMesh
@@ -100,7 +99,7 @@ class Figures:
     num_programs: int  # compiled so far
 
 
-LoadStage = Callable[[Source, ModelConfig, range, Mesh, DTypeLike, WeightFormat], StageParams]
+LoadStage = Callable[[Source, StageSpec], StageParams]
 
 
 @dataclass(frozen=True)
@@ -154,10 +153,10 @@ class MeshExecutor:
             submeshes = submeshes_of(config, len(layers), devices)
             cuts = list(zip(layers, submeshes, strict=True))
             load = load or (load_for_platform if room is None else load_stage)  # rows' adapters go layer by layer
-            loaded = [load(source, model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
+            specs = [StageSpec(model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [
                 LayerGroup(params, model, run, submesh, layout, config.num_pages, room)
-                for params, (run, submesh) in zip(loaded, cuts, strict=True)
+                for params, (run, submesh) in zip([load(source, each) for each in specs], cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
         self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)

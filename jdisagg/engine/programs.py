@@ -35,7 +35,7 @@ from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.low_rank import AdapterCapacity
-from jdisagg.model.params import abstract_stage_params
+from jdisagg.model.params import StageSpec, abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
 DRAWN_FROM = ("decode", "verify", "mixed")  # first words of kinds whose last layer group makes logits
@@ -265,7 +265,7 @@ def abstract_table(
     submeshes, room = submeshes_of(config, len(layers), devices), room_of(config, dtype)
     outline = abstract_for_platform if room is None else abstract_stage_params  # rows' adapters go layer by layer
     groups = [
-        LayerGroupPrograms(model, run, submesh, outline(model, run, submesh.mesh, dtype, weights), room)
+        LayerGroupPrograms(model, run, submesh, outline(StageSpec(model, run, submesh.mesh, dtype, weights)), room)
         for run, submesh in zip(layers, submeshes, strict=True)
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None

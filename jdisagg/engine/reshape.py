@@ -15,6 +15,7 @@ from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.looped_params import load_held, whole_stage
+from jdisagg.model.params import StageSpec
 from jdisagg.model.reshard import HeldWeights
 
 
@@ -38,8 +39,8 @@ def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWei
         group.kv.pools.clear()
     _give_up_draft(machine)
     for group in machine.layer_groups:
-        cut = machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights
-        held.add(whole_stage(group.params, *cut), *cut)
+        spec = StageSpec(machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
+        held.add(whole_stage(group.params, spec), spec)
     return _made(machine, shape, held), held
 
 

@@ -14,22 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jax.typing import DTypeLike
+from jax.sharding import PartitionSpec
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.repeats import Repeat, repeating
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
+from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.params import (
-    AXIS,
     AbstractStage,
     StageParams,
-    abstract_stage,
+    StageSpec,
     count_reductions,
     load_leaves,
     outline_of,
 )
-from jdisagg.model.products import layout_of
 from jdisagg.model.reshard import HeldWeights
 from jdisagg.model.sources import Source
 
@@ -56,45 +53,26 @@ class LoopedParams(StageParams):
     parts: tuple[tuple[int, ...], ...] = ()  # of each leaf, which of the whole stage's leaves it is made of
 
 
-def load_for_platform(
-    source: Source,
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-) -> StageParams:
+def load_for_platform(source: Source, spec: StageSpec) -> StageParams:
     """As `load_stage`, in the form that programs of the mesh's platform take."""
-    outline, _, leaves = load_leaves(source, config, layers, mesh, dtype, weights)
-    if loops_on(mesh.devices.flat[0].platform, config):
-        return looped(outline, leaves, config, layers, mesh, dtype, weights)
+    outline, _, leaves = load_leaves(source, spec)
+    if loops_on(spec.platform, spec.config):
+        return looped(outline, leaves, spec)
     return replace(outline, leaves=list(leaves))
 
 
-def abstract_for_platform(
-    config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike, weights: WeightFormat = AS_MADE
-) -> StageParams:
+def abstract_for_platform(spec: StageSpec) -> StageParams:
     """As `abstract_stage_params`, likewise."""
-    outline = outline_of(config, layers, mesh, dtype, weights)[0]
-    if loops_on(mesh.devices.flat[0].platform, config):
-        return looped_outline(outline, config, layers, mesh, dtype, weights)
-    return outline
+    outline = outline_of(spec)[0]
+    return looped_outline(outline, spec) if loops_on(spec.platform, spec.config) else outline
 
 
-def looped(
-    outline: StageParams,
-    leaves: Iterable[Array],
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-) -> StageParams:
+def looped(outline: StageParams, leaves: Iterable[Array], spec: StageSpec) -> StageParams:
     """A stage's leaves, one by one in the order of `outline` -> the same stacked; each is let go as it is taken.
 
     Layers without a period stay as they are.
     """
-    found = looped_outline(outline, config, layers, mesh, dtype, weights)
+    found = looped_outline(outline, spec)
     if not isinstance(found, LoopedParams):
         return replace(outline, leaves=list(leaves))
     place = {part: (leaf, turn) for leaf, parts in enumerate(found.parts) for turn, part in enumerate(parts)}
@@ -109,18 +87,11 @@ def looped(
     return replace(found, leaves=made)
 
 
-def whole_stage(
-    params: StageParams,
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-) -> StageParams:
+def whole_stage(params: StageParams, spec: StageSpec) -> StageParams:
     """The stage as `load_stage` gives it, cut out of the stacks; `params` gives its leaves up one by one."""
     if not isinstance(params, LoopedParams):
         return params
-    outline = outline_of(config, layers, mesh, dtype, weights)[0]
+    outline = outline_of(spec)[0]
     found: list[Any] = [None] * len(outline.leaves)
     for leaf, parts in enumerate(params.parts):
         held, params.leaves[leaf] = params.leaves[leaf], None
@@ -130,40 +101,26 @@ def whole_stage(
     return replace(outline, leaves=found)
 
 
-def load_held(
-    held: HeldWeights,
-    source: Source,
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-) -> StageParams:
+def load_held(held: HeldWeights, source: Source, spec: StageSpec) -> StageParams:
     """As `HeldWeights.load`, in the form that programs of the mesh's platform take."""
-    params = held.load(source, config, layers, mesh, dtype, weights)
-    if not loops_on(mesh.devices.flat[0].platform, config):
+    params = held.load(source, spec)
+    if not loops_on(spec.platform, spec.config):
         return params
     given = (params.leaves.pop(0) for _ in range(len(params.leaves)))
-    return looped(params, given, config, layers, mesh, dtype, weights)
+    return looped(params, given, spec)
 
 
-def looped_outline(
-    outline: StageParams, config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike, weights: WeightFormat
-) -> StageParams:
+def looped_outline(outline: StageParams, spec: StageSpec) -> StageParams:
     """The shapes of the stage whose layers' are `outline`; that itself where they have no period."""
-    repeat = repeating([kind_of(config, layer, weights) for layer in layers])
+    repeat = repeating([kind_of(spec.config, layer, spec.weights) for layer in spec.layers])
     if repeat is None:
         return outline
-    out_first, tp = layout_of(mesh.devices.flat[0].platform), mesh.size
-    axis = AXIS if tp > 1 else None
-    whole, compact = (
-        abstract_stage(config, layers, tp, axis, dtype, weights, out_first, repeat=each) for each in (None, repeat)
-    )
+    whole, compact = (spec.abstract(repeat=each) for each in (None, repeat))
     parts = parts_of(whole, compact, repeat)
     specs = [_stacked_spec(outline.specs[index[0]], len(index)) for index in parts]
     leaves = [
-        outline.leaves[index[0]] if len(index) == 1 else _stacked(outline.leaves[index[0]], spec, len(index), mesh)
-        for index, spec in zip(parts, specs, strict=True)
+        outline.leaves[index[0]] if len(index) == 1 else _stacked(outline.leaves[index[0]], each, len(index), spec)
+        for index, each in zip(parts, specs, strict=True)
     ]
     named = compact.graphdef, compact.treedef, leaves, specs, count_reductions(compact)
     return LoopedParams(*named, repeat=repeat, parts=parts)
@@ -193,9 +150,8 @@ def _stacked_spec(spec: PartitionSpec, turns: int) -> PartitionSpec:
     return spec if turns == 1 else PartitionSpec(None, *spec)
 
 
-def _stacked(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, turns: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    sharding: Sharding = SingleDeviceSharding(mesh.devices.flat[0]) if mesh.size == 1 else NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct((turns, *leaf.shape), leaf.dtype, sharding=sharding)
+def _stacked(leaf: jax.ShapeDtypeStruct, cut: PartitionSpec, turns: int, spec: StageSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((turns, *leaf.shape), leaf.dtype, sharding=spec.sharding(cut))
 
 
 def _empty(stack: jax.ShapeDtypeStruct) -> Array:

@@ -4,6 +4,8 @@ The module tree is flattened once, here; from then on a stage is a flat list of 
 `Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +30,36 @@ from jdisagg.model.sources import FLOATS, Source
 
 SUMMED = ("out.kernel", "mlp.down.kernel", "mlp.down")  # what all experts and a shared MLP make is summed at once
 AXIS = "tp"  # the one axis of a stage's mesh
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which layers' weights stand on which devices, and in what form: all but the numbers."""
+
+    config: ModelConfig
+    layers: range
+    mesh: Mesh  # of one axis, "tp"
+    dtype: DTypeLike  # of activations, and of matrices that `weights` does not round
+    weights: WeightFormat = AS_MADE
+    out_first: bool | None = None  # whether matrices lie [out, in]; None: as the mesh's platform wants them
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.size
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    def abstract(self, repeat: Repeat | None = None) -> AbstractStage:
+        """The tree of its layers, written out or as a loop."""
+        assert self.mesh.axis_names == (AXIS,), self.mesh.axis_names
+        out_first = layout_of(self.platform) if self.out_first is None else self.out_first
+        sharded = self.tp, AXIS if self.tp > 1 else None
+        return abstract_stage(self.config, self.layers, *sharded, self.dtype, self.weights, out_first, repeat=repeat)
+
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        return SingleDeviceSharding(self.mesh.devices.flat[0]) if self.tp == 1 else NamedSharding(self.mesh, spec)
 
 
 @dataclass(frozen=True)
@@ -135,77 +167,43 @@ def dotted(path: tuple) -> str:
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def load_stage(
-    source: Source,
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-    out_first: bool | None = None,
-) -> StageParams:
-    """Reads the stage of `layers` onto `mesh` (one axis, "tp"), each shard's slice on its own.
+def load_stage(source: Source, spec: StageSpec) -> StageParams:
+    """Reads a stage onto its devices, each shard's slice on its own; matrices are rounded as it says.
 
     On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
-    leaf at a time. Matrices are rounded to `weights` and lie [out, in] or [in, out] as `out_first` says, or as the
-    mesh's platform wants them.
+    leaf at a time.
     Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
     """
-    outline, _, leaves = load_leaves(source, config, layers, mesh, dtype, weights, out_first)
+    outline, _, leaves = load_leaves(source, spec)
     return replace(outline, leaves=list(leaves))
 
 
-def load_leaves(
-    source: Source,
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-    out_first: bool | None = None,
-) -> tuple[StageParams, AbstractStage, Iterator[jax.Array]]:
+def load_leaves(source: Source, spec: StageSpec) -> tuple[StageParams, AbstractStage, Iterator[jax.Array]]:
     """As `load_stage`: the shapes, and the leaves that have them, each read when it is asked for."""
-    check_depth(source, config, layers)
-    outline, abstract, rules = outline_of(config, layers, mesh, dtype, weights, out_first)
+    check_depth(source, spec.config, spec.layers)
+    outline, abstract, rules = outline_of(spec)
     check_leaves(source, rules)
     named = zip(abstract.paths, rules, outline.leaves, strict=True)
-    leaves = (load_leaf(source, abstract, path, rule, leaf, mesh.size) for path, rule, leaf in named)
+    leaves = (load_leaf(source, abstract, path, rule, leaf, spec.tp) for path, rule, leaf in named)
     return outline, abstract, leaves
 
 
-def abstract_stage_params(
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat = AS_MADE,
-    out_first: bool | None = None,
-) -> StageParams:
+def abstract_stage_params(spec: StageSpec) -> StageParams:
     """What `load_stage` gives, with shapes in place of arrays: nothing is read and nothing allocated.
 
     The devices may be those of a machine that is not there.
     """
-    return outline_of(config, layers, mesh, dtype, weights, out_first)[0]
+    return outline_of(spec)[0]
 
 
-def outline_of(
-    config: ModelConfig,
-    layers: range,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    weights: WeightFormat,
-    out_first: bool | None = None,
-) -> tuple[StageParams, AbstractStage, list[Leaf]]:
+def outline_of(spec: StageSpec) -> tuple[StageParams, AbstractStage, list[Leaf]]:
     """The stage's shapes, and for each leaf how it is made from a checkpoint."""
-    assert mesh.axis_names == (AXIS,), mesh.axis_names
-    tp = mesh.size
-    out_first = layout_of(mesh.devices.flat[0].platform) if out_first is None else out_first
-    abstract = abstract_stage(config, layers, tp, AXIS if tp > 1 else None, dtype, weights, out_first)
-    rules = abstract.rules(stage_leaves(config, layers, tp if config.vocab_size % tp == 0 else 1))
+    config, tp, abstract = spec.config, spec.tp, spec.abstract()
+    rules = abstract.rules(stage_leaves(config, spec.layers, tp if config.vocab_size % tp == 0 else 1))
     specs = [_spec(rule, tp) for rule in rules]
     leaves = [
-        _whole_leaf(rule, local, _sharding(mesh, spec), tp)
-        for rule, local, spec in zip(rules, abstract.leaves, specs, strict=True)
+        _whole_leaf(rule, local, spec.sharding(each), tp)
+        for rule, local, each in zip(rules, abstract.leaves, specs, strict=True)
     ]
     reductions = count_reductions(abstract)
     return StageParams(abstract.graphdef, abstract.treedef, leaves, specs, reductions), abstract, rules
@@ -251,10 +249,6 @@ def _spec(rule: Leaf, tp: int) -> PartitionSpec:
     if tp == 1 or rule.axis is None:
         return PartitionSpec()
     return PartitionSpec(*[None] * rule.axis, AXIS)
-
-
-def _sharding(mesh: Mesh, spec: PartitionSpec) -> Sharding:
-    return SingleDeviceSharding(mesh.devices.flat[0]) if mesh.size == 1 else NamedSharding(mesh, spec)
 
 
 def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.ShapeDtypeStruct:

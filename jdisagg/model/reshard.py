@@ -15,14 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from jdisagg.core.experts import experts_held
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.weight_moves import ShardCut, WeightMove, plan_weight_moves, shard_cut
 from jdisagg.model.names import Leaf, Part
-from jdisagg.model.params import AbstractStage, StageParams, load_leaf, outline_of
+from jdisagg.model.params import AbstractStage, StageParams, StageSpec, load_leaf, outline_of
 from jdisagg.model.products import TINY
 from jdisagg.model.sources import Source
 
@@ -55,28 +52,17 @@ class HeldWeights:
     moved_bytes: int = 0  # from device to device
     read_again: list[str] = field(default_factory=list[str])
 
-    def add(
-        self, params: StageParams, config: ModelConfig, layers: range, mesh: Mesh, dtype: DTypeLike,
-        weights: WeightFormat,
-    ) -> None:  # fmt: skip
+    def add(self, params: StageParams, spec: StageSpec) -> None:
         """A stage of the last life, as `load_stage` made it."""
-        _, abstract, rules = outline_of(config, layers, mesh, dtype, weights)
+        _, abstract, rules = outline_of(spec)
         for index, (path, rule) in enumerate(zip(abstract.paths, rules, strict=True)):
-            self.leaves[whole_name(path, layers)] = HeldLeaf(rule, mesh.size, params.leaves, index)
+            self.leaves[whole_name(path, spec.layers)] = HeldLeaf(rule, spec.tp, params.leaves, index)
 
-    def load(
-        self,
-        source: Source,
-        config: ModelConfig,
-        layers: range,
-        mesh: Mesh,
-        dtype: DTypeLike,
-        weights: WeightFormat = AS_MADE,
-    ) -> StageParams:
+    def load(self, source: Source, spec: StageSpec) -> StageParams:
         """As `load_stage`, of what is held."""
-        outline, abstract, rules = outline_of(config, layers, mesh, dtype, weights)
+        outline, abstract, rules = outline_of(spec)
         leaves = [
-            self._leaf(whole_name(path, layers), path, rule, leaf, abstract, mesh, source)
+            self._leaf(whole_name(path, spec.layers), path, rule, leaf, abstract, spec.mesh, source)
             for path, rule, leaf in zip(abstract.paths, rules, outline.leaves, strict=True)
         ]
         return replace(outline, leaves=leaves)

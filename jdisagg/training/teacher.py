@@ -19,7 +19,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source, read_sharing_vocabulary
 from jdisagg.model.latents import LatentQueries
 from jdisagg.model.network import Attend, attending
-from jdisagg.model.params import AXIS, load_stage
+from jdisagg.model.params import AXIS, StageSpec, load_stage
 from jdisagg.training.step import Leaves, Network, TrainStep, logits_of, new_network, updated
 
 
@@ -64,7 +64,7 @@ def pupil_of(teacher: Teacher, config: ModelConfig, seed: int) -> Network:
 def _read(folder: Path, config: ModelConfig) -> Network:
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
     source = open_source(folder, "hf", config, 0)
-    params = load_stage(source, config, range(config.num_layers), mesh, jnp.float32, out_first=False)
+    params = load_stage(source, StageSpec(config, range(config.num_layers), mesh, jnp.float32, out_first=False))
     return Network(params.leaves, params.merge)
 
 

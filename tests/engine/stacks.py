@@ -24,7 +24,7 @@ from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource, Source
 from jdisagg.parallel.submesh import Device
 from jdisagg.policy.parts import Piece, pieces
@@ -290,7 +290,7 @@ def mixed_prompts(count: int = 32, seed: int = 0, longest: int = LONGEST - 16) -
 @cache
 def full_forward():
     """tokens -> f32[len(tokens), V], by the network's own definition."""
-    params = load_stage(SOURCE, CONFIG, range(4), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32)
+    params = load_stage(SOURCE, StageSpec(CONFIG, range(4), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32))
     program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
 
     def run(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:

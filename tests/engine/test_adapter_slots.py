@@ -18,7 +18,7 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import Source
 from tests.adapter_files import adapters_in, merged
 from tests.engine.stacks import CONFIG, HALVES, SOURCE, generate, mixed_prompts, open_machine, open_ring, tokens_of
@@ -51,7 +51,7 @@ def asking(adapters: Sequence[Adapter | None]) -> list[SamplingParams]:
 
 def defined(source: Source, prompt: tuple[int, ...], output: Sequence[int]) -> np.ndarray:
     """Log-probabilities after each token of the output's, by the network's definition over these weights."""
-    params = load_stage(source, CONFIG, range(4), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32)
+    params = load_stage(source, StageSpec(CONFIG, range(4), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32))
     logits = forward(params.merge(params.leaves), jnp.array([[*prompt, *output]]))[0]
     return np.asarray(jax.nn.log_softmax(logits))[len(prompt) - 1 :]
 

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.network import forward
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import HFSource
 from tests.fixtures.conformance import families, load
 from tests.model.sharded import mesh_of, run_stage, split_layers, stage_output
@@ -28,7 +28,8 @@ def whole_model(family: str, out_first: bool | None = None) -> Callable[[list[in
     fixture = load(family)
     config = read_config(fixture.folder)
     params = load_stage(
-        HFSource(fixture.folder), config, range(config.num_layers), mesh_of(1), jnp.float32, out_first=out_first
+        HFSource(fixture.folder),
+        StageSpec(config, range(config.num_layers), mesh_of(1), jnp.float32, out_first=out_first),
     )
     program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
     return lambda tokens: np.asarray(program(params.leaves, padded(tokens)[None]))[0, : len(tokens)]
@@ -78,5 +79,7 @@ def test_sharded_stages_in_a_row_give_the_same_logits(family: str, tp: int, pp: 
     x = padded(fixture.prompts[-1])
     for place, layers in enumerate(split_layers(config, pp)):
         mesh = mesh_of(tp, place * tp % 8)
-        x = run_stage(load_stage(source, config, layers, mesh, jnp.float32, out_first=out_first), mesh, stage_output, x)
+        x = run_stage(
+            load_stage(source, StageSpec(config, layers, mesh, jnp.float32, out_first=out_first)), mesh, stage_output, x
+        )
     assert np.abs(x[: len(fixture.prompts[-1])] - fixture.logits[-1]).max() <= 1e-4

@@ -18,7 +18,7 @@ from jdisagg.model.export import checkpoint_tensors, save_hf
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.network import forward
 from jdisagg.model.orbax_source import OrbaxSource
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import HFSource
 from jdisagg.model.tokenizer import Tokenizer
 from tests.fixtures.conformance import ROOT, load
@@ -42,7 +42,7 @@ def orbax_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_orbax_checkpoint_restores_into_the_same_shards(orbax_folder: Path, tp: int):
     config, mesh = read_config(orbax_folder), mesh_of(tp)
     sources = [open_source(ROOT / "qwen2", "hf", config), open_source(orbax_folder, "orbax", config)]
-    straight, restored = (load_stage(each, config, range(4), mesh, jnp.float32) for each in sources)
+    straight, restored = (load_stage(each, StageSpec(config, range(4), mesh, jnp.float32)) for each in sources)
     assert straight.specs == restored.specs
     for ours, theirs in zip(straight.leaves, restored.leaves, strict=True):
         assert ours.sharding == theirs.sharding
@@ -76,10 +76,10 @@ def test_a_dtype_is_cast_and_written_into_the_config(tmp_path: Path):
 def test_a_model_in_memory_is_written_as_files_that_give_the_same_logits(family: str, tmp_path: Path):
     fixture = load(family)
     config = read_config(fixture.folder)
-    params = load_stage(HFSource(fixture.folder), config, range(4), mesh_of(1), jnp.float32)
+    params = load_stage(HFSource(fixture.folder), StageSpec(config, range(4), mesh_of(1), jnp.float32))
     save_hf(tmp_path, checkpoint_tensors(params.merge(params.leaves)), file_bytes=300_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    again = load_stage(HFSource(tmp_path), config, range(4), mesh_of(1), jnp.float32)
+    again = load_stage(HFSource(tmp_path), StageSpec(config, range(4), mesh_of(1), jnp.float32))
     logits = jax.jit(lambda leaves, tokens: forward(again.merge(leaves), tokens))
     tokens = np.array(fixture.prompts[0])[None]
     assert np.abs(np.asarray(logits(again.leaves, tokens))[0] - fixture.logits[0]).max() <= 1e-4
@@ -155,7 +155,7 @@ def test_a_damaged_orbax_checkpoint_is_one_line(orbax_folder: Path, tmp_path: Pa
         damaged = folder / path.relative_to(orbax_folder)
         damaged.write_bytes(damaged.read_bytes()[: path.stat().st_size // 2])
         try:
-            load_stage(OrbaxSource(folder), config, range(4), mesh_of(1), jnp.float32)
+            load_stage(OrbaxSource(folder), StageSpec(config, range(4), mesh_of(1), jnp.float32))
         except CheckpointError as error:
             assert "\n" not in str(error) and str(folder) in str(error)
 

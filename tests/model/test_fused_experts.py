@@ -11,7 +11,7 @@ from jdisagg.core.errors import MissingTensor, WrongShape
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.families import EXPERT_NAMES
 from jdisagg.model.hf_config import read_config
-from jdisagg.model.params import check_tensors, load_stage
+from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from tests.fixtures.conformance import ROOT
 from tests.model.sharded import mesh_of
 
@@ -45,7 +45,9 @@ def test_fused_experts_load_as_the_same_weights(family: str, tp: int, tmp_path: 
     config = read_config(ROOT / family)
     sources = [open_source(place, "hf", config) for place in (ROOT / family, fused(family, tmp_path))]
     check_tensors(sources[1], config)
-    split, joined = (load_stage(each, config, range(1, 3), mesh_of(tp), jnp.float32).leaves for each in sources)
+    split, joined = (
+        load_stage(each, StageSpec(config, range(1, 3), mesh_of(tp), jnp.float32)).leaves for each in sources
+    )
     for one, other in zip(split, joined, strict=True):
         np.testing.assert_array_equal(one, other)
 

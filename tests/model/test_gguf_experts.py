@@ -19,7 +19,7 @@ from jdisagg.model.checkpoint import open_source, read_model
 from jdisagg.model.gguf_file import read_gguf
 from jdisagg.model.gguf_source import GGUFSource
 from jdisagg.model.hf_config import read_config
-from jdisagg.model.params import check_tensors, load_stage
+from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from tests.fixtures.conformance import ROOT, load
 from tests.fixtures.gguf_files import byte_level, write
 from tests.fixtures.sparse_gguf import numbers, sparse_gguf
@@ -67,7 +67,7 @@ def test_shards_of_a_file_give_the_same_logits(family: str, tp: int, tmp_path: P
     folder, prompt = folder_of(family, tmp_path), load(family).prompts[1]
     path = sparse_gguf(folder, tmp_path / "model.gguf")
     config = read_model(path)
-    params = load_stage(GGUFSource(path), config, range(config.num_layers), mesh_of(tp), jnp.float32)
+    params = load_stage(GGUFSource(path), StageSpec(config, range(config.num_layers), mesh_of(tp), jnp.float32))
     logits = run_stage(params, mesh_of(tp), stage_output, padded(prompt))
     np.testing.assert_allclose(logits[: len(prompt)], whole_model(folder)(prompt), atol=1e-4)
 

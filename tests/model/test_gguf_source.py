@@ -19,7 +19,7 @@ from jdisagg.model.gguf_source import GGUFSource
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import forward
-from jdisagg.model.params import check_tensors, load_stage
+from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from jdisagg.model.rope import inverse_frequencies
 from jdisagg.model.sources import HFSource
 from jdisagg.model.tokenizer import Tokenizer
@@ -47,7 +47,9 @@ def padded(tokens: list[int]) -> np.ndarray:
 
 def whole_model(place: Path) -> Callable[[list[int]], np.ndarray]:
     config = read_model(place)
-    params = load_stage(open_source(place, "hf", config), config, range(config.num_layers), mesh_of(1), jnp.float32)
+    params = load_stage(
+        open_source(place, "hf", config), StageSpec(config, range(config.num_layers), mesh_of(1), jnp.float32)
+    )
     program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
     return lambda tokens: np.asarray(program(params.leaves, padded(tokens)[None]))[0, : len(tokens)]
 
@@ -163,7 +165,9 @@ def test_shards_of_a_file_in_a_row_give_the_same_logits(family, tp, pp, tmp_path
     fixture = load(family)
     path = gguf_of(fixture.folder, tmp_path / "model.gguf")
     config, source = read_model(path), GGUFSource(path)
-    stages = [(load_stage(source, config, run, mesh_of(tp), jnp.float32)) for run in split_layers(config, pp)]
+    stages = [
+        (load_stage(source, StageSpec(config, run, mesh_of(tp), jnp.float32))) for run in split_layers(config, pp)
+    ]
     x = padded(fixture.prompts[1])
     for params in stages:
         x = run_stage(params, mesh_of(tp), stage_output, x)
@@ -174,7 +178,7 @@ def test_shards_of_a_file_in_a_row_give_the_same_logits(family, tp, pp, tmp_path
 def test_shards_of_a_quantised_file_of_another_family_give_its_logits(family, tmp_path):
     path, said = FAMILIES[family].write(tmp_path / "model.gguf"), expected(family)
     config = read_model(path)
-    params = load_stage(GGUFSource(path), config, range(config.num_layers), mesh_of(2), jnp.float32)
+    params = load_stage(GGUFSource(path), StageSpec(config, range(config.num_layers), mesh_of(2), jnp.float32))
     logits = run_stage(params, mesh_of(2), stage_output, padded(said.prompts[1]))
     assert np.abs(logits[: len(said.prompts[1])] - said.logits[1]).max() <= 1e-3
 

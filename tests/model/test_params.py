@@ -19,7 +19,14 @@ from jdisagg.core.roofline import Shard
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import Index, stage_leaves
-from jdisagg.model.params import StageParams, abstract_stage, abstract_stage_params, check_tensors, load_stage
+from jdisagg.model.params import (
+    StageParams,
+    StageSpec,
+    abstract_stage,
+    abstract_stage_params,
+    check_tensors,
+    load_stage,
+)
 from jdisagg.model.sources import HFSource, RandomSource, Source
 from tests.fixtures.conformance import ROOT, families
 from tests.model.sharded import mesh_of, split_layers
@@ -50,7 +57,7 @@ def load(
     source: Source, config: ModelConfig, layers: range, tp: int, out_first: bool = False
 ) -> tuple[list[str], StageParams]:
     paths = abstract_stage(config, layers, tp, "tp" if tp > 1 else None, jnp.float32).paths
-    return paths, load_stage(source, config, layers, mesh_of(tp), jnp.float32, out_first=out_first)
+    return paths, load_stage(source, StageSpec(config, layers, mesh_of(tp), jnp.float32, out_first=out_first))
 
 
 def reassembled(source: Source, config: ModelConfig, tp: int, pp: int, out_first: bool) -> dict[str, np.ndarray]:
@@ -131,13 +138,13 @@ CUTS = {
 def test_the_arithmetic_of_a_model_counts_the_matrices_that_a_shard_loads(config: ModelConfig, tp: int):
     """Of every stage; norms and biases are not counted. At TP 8 each of the four KV heads is on two shards."""
     for layers in (range(4), range(2), range(2, 4)):
-        leaves = abstract_stage_params(config, layers, mesh_of(tp), jnp.float32).leaves
+        leaves = abstract_stage_params(StageSpec(config, layers, mesh_of(tp), jnp.float32)).leaves
         held = sum(prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves if leaf.ndim > 1)
         assert Shard(config, layers, tp, 4, 4).held_bytes == 4 * held
 
 
 def test_one_device_sums_over_no_axis_and_its_leaves_lie_there_alone():
-    params = load_stage(RandomSource(BIG), BIG, range(2), mesh_of(1, first=3), jnp.float32)
+    params = load_stage(RandomSource(BIG), StageSpec(BIG, range(2), mesh_of(1, first=3), jnp.float32))
     assert {leaf.sharding for leaf in params.leaves} == {jax.sharding.SingleDeviceSharding(jax.devices()[3])}
     assert params.merge(params.leaves).head_cut.axes == ()
 
@@ -145,7 +152,7 @@ def test_one_device_sums_over_no_axis_and_its_leaves_lie_there_alone():
 def test_a_bf16_checkpoint_loads_as_f32_or_as_it_is():
     config, source = read_config(ROOT / "mistral"), HFSource(ROOT / "mistral")
     for dtype in (jnp.float32, jnp.bfloat16):
-        params = load_stage(source, config, range(4), mesh_of(2), dtype)
+        params = load_stage(source, StageSpec(config, range(4), mesh_of(2), dtype))
         assert {leaf.dtype for leaf in params.leaves} == {jnp.dtype(dtype)}
 
 
@@ -193,7 +200,7 @@ def check_random_weights(config: ModelConfig) -> None:
 def test_random_weights_need_only_a_config(tmp_path: Path):
     (tmp_path / "config.json").write_bytes((ROOT / "qwen3" / "config.json").read_bytes())
     config = read_config(tmp_path)
-    params = load_stage(open_source(tmp_path, "random", config), config, range(4), mesh_of(2), jnp.float32)
+    params = load_stage(open_source(tmp_path, "random", config), StageSpec(config, range(4), mesh_of(2), jnp.float32))
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in params.leaves)
 
 
@@ -226,7 +233,7 @@ def test_a_missing_tensor_is_named_with_its_folder(tmp_path: Path):
 
 def test_a_stage_does_not_miss_the_tensors_of_other_stages(tmp_path: Path):
     source = copy_with(tmp_path, **{"model.layers.2.mlp.up_proj.weight": None, "lm_head.weight": None})
-    params = load_stage(source, read_config(ROOT / "mistral"), range(2), mesh_of(1), jnp.float32)
+    params = load_stage(source, StageSpec(read_config(ROOT / "mistral"), range(2), mesh_of(1), jnp.float32))
     assert params.num_bytes > 0
 
 
@@ -234,7 +241,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path):
     name = "model.layers.0.self_attn.k_proj.weight"
     source = copy_with(tmp_path, **{name: np.zeros((16, 64), ml_dtypes.bfloat16)})
     with pytest.raises(WrongShape, match=rf"{name}.*\(16, 64\).*\(32, 64\)"):
-        load_stage(source, read_config(ROOT / "mistral"), range(4), mesh_of(1), jnp.float32)
+        load_stage(source, StageSpec(read_config(ROOT / "mistral"), range(4), mesh_of(1), jnp.float32))
 
 
 def test_a_folder_without_weights_says_what_would_work(tmp_path: Path):

@@ -23,7 +23,7 @@ from jdisagg.core.errors import CheckpointError, MissingTensor, WrongDtype, Wron
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import open_source, read_model, storage_line
 from jdisagg.model.orbax_source import OrbaxSource
-from jdisagg.model.params import check_tensors, load_stage
+from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from jdisagg.model.quantized.config import read_quantization
 from jdisagg.model.quantized.source import QuantizedSource
 from jdisagg.model.sources import HFSource, Source
@@ -74,7 +74,7 @@ def test_shards_hold_the_same_numbers_as_those_of_the_plain_folder(scheme, tp):
     config = read_model(pair.stored)
     assert config == read_model(pair.plain)
     ours, plain = (
-        load_stage(opened(place), config, range(LAYERS), mesh_of(tp), jnp.float32)
+        load_stage(opened(place), StageSpec(config, range(LAYERS), mesh_of(tp), jnp.float32))
         for place in (pair.stored, pair.plain)
     )
     assert ours.specs == plain.specs
@@ -90,7 +90,7 @@ def test_logits_of_shards_are_those_of_the_whole():
     config, tokens = read_model(pair.stored), np.arange(20, dtype=np.int32) % 48
     logits = []
     for place, tp in ((pair.plain, 1), (pair.stored, 2)):
-        params = load_stage(opened(place), config, range(LAYERS), mesh_of(tp), jnp.float32)
+        params = load_stage(opened(place), StageSpec(config, range(LAYERS), mesh_of(tp), jnp.float32))
         logits.append(run_stage(params, mesh_of(tp), stage_output, tokens))
     assert np.abs(logits[0] - logits[1]).max() <= 1e-4 < np.abs(logits[0]).max()
 
@@ -224,7 +224,7 @@ def damaged(scheme: str, change: Callable[[Tensors], object], tmp_path: Path) ->
     said = SCHEMES[scheme][0]
     place = write(tmp_path / "damaged", tensors, quantization_config=said)
     with pytest.raises(CheckpointError) as caught:
-        load_stage(opened(place), read_model(place), range(LAYERS), mesh_of(1), jnp.float32)
+        load_stage(opened(place), StageSpec(read_model(place), range(LAYERS), mesh_of(1), jnp.float32))
     assert "\n" not in str(caught.value) and str(place) in str(caught.value)
     return caught.value
 

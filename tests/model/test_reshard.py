@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.params import StageParams, load_stage
+from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.reshard import HeldWeights
 from jdisagg.model.sources import RandomSource
 
@@ -42,7 +42,8 @@ def mesh_at(first: int, tp: int) -> Mesh:
 
 
 def load_all(load, source, config: ModelConfig, stages: Stages, tp: int, weights: WeightFormat) -> list[StageParams]:
-    return [load(source, config, layers, mesh_at(first, tp), jnp.float32, weights) for layers, first in stages]
+    specs = [StageSpec(config, layers, mesh_at(first, tp), jnp.float32, weights) for layers, first in stages]
+    return [load(source, each) for each in specs]
 
 
 QUICK = [("uneven", "float32", "tp2 to pp2"), ("experts", "int8", "pp2 x tp2 to tp4")]
@@ -55,7 +56,7 @@ def test_every_leaf_is_what_would_be_read_and_nothing_is_read(model, form, way):
     config, weights, (old, old_tp, new, new_tp) = MODELS[model], FORMATS[form], WAYS[way]
     source, held = RandomSource(config, seed=5), HeldWeights()
     for params, (layers, first) in zip(load_all(load_stage, source, config, old, old_tp, weights), old, strict=True):
-        held.add(params, config, layers, mesh_at(first, old_tp), jnp.float32, weights)
+        held.add(params, StageSpec(config, layers, mesh_at(first, old_tp), jnp.float32, weights))
     made = load_all(held.load, None, config, new, new_tp, weights)
     for one, other in zip(made, load_all(load_stage, source, config, new, new_tp, weights), strict=True):
         assert one.specs == other.specs
@@ -69,16 +70,16 @@ def test_every_leaf_is_what_would_be_read_and_nothing_is_read(model, form, way):
 
 def test_what_is_held_in_another_dtype_is_read_again_and_said():
     source, held, mesh = RandomSource(EVEN, seed=5), HeldWeights(), mesh_at(0, 1)
-    params = load_stage(source, EVEN, range(4), mesh, jnp.bfloat16)
-    held.add(params, EVEN, range(4), mesh, jnp.bfloat16, WeightFormat())
-    made = held.load(source, EVEN, range(4), mesh, jnp.float32)
+    params = load_stage(source, StageSpec(EVEN, range(4), mesh, jnp.bfloat16))
+    held.add(params, StageSpec(EVEN, range(4), mesh, jnp.bfloat16))
+    made = held.load(source, StageSpec(EVEN, range(4), mesh, jnp.float32))
     assert made.leaves[0].dtype == jnp.float32 and "layers.3.mlp.down.kernel" in held.read_again
 
 
 def test_a_leaf_is_given_up_as_soon_as_its_successor_is_there():
     source, held, mesh = RandomSource(EVEN, seed=5), HeldWeights(), mesh_at(0, 1)
-    params = load_stage(source, EVEN, range(4), mesh, jnp.float32)
-    held.add(params, EVEN, range(4), mesh, jnp.float32, WeightFormat())
-    made = held.load(source, EVEN, range(0, 2), mesh, jnp.float32)
+    params = load_stage(source, StageSpec(EVEN, range(4), mesh, jnp.float32))
+    held.add(params, StageSpec(EVEN, range(4), mesh, jnp.float32))
+    made = held.load(source, StageSpec(EVEN, range(0, 2), mesh, jnp.float32))
     given = sum(leaf is None for leaf in params.leaves)
     assert given == len(made.leaves) and held.moved_bytes == 0

@@ -19,7 +19,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model.checkpoint import open_source, read_model
-from jdisagg.model.params import StageParams, load_stage
+from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import HFSource, Source
 from jdisagg.serve.deployment import Deployment, resolve_deployment
 from tests.fixtures.quantized_folders import LAYERS, SCHEMES, Folders, Tensors, write, write_pair
@@ -64,7 +64,7 @@ def deployed(place: Path, platform: str = "cpu", **settings: Any) -> Deployment:
 
 def loaded(place: Path, weights: WeightFormat, tp: int = 1, out_first: bool = True) -> StageParams:
     config, source = opened(place)
-    return load_stage(source, config, range(LAYERS), mesh_of(tp), jnp.float32, weights, out_first)
+    return load_stage(source, StageSpec(config, range(LAYERS), mesh_of(tp), jnp.float32, weights, out_first))
 
 
 @pytest.mark.parametrize("out_first", [False, True])

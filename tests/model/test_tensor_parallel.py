@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
 from tests.model.sharded import mesh_of, run_stage, stage_output
 
@@ -31,7 +31,7 @@ TOKENS = np.array([3, 41, 7, 0, 19, 22, 49, 8, 11, 30], np.int32)
 
 def logits(config: ModelConfig, tp: int, weights: str = AS_ACTIVATIONS) -> np.ndarray:
     mesh, source, layers = mesh_of(tp), RandomSource(config, seed=3), range(config.num_layers)
-    params = load_stage(source, config, layers, mesh, jnp.float32, WeightFormat(weights))
+    params = load_stage(source, StageSpec(config, layers, mesh, jnp.float32, WeightFormat(weights)))
     return run_stage(params, mesh, stage_output, TOKENS)
 
 

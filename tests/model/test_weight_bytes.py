@@ -15,7 +15,7 @@ from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.low_rank import AdapterCapacity
-from jdisagg.model.params import abstract_stage_params, load_stage
+from jdisagg.model.params import StageSpec, abstract_stage_params, load_stage
 from jdisagg.model.sources import RandomSource
 from jdisagg.model.weight_bytes import adapter_bytes, number_bytes, shard_bytes
 from jdisagg.parallel.submesh import Submesh
@@ -45,7 +45,7 @@ FORMATS = {
 def test_a_shard_is_counted_as_what_lies_on_its_device(config: ModelConfig, weights: WeightFormat):
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
         for tp in (1, 2):
-            leaves = abstract_stage_params(config, layers, mesh_of(tp), jnp.bfloat16, weights).leaves
+            leaves = abstract_stage_params(StageSpec(config, layers, mesh_of(tp), jnp.bfloat16, weights)).leaves
             held = sum(leaf.dtype.itemsize * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
             assert shard_bytes(config, layers, tp, "bfloat16", weights) == held, (layers, tp)
 
@@ -55,7 +55,7 @@ def test_a_shard_is_counted_as_what_lies_on_its_device(config: ModelConfig, weig
 def test_a_loaded_stage_has_as_many_bytes_on_each_device(tp: int, dtype: str):
     config, weights = CONFIGS["tied"], WeightFormat(dtype)
     layers = range(config.num_layers)
-    leaves = load_stage(RandomSource(config), config, layers, mesh_of(tp), jnp.float32, weights).leaves
+    leaves = load_stage(RandomSource(config), StageSpec(config, layers, mesh_of(tp), jnp.float32, weights)).leaves
     for device in mesh_of(tp).devices:
         shards = (shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == device)
         assert sum(shards) == shard_bytes(config, layers, tp, "float32", weights)
@@ -75,7 +75,7 @@ def test_the_mean_number_is_of_what_is_multiplied_by():
 def test_slots_for_adapters_are_counted_as_they_lie(tp: int):
     config = ModelConfig("llama", 97, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
     submesh, layers = Submesh(jax.devices()[:tp]), range(3)
-    bare = abstract_stage_params(config, layers, submesh.mesh, jnp.float32)
+    bare = abstract_stage_params(StageSpec(config, layers, submesh.mesh, jnp.float32))
     able = with_room(bare, config, layers, AdapterCapacity(2, 4, jnp.dtype("float32")), submesh)
     held = sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in able.leaves[len(bare.leaves) :])
     asked = Settings(max_loras=2, max_lora_rank=4)

@@ -13,7 +13,7 @@ from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.calibration import measure_loss
 from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.hf_config import read_config
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.products import MatrixForm, product
 from jdisagg.model.sources import HFSource, RandomSource
 from tests.fixtures.conformance import load
@@ -28,7 +28,7 @@ UNSHARED = ["mixtral", "gpt_oss", "qwen3_moe"]
 
 def logits(weights: WeightFormat, tp: int = 1, out_first: bool = True, family: str = "qwen2") -> np.ndarray:
     mesh, (config, source) = mesh_of(tp), model_of(family)
-    params = load_stage(source, config, range(config.num_layers), mesh, jnp.float32, weights, out_first)
+    params = load_stage(source, StageSpec(config, range(config.num_layers), mesh, jnp.float32, weights, out_first))
     return run_stage(params, mesh, stage_output, TOKENS)
 
 
@@ -69,7 +69,7 @@ def test_coarser_matrices_change_logits_but_little(dtype: str, most: float):
 
 
 def test_all_matrices_that_stay_full_make_the_full_model_again():
-    params = load_stage(SOURCE, CONFIG, range(CONFIG.num_layers), mesh_of(1), jnp.float32)
+    params = load_stage(SOURCE, StageSpec(CONFIG, range(CONFIG.num_layers), mesh_of(1), jnp.float32))
     every = frozenset({"head", *params.merge(params.leaves).matrices()})
     np.testing.assert_array_equal(logits(WeightFormat("int8", every)), logits(WeightFormat()))
 
@@ -103,7 +103,7 @@ def test_layers_with_experts_are_calibrated_as_they_are_served(family: str, dtyp
 @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", jnp.bfloat16), ("int8", jnp.float32)])
 def test_experts_are_rounded_to_bf16_but_never_scaled(dtype: str, stored: Any):
     config, source = model_of("mixtral")
-    params = load_stage(source, config, range(1), mesh_of(1), jnp.float32, WeightFormat(dtype))
+    params = load_stage(source, StageSpec(config, range(1), mesh_of(1), jnp.float32, WeightFormat(dtype)))
     experts = params.merge(params.leaves).layers[0].mlp
     assert isinstance(experts, ExpertMLP)
     assert experts.gate_up[...].dtype == experts.down[...].dtype == stored
@@ -128,7 +128,7 @@ def test_the_expert_that_all_tokens_share_is_not_scaled_as_its_shards_would_roun
     weights, source = WeightFormat(dtype, frozenset(kept)), RandomSource(config, seed=3)
     found = []
     for mesh in (mesh_of(1), mesh_of(2)):
-        params = load_stage(source, config, range(2), mesh, jnp.float32, weights)
+        params = load_stage(source, StageSpec(config, range(2), mesh, jnp.float32, weights))
         assert params.num_reductions == 4  # of attention and of all experts together, in both layers
         found.append(run_stage(params, mesh, stage_output, TOKENS % 50))
     np.testing.assert_allclose(*found, atol=5e-5)

@@ -17,7 +17,7 @@ from jdisagg.core.errors import ConfigError, RequestError
 from jdisagg.model.adapters import identified
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.network import forward
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import HFSource, Source
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
@@ -60,7 +60,9 @@ def client(llm: jdisagg.LLM) -> Iterator[httpx.Client]:
 
 def defined(source: Source, prompt: Sequence[int]) -> list[int]:
     """The greedy answer, by the network's definition over these weights."""
-    params = load_stage(source, MODEL, range(MODEL.num_layers), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32)
+    params = load_stage(
+        source, StageSpec(MODEL, range(MODEL.num_layers), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32)
+    )
     run, row = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens)), list(prompt)
     for _ in range(ANSWER):
         padded = np.zeros((1, LONGEST), np.int32)

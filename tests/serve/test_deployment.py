@@ -12,7 +12,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.targets import CHIPS
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import local_bytes
-from jdisagg.model.params import abstract_stage_params
+from jdisagg.model.params import StageSpec, abstract_stage_params
 from jdisagg.serve.deployment import Deployment, resolve_deployment
 from tests.model.sharded import mesh_of
 
@@ -36,7 +36,7 @@ def bytes_on_devices(deployment: Deployment, config: WorkerConfig) -> list[tuple
             local_bytes(leaf)
             for group in groups
             for leaf in abstract_stage_params(
-                deployment.model, group, mesh_of(place.tp), deployment.dtype, deployment.weights
+                StageSpec(deployment.model, group, mesh_of(place.tp), deployment.dtype, deployment.weights)
             ).leaves
         )
         found.append((weights + config.num_pages * page, page))
