@@ -94,15 +94,26 @@ class Asked:
 
     def _is_of_its_form(self, text: str) -> bool:
         body = self.body
-        if "tools" in body:
-            found = text.removeprefix("store_person")
-            return text != found and Draft202012Validator(PERSON).is_valid(json.loads(found))
+        if "tools" in body:  # a required call may be followed by others
+            _, *calls = text.split("store_person")
+            return bool(calls) and all(map(is_person, calls))
         schema = body.get("guided_json") or (body.get("response_format") or {}).get("json_schema", {}).get("schema")
         if schema is not None:
-            return Draft202012Validator(schema).is_valid(json.loads(text))
+            return is_valid(text, schema)
         if "guided_regex" in body:
             return re.fullmatch(REGEX, text) is not None
         return text in CHOICES if "guided_choice" in body else True
+
+
+def is_valid(text: str, schema: Any) -> bool:
+    try:
+        return Draft202012Validator(schema).is_valid(json.loads(text))
+    except ValueError:
+        return False
+
+
+def is_person(text: str) -> bool:
+    return is_valid(text, PERSON)
 
 
 def wrong_of(draw: random.Random) -> Asked:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
-from benchmarks.asked import PERSON, PROMPTS, Asked
+from benchmarks.asked import PERSON, PROMPTS, Asked, is_person
 
 EMBEDDINGS, SCORE, RESPONSES, MESSAGES = "/v1/embeddings", "/v1/score", "/v1/responses", "/v1/messages"
 TRIPLES = 3  # texts of one request, at most
@@ -53,7 +50,7 @@ class Items(Asked):
             return f"{said['usage']} of at most {most} tokens"
         if "format" in self.features and ends == ["completed"]:
             text = self.told(said)[0]
-            return "" if Draft202012Validator(PERSON).is_valid(json.loads(text)) else f"not of its form: {text}"
+            return "" if is_person(text) else f"not of its form: {text}"
         return ""
 
 

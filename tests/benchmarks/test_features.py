@@ -10,7 +10,8 @@ import pytest
 
 import jdisagg
 from benchmarks.asked import CHAT, COMPLETIONS, PERSON, Asked, asked, wrong_of
-from benchmarks.features import drive, left_held
+from benchmarks.asked_elsewhere import EMBEDDINGS, MESSAGES, RESPONSES, SCORE, Items, Vectors, asked_elsewhere
+from benchmarks.features import Book, drive, left_held
 from jdisagg.serve.http.app import create_app
 from tests.serve.live_http import serving
 
@@ -45,11 +46,19 @@ def test_what_is_asked_is_the_same_for_the_same_seed_and_holds_every_feature():
         "bias",
         "min_tokens",
     }
+    named = [asked(random.Random(f"1 {n}"), ("sql", "tales")) for n in range(60)]
+    assert {each.body["model"] for each in named if "adapter" in each.features} == {"sql", "tales"}
     assert len({str(wrong_of(random.Random(n)).body) for n in range(200)}) > 20
 
 
 def answer(text: str, finish: str = "stop", **more: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": text, "finish_reason": finish, **more}], "usage": {"completion_tokens": 3}}
+
+
+def called(*arguments: str) -> dict[str, Any]:
+    calls = [{"function": {"name": "store_person", "arguments": each}} for each in arguments]
+    choice = {"index": 0, "message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
+    return {"choices": [choice], "usage": {"completion_tokens": 3}}
 
 
 FORMED = {"prompt": "x", "max_tokens": 9}
@@ -66,6 +75,9 @@ FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     ({**FORMED, "guided_choice": []}, [answer("per", ""), answer("haps")], ""),
     ({**FORMED, "guided_json": PERSON}, answer('{"name":"x","age":3}'), ""),
     ({**FORMED, "guided_json": PERSON}, answer('{"name":"x"}'), "not of its form"),
+    ({**FORMED, "tools": []}, called('{"name":"x","age":3}', '{"name":"y","age":4}'), ""),
+    ({**FORMED, "tools": []}, called('{"name":"x","age":3}', '{"name":"y"}'), "not of its form"),
+    ({**FORMED, "tools": []}, called(), "not of its form"),
 ]
 
 
@@ -73,3 +85,50 @@ FAULTS: list[tuple[dict[str, Any], Any, str]] = [
 def test_what_is_wrong_with_an_answer_is_told(body: dict[str, Any], said: Any, fault: str):
     found = Asked(COMPLETIONS, body).fault(said)
     assert fault in found if fault else not found
+
+
+def test_what_is_asked_elsewhere_is_each_of_four_and_the_same_for_the_same_seed():
+    many = [asked_elsewhere(random.Random(n), ("sql",)) for n in range(80)]
+    assert many == [asked_elsewhere(random.Random(n), ("sql",)) for n in range(80)]
+    assert {each.path for each in many} == {EMBEDDINGS, SCORE, RESPONSES, MESSAGES}
+    assert {"adapter", "format", "embedding"} <= {name for each in many for name in each.features}
+
+
+def responded(text: str, status: str = "completed", tokens: int = 3) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text}]
+    return {"status": status, "output": [{"content": content}], "usage": {"output_tokens": tokens}}
+
+
+VECTORS = Vectors(EMBEDDINGS, {"input": ["a", "b"], "dimensions": 2})
+FORMAT = Items(RESPONSES, {"max_output_tokens": 9}, ("format",))
+ELSEWHERE: list[tuple[Asked, Any, str]] = [
+    (VECTORS, {"data": [{"embedding": [0.6, 0.8]}] * 2}, ""),
+    (VECTORS, {"data": [{"embedding": [0.6, 0.8]}]}, "2 texts gave 1 vectors"),
+    (VECTORS, {"data": [{"embedding": [0.6]}] * 2}, "2 texts gave 2 vectors of [1] numbers"),
+    (VECTORS, {"data": [{"embedding": [6.0, 8.0]}] * 2}, "not of length one"),
+    (Vectors(SCORE, {"text_1": "a", "text_2": ["b"]}), {"data": [{"score": 0.5}]}, ""),
+    (FORMAT, responded('{"name":"x","age":3}'), ""),
+    (FORMAT, responded('{"name":"x"'), "not of its form"),
+    (FORMAT, responded('{"name":"x"', "incomplete"), ""),
+    (FORMAT, responded("", "failed"), "ended as"),
+    (FORMAT, responded("", tokens=10), "of at most 9 tokens"),
+    (
+        Items(MESSAGES, {"max_tokens": 9}),
+        {"content": [{"text": "x"}], "stop_reason": "end_turn", "usage": {"output_tokens": 1}},
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "said", "fault"), ELSEWHERE, ids=[str(n) for n in range(len(ELSEWHERE))])
+def test_what_is_wrong_elsewhere_is_told(one: Asked, said: Any, fault: str):
+    found = one.fault(said)
+    assert fault in found if fault else not found
+
+
+def test_memory_that_grows_through_the_second_half_is_told():
+    def grown(values: list[float]) -> str:
+        return Book(samples=[{"server rss_mib": value} for value in values]).grown()
+
+    assert not grown([500.0] * 20 + [1000.0] * 20) and not grown([500.0, 900.0])
+    assert grown([1000.0] * 39 + [1051.0]) == "1000 MiB in the middle, 1051 at the end"
