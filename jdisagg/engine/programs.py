@@ -34,7 +34,7 @@ from jdisagg.kv.pools import abstract_pools
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.model.looped_params import abstract_for_platform
-from jdisagg.model.low_rank import AdapterCapacity
+from jdisagg.model.low_rank import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 
@@ -283,7 +283,7 @@ def chunk_shapes(config: WorkerConfig, tokens: int) -> list[tuple[int, ...]]:
 
 def room_of(config: WorkerConfig, dtype: DTypeLike) -> AdapterCapacity | None:
     """For adapters; None where there are none."""
-    return AdapterCapacity(config.max_loras, config.max_lora_rank, jnp.dtype(dtype)) if config.max_loras else None
+    return room_for(config.max_loras, config.max_lora_rank, jnp.dtype(dtype)) if config.max_loras else None
 
 
 def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:

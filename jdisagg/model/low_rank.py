@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import gcd
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jdisagg.model.adapters import AdapterWeights, adapted_leaves, target_of
 from jdisagg.model.names import Part
 from jdisagg.model.products import MatrixForm, product
 
+VECTOR, VECTOR_PART = 16, 4  # numbers that the CPU's products add up side by side
 NONE, MISSING = -1, -2  # in the place of a row's slot: the model alone; one that could not be read
 
 
@@ -74,11 +76,21 @@ def give_rows(module: nnx.Module, rows: Array | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCapacity:
-    """For how many adapters, of what rank at most, in numbers of what kind."""
+    """For how many adapters, of what rank at most, in numbers of what kind; see `room_for`."""
 
     slots: int
     rank: int
     dtype: DTypeLike
+
+
+def room_for(adapters: int, rank: int, dtype: DTypeLike) -> AdapterCapacity:
+    """Of whole vectors of channels: else a row's sums have another order, and other bits, in one slot than in another.
+
+    Ranks are filled up to VECTOR_PART, and slots until all channels together are a multiple of VECTOR.
+    """
+    rank = -(-rank // VECTOR_PART) * VECTOR_PART
+    every = VECTOR // gcd(rank, VECTOR)
+    return AdapterCapacity(-(-adapters // every) * every, rank, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ TILE_ROWS = 16
 # With AVX-512 it adds up in yet another order where they are a multiple of 32 or 64, and where the matrix is on the
 # right: they are filled up to odd multiples of 16, and all go as products of the matrix (512 rows take 18 % longer).
 WIDE_VECTORS = has_feature("avx512f")
+# Of fewer outputs (a router's, small adapters') rows are summed up in another order from 200 to 512 of them on.
+LEAST_OUTPUTS = 64
 STORED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the scaled number that the largest of a channel or token becomes
 STEP = {dtype: 1 / largest for dtype, largest in LARGEST.items()}  # XLA would divide by its inverse as well
@@ -139,6 +141,9 @@ def _of_matrix(kernel: Array, rows: Array, sums: DTypeLike) -> Array:
     barrier = jax.lax.optimization_barrier
     if kernel.dtype == jnp.int8:
         y = jax.lax.dot_general(kernel, rows, (((1,), (1,)), ((), ())), preferred_element_type=sums)
-    else:
-        y = jax.lax.dot_general(kernel, barrier(rows.T), (((1,), (0,)), ((), ())), preferred_element_type=sums)
-    return barrier(y).T
+        return barrier(y).T
+    outputs = kernel.shape[0]
+    if outputs < LEAST_OUTPUTS:
+        kernel = barrier(jnp.pad(kernel, ((0, LEAST_OUTPUTS - outputs), (0, 0))))
+    y = jax.lax.dot_general(kernel, barrier(rows.T), (((1,), (0,)), ((), ())), preferred_element_type=sums)
+    return barrier(y)[:outputs].T

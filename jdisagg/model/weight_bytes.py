@@ -21,7 +21,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.stages import RingCut
 from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.low_rank import AdapterCapacity, factors_of
+from jdisagg.model.low_rank import factors_of, room_for
 from jdisagg.model.network import Stage, Vocabulary
 from jdisagg.model.products import MatrixForm
 from jdisagg.model.ring_params import alike
@@ -56,7 +56,7 @@ def adapter_bytes(settings: Settings, config: ModelConfig, layers: Sequence[int]
     sizes = adapter_sizes(settings)
     if not sizes:
         return 0
-    room = AdapterCapacity(sizes["max_loras"], sizes["max_lora_rank"], jnp.dtype(dtype))
+    room = room_for(sizes["max_loras"], sizes["max_lora_rank"], jnp.dtype(dtype))
     return sum(prod(each.shape(tp)) for each in factors_of(config, layers, room)) * jnp.dtype(dtype).itemsize
 
 

@@ -18,9 +18,9 @@ from jdisagg.model.network import scored
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
 from pallas_kernels import grouped_product
 
-INPUTS, OUTPUTS, EXPERTS = 96, 160, 8
+INPUTS, OUTPUTS, FEW, EXPERTS = 96, 160, 12, 8
 COUNTS = (2, 4, 8, 12, 16, 72, 128, 136, 520)  # of decode alone, beside chunks, and of chunks in every bucket
-FORMS = ("float32", "bfloat16", "int8", "fp8", "head", "head in bfloat16", "experts", "experts in bfloat16")
+FORMS = ("float32", "bfloat16", "int8", "fp8", "head", "head in bfloat16", "experts", "experts in bfloat16", "few")
 
 
 def bits_of(form: str) -> dict[int, str]:
@@ -35,6 +35,7 @@ def _matrix(rows: Array, form: str) -> tuple[Array, ...]:
     if form in ("int8", "fp8"):
         kernel, scale = quantized(rows, form)
         return kernel, scale[:, 0]
+    rows = rows[:FEW] if form == "few" else rows  # outputs: a router's, or a small adapter's
     rows = rows.astype(STORED.get(form.rpartition(" ")[2], jnp.float32))
     return (jnp.stack([rows] * EXPERTS) if form.startswith("experts") else rows,)
 
@@ -44,7 +45,9 @@ def _call(form: str) -> Callable[..., Array]:
         return scored
     if form.startswith("experts"):
         return _of_experts
-    return lambda x, kernel, scale=None: product(x, kernel, scale, MatrixForm(True, form))
+    return lambda x, kernel, scale=None: product(
+        x, kernel, scale, MatrixForm(True, "float32" if form == "few" else form)
+    )
 
 
 def _of_experts(x: Array, matrices: Array) -> Array:

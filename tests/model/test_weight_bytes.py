@@ -14,7 +14,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.checkpoint import read_model
-from jdisagg.model.low_rank import AdapterCapacity
+from jdisagg.model.low_rank import room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params, load_stage
 from jdisagg.model.sources import RandomSource
 from jdisagg.model.weight_bytes import adapter_bytes, number_bytes, shard_bytes
@@ -76,7 +76,7 @@ def test_slots_for_adapters_are_counted_as_they_lie(tp: int):
     config = ModelConfig("llama", 97, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
     submesh, layers = Submesh(jax.devices()[:tp]), range(3)
     bare = abstract_stage_params(StageSpec(config, layers, submesh.mesh, jnp.float32))
-    able = with_room(bare, config, layers, AdapterCapacity(2, 4, jnp.dtype("float32")), submesh)
+    able = with_room(bare, config, layers, room_for(2, 4, jnp.dtype("float32")), submesh)
     held = sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in able.leaves[len(bare.leaves) :])
     asked = Settings(max_loras=2, max_lora_rank=4)
     assert adapter_bytes(asked, config, layers, tp, jnp.float32) == held > 0
