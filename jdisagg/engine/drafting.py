@@ -208,6 +208,8 @@ class DraftingDecoder(Decoder):
 
     def _longest(self, batch: Microbatch, plan: DecodeRows) -> int:
         """Makes the drafts of rows with grammars, and says how many tokens the longest of all may have."""
+        if not batch.masks.places:
+            return max(plan.widths, default=1) - 1
         widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=False)}
         batch.masks.make_drafts(widths, guesses=self.config.guesses)
         held = batch.masks.places

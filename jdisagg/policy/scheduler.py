@@ -78,7 +78,7 @@ class Scheduler:
             return False
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
-            rows = replace(rows, table_pages=self.config.table_buckets[-1], widths=self._mixed_widths(rows))
+            rows = replace(rows, table_pages=self.config.table_buckets[-1])  # one mixed program a chunk size
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
             self.steps_since_chunk = 0
@@ -127,13 +127,20 @@ class Scheduler:
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),
-            widths=tuple(_width(sequence, most, self.config) for _, sequence in active) if self._several else (),
+            widths=self._widths([sequence for _, sequence in active], most) if self._several else (),
             read=tuple(
                 Read(slot, tuple(each.output[each.recalled :]))
                 for slot, each in active
                 if each.on_device and each.sampling.grammar
             ),
         )
+
+    def _widths(self, sequences: Sequence[DecodeSequence], most: int) -> tuple[int, ...]:
+        choice = self.decode_side.draft_choice
+        if choice is None or most == 1:
+            return tuple(_width(sequence, most, self.config) for sequence in sequences)
+        wanted = (choice.width(sequence, most) for sequence in sequences)
+        return tuple(_width(each, width, self.config) for each, width in zip(sequences, wanted, strict=True))
 
     @property
     def _several(self) -> bool:
@@ -163,10 +170,6 @@ class Scheduler:
         ends = [(sequence, self.config.pages_for(self._end_of(sequence, turns))) for sequence in seated]
         wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
         return turns if wanted <= self.shared.available else 1
-
-    def _mixed_widths(self, rows: DecodeRows) -> tuple[int, ...]:
-        """Who chooses does not know what rows cost beside chunks: each draws one token there."""
-        return rows.widths if self.decode_side.draft_choice is None else tuple(1 for _ in rows.widths)
 
     def _drafts(self, seated: Sequence[DecodeSequence]) -> int:
         """Tokens of the drafts that the next step verifies."""

@@ -108,7 +108,8 @@ def test_a_draft_is_taken_as_far_as_it_is_what_is_drawn(data: st.DataObject):
 def drafting_machine(pp: int) -> MeshExecutor:
     size = 4 // pp
     layers = [range(start, start + size) for start in range(0, 4, size)]
-    machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp :], pp=pp, draft_tokens=DRAFTS)
+    machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp :], pp=pp, draft_tokens=DRAFTS, draft_auto=True)
+    assert machine.config.draft_sizes == (1, DRAFTS)
     machine.warm()
     return machine
 
@@ -156,8 +157,8 @@ def test_tokens_are_those_of_rows_of_one_token_and_steps_are_fewer(pp: int):
         assert [len(each.top) for each in row] == [len(each.top) for each in same]
     assert machine.recompiles() == before == 0
     free = [replace(each, repetition_penalty=1.0, presence_penalty=0.0) for each in sampling]
-    (plain, many), (drafted, few) = (answers(machine, prompts, free, most) for most in (1, 1 + DRAFTS))
-    assert tokens_of(drafted) == tokens_of(plain) and few < 0.8 * many
+    (plain, many), (short, fewer), (drafted, few) = (answers(machine, prompts, free, most) for most in (1, 2, 4))
+    assert tokens_of(drafted) == tokens_of(short) == tokens_of(plain) and few < 0.8 * many and few < fewer < many
 
 
 def test_penalties_look_at_the_guesses_in_front_of_a_row_as_at_what_was_drawn():

@@ -18,7 +18,8 @@ from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.policy import draft_choice
 from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.draft_choice import REFRESH, DraftChoice
-from jdisagg.policy.draft_records import Acceptance, Repeats, expected_tokens
+from jdisagg.policy.draft_records import AGAIN, KNOWN, LONG, UNKNOWN, Acceptance, Repeats, expected_tokens
+from jdisagg.policy.program_times import ProgramTimes
 
 TABLE = 4
 PLAIN_S = 0.01
@@ -178,7 +179,9 @@ def test_an_end_is_known_where_its_last_two_tokens_stood_there_before(tokens: li
     repeats = Repeats()
     repeats.note(tokens)
     pairs = list(itertools.pairwise(tokens))
-    assert repeats.known == (bool(pairs) and pairs[-1] in pairs[:-1])
+    known = [pair in pairs[:place] for place, pair in enumerate(pairs)]
+    run = len(list(itertools.takewhile(bool, reversed(known))))
+    assert repeats.run == run and repeats.place == (AGAIN if run >= LONG else KNOWN if run else UNKNOWN)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=60), st.floats(0, 1))
@@ -192,3 +195,91 @@ def test_a_rate_lies_between_none_and_all(steps: list[tuple[int, int]], others: 
 @pytest.mark.parametrize(("rate", "drafts", "tokens"), [(0.0, 3, 1.0), (1.0, 3, 4.0), (0.5, 2, 1.75), (0.9, 0, 1.0)])
 def test_expected_tokens_are_a_geometric_sum(rate: float, drafts: int, tokens: float):
     assert expected_tokens(rate, drafts) == tokens
+
+
+def test_a_stream_is_known_to_repeat_itself_by_what_earlier_ones_like_it_came_to():
+    """The first step that may draw a draft does, though nothing of this sequence was tried yet."""
+    choice, early = DraftChoice((3,), by_ngrams=True), seat(temperature=0.0)
+    for _ in range(3):
+        for size, ratio in ((0, 1.0), (3, 2.4)):
+            choice.times.learn(size, TABLE, ratio * PLAIN_S)
+    early.tail = (5, 6) * 4
+    for _ in range(9):
+        choice.read(early, 4, 4)
+    choice.seconds = 2 * PLAIN_S  # more than what a draft may lose, less than what a trial asks for
+    late, other = seat(temperature=0.0), seat(temperature=0.0)
+    late.tail, other.tail = (7, 8) * 4, (1, 2, 3, 4, 5, 6)
+    assert choice.drafts([late], TABLE) == 3 and choice.drafts([other], TABLE) == 0
+
+
+def test_requests_for_another_model_or_drawn_otherwise_are_thought_of_apart():
+    choice, greedy, warm = DraftChoice((3,), by_ngrams=False), seat(temperature=0.0), seat(temperature=0.9)
+    for _ in range(60):
+        choice.read(greedy, 4, 4)
+        choice.read(warm, 4, 1)
+    fresh = [choice.expected(seat(temperature=each), 3) for each in (0.0, 0.9)]
+    assert fresh[0] > 3.2 and fresh[1] < 1.5
+
+
+def test_nothing_is_tried_where_no_end_ever_stood_there_before_and_that_is_known_to_lead_nowhere():
+    choice, each = DraftChoice((1, 3), by_ngrams=True), seat()
+    now_s, drafted = 0.0, []
+    for step in range(2000):
+        size = choice.drafts([each], TABLE)
+        choice.dispatched(StepPlan(step, DecodeRows(0, (0,), TABLE, widths=(1 + size,))), now_s)
+        now_s += (1.2 if size else 1.0) * PLAIN_S
+        each.output.append(1000 + step)
+        choice.done(step, [1], now_s)
+        choice.read(each, 1 + size, 1)
+        drafted += [step] if size else []
+    assert 0 < len(drafted) < 20 and drafted[-1] < 1500
+
+
+@pytest.mark.parametrize(("taken", "width"), [(0, 2), (1, 6), (7, 8)])
+def test_a_row_takes_as_many_guesses_as_its_own_drafts_go_far(taken: int, width: int):
+    choice, each = DraftChoice((1, 3, 7), by_ngrams=False), seat()
+    assert choice.width(each, 8) == 8, "before anything is known of it"
+    for _ in range(40):
+        choice.read(each, 8, 1 + taken)
+    assert choice.width(each, 8) == width
+    assert choice.width(each, 2) == 2
+
+
+def test_one_time_of_a_program_that_was_the_machines_doing_is_believed_less_and_less():
+    times = ProgramTimes()
+    for _ in range(5):
+        times.learn(0, TABLE, PLAIN_S)
+    times.learn(3, TABLE, 9 * PLAIN_S)
+    first = times.draft_s(3, TABLE)
+    for _ in range(100):
+        times.learn(0, TABLE, PLAIN_S)
+    assert first == pytest.approx(9 * PLAIN_S) and times.draft_s(3, TABLE) < 3 * PLAIN_S
+    for _ in range(2):
+        times.learn(3, TABLE, 9 * PLAIN_S)
+    assert times.draft_s(3, TABLE) == pytest.approx(9 * PLAIN_S)
+
+
+def test_how_long_longer_drafts_take_is_thought_of_by_the_rows_of_shorter_ones():
+    times = ProgramTimes()
+    for seconds in (1.0, 1.0):
+        times.learn(0, TABLE, seconds)
+    assert times.draft_s(3, TABLE) == pytest.approx(2.5)
+    for _ in range(2):
+        times.learn(1, TABLE, 1.1)
+    assert times.draft_s(3, TABLE) == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize("ratio", [1.1, 2.0])
+def test_rows_beside_chunks_take_drafts_where_they_pay_alone(ratio: float):
+    choice, chunks, each = DraftChoice((3,), by_ngrams=False), PrefillChunks((), 8, 4), [seat()]
+    for _ in range(3):
+        choice.times.learn(0, TABLE, PLAIN_S)
+        choice.times.learn(3, TABLE, ratio * PLAIN_S)
+    choice.seconds, held = 3 * PLAIN_S, []
+    for step in range(REFRESH):
+        assert choice.drafts(each, TABLE) == 3
+        choice.dispatched(StepPlan(step, DecodeRows(0, (0,), 9 * TABLE, widths=(4,)), chunks), 1.0 * step)
+        choice.done(step, [4], step + 0.9)
+        choice.read(each[0], 4, 4)
+        held.append(choice.seconds)
+    assert choice.times.plain_s(9 * TABLE) is None and held[-1] >= held[0]
