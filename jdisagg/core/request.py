@@ -123,6 +123,16 @@ def _check_grammar(sampling: SamplingParams) -> None:
         )
 
 
+def _check_forced(forced: Any, sampling: SamplingParams, vocab_size: int) -> None:
+    if not isinstance(forced, tuple):
+        raise RequestError(f"forced is {_shown(forced)}, must be a tuple of token ids", param="forced")
+    for token in cast(tuple[Any, ...], forced):
+        _check_whole("forced token", token, 0, vocab_size - 1)
+    if forced and (not sampling.grammar or sampling.logprobs is not None or sampling.whole_prompt):
+        said = "forced tokens are given without a grammar, or where log-probabilities of them are asked for"
+        raise RequestError(said, param="forced")
+
+
 def _check_adapter(adapter: Any) -> None:
     if adapter is None:
         return
@@ -175,6 +185,14 @@ class Request:
     traceparent: str = ""  # the W3C trace context of who asked; nothing is decided by it
     ttft_s: float | None = None  # asked for: from its arrival to its first token
     tpot_s: float | None = None  # asked for: the mean gap between its tokens
+    forced: tuple[int, ...] = ()  # tokens of its answer that its grammar leaves no choice about, before any is drawn
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """The tokens of its answer that are computed with its prompt: those in front of any that ends it, and one at
+        least is drawn."""
+        ends = [place for place, token in enumerate(self.forced) if token in self.sampling.stop_token_ids]
+        return self.forced[: min([self.sampling.max_tokens - 1, *ends[:1]])]
 
     @property
     def prompt_tokens(self) -> int:
@@ -206,6 +224,7 @@ class Request:
             raise RequestError(
                 f"prompt token {_shown(wrong)} is outside the vocabulary of {vocab_size}", param="prompt"
             )
+        _check_forced(self.forced, self.sampling, vocab_size)
         self._check_rest()
         self.sampling.check(vocab_size)
         if len(self.prompt) + self.sampling.max_tokens > max_model_len:
@@ -300,4 +319,4 @@ class Sampled:
 def continued(request: Request, output: tuple[int, ...]) -> Request:
     """The same request with its output so far joined to the prompt, for a prefill that takes up where it stopped."""
     left = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(output))
-    return replace(request, prompt=request.prompt + output, sampling=left)
+    return replace(request, prompt=request.prompt + output, sampling=left, forced=())

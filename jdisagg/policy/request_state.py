@@ -104,8 +104,19 @@ class RequestState:
     def enter(self, phase: Phase) -> None:
         self.phase = next_phase(self.phase, phase)
 
+    @property
+    def untold(self) -> tuple[int, ...]:
+        """The beginning of its answer that is known, where nothing behind it has been drawn: told with what is."""
+        beginning = self.request.beginning
+        return beginning if len(self.output) == len(beginning) else ()
+
     def take(self, delta: TokenDelta) -> TokenDelta:
         """Books drawn tokens; returns those that the client is to get now: in order, none missing, none twice."""
+        untold = tuple(map(Sampled, self.untold))
+        told = self._in_order(delta)
+        return replace(told, index=0, sampled=untold + told.sampled) if untold and told.sampled else told
+
+    def _in_order(self, delta: TokenDelta) -> TokenDelta:
         first = len(self.output)
         if delta.index == first and not self.early:
             self.output.extend([sampled.token for sampled in delta.sampled])
@@ -127,7 +138,7 @@ class RequestState:
 
     def begun(self, cached_tokens: int) -> None:
         """Its prefill began with so many tokens of KV at hand; told of the first attempt."""
-        if not self.output:
+        if len(self.output) == len(self.request.beginning):
             self.ledger.cached_tokens = cached_tokens
 
     def natural_end(self) -> FinishReason | None:

@@ -146,6 +146,7 @@ class Router:
             row.output.extend(event.output)
             self.adoption.resumed(row, now_s)
             return
+        row.output.extend(request.beginning)  # as if it had been drawn by an earlier attempt
         self.requests.add(row)
         if event.resumed and request.request_id in self.adoption.kept:
             self.adoption.told(*self.adoption.kept.pop(request.request_id), now_s)

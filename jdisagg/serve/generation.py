@@ -14,6 +14,7 @@ from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.serve.service import Rejected, Service, Update
+from jdisagg.serve.structured.beginnings import with_beginning
 from jdisagg.serve.text import Piece, TextOptions, Transcript
 
 CANCEL_WAIT_S = 2.0  # for the ledger of an answer that a stop string ended
@@ -39,7 +40,8 @@ async def pieces(service: Service, request: Request, options: TextOptions) -> As
     Raises what `Service.stream` raises, before the first piece.
     """
     transcript = Transcript(service.tokenizer, options)
-    async with aclosing(service.stream(request)) as updates:
+    begun = await with_beginning(request, service)
+    async with aclosing(service.stream(begun)) as updates:
         async for update in updates:
             piece = transcript.take(update)
             if transcript.stopped and piece.finish is None:
