@@ -85,6 +85,8 @@ def _programs(config: WorkerConfig, deployment: Deployment) -> str:
         stages = f"{config.num_microbatches} stages"
         if config.ring_stages > 1:
             stages = f"a ring of {config.ring_stages}, {config.decode_turns} turns"
+        elif config.takes_turns:
+            stages = f"1 stage, {config.decode_turns} turns"
         parts.append(f"decode of {config.slots_per_microbatch} slots x {stages} x {widths} tokens")
     return ", ".join(parts)
 

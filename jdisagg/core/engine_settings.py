@@ -101,8 +101,9 @@ class SchedulingSettings:
     reserve: str = setting("early", "scheduling", "when decode pages are taken: before prefill starts; as it ends,"
                            " where they are foreseen to be free; after it", ("early", "calendar", "late"))  # fmt: skip
     steps_in_flight: int = setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
-    decode_turns: int = setting(8, "scheduling", "tokens of each row that one step of a ring draws at most; fewer"
-                                " where somebody waits or pages are short")  # fmt: skip
+    decode_turns: int = setting(0, "scheduling", "most tokens of each row that a step of a ring, or of one stage,"
+                                " draws; fewer where somebody waits or pages are short; 0: 8, one stage on CPUs"
+                                " 1")  # fmt: skip
     speculative: str = everyday("off", "scheduling", "ngram[:N]: 3 or N tokens a step are guessed from earlier ones;"
                                 " draft[:MODEL][:N]: by a small model (MODEL/draft of --model where none is named);"
                                 " auto[:MODEL][:N]: where faster; grammar[:N]: what a grammar forces")  # fmt: skip

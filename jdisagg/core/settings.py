@@ -19,7 +19,6 @@ from jdisagg.core.process_settings import ClusterSettings, OneShotSettings, Runn
 
 AT_LEAST_ONE = (
     "steps_in_flight",
-    "decode_turns",
     "queue_limit",
     "max_body_bytes",
     "max_connections",
@@ -42,6 +41,7 @@ NOT_NEGATIVE = (
     "stall_timeout_s",
     "drain_s",
     "reserve_tokens",
+    "decode_turns",
     "max_retries",
     "debug_keep",
     "temperature",

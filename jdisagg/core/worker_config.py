@@ -91,7 +91,7 @@ class WorkerConfig:
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
     short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
     ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
-    decode_turns: int = 1  # of a ring: tokens of each row that one step draws at most, where nothing changes meanwhile
+    decode_turns: int = 1  # tokens of each row that a step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
     draft_ngrams: bool = True  # guessed from tokens that stood there before; else by a model
@@ -159,8 +159,12 @@ class WorkerConfig:
         self.labels.check(self.worker)
 
     def _check_ring(self) -> None:
-        if self.ring_stages == 1 and self.decode_turns > 1:
-            raise ConfigError(f"{self.worker}: decode_turns is {self.decode_turns}, which only a ring takes")
+        if self.takes_turns and (not self.role.decodes or self.num_microbatches > 1 or self.draft_tokens):
+            what = f"{self.num_microbatches} stages, {self.draft_tokens} draft_tokens and is {self.role}"
+            raise ConfigError(
+                f"{self.worker}: decode_turns is {self.decode_turns}, for a ring or for one stage that guesses nothing;"
+                f" it has {what}"
+            )
         if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or self.draft_tokens):
             what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens {self.draft_tokens}"
             raise ConfigError(f"{self.worker}: a ring decodes and nothing else; it is {self.role} with {what}")
@@ -175,6 +179,11 @@ class WorkerConfig:
         if not (most and self.draft_auto):
             return (most,) if most else ()
         return (*((2 << power) - 1 for power in range(most.bit_length()) if (2 << power) - 1 < most), most)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it has programs of several turns beside those of single steps; a ring has no others."""
+        return self.decode_turns > 1 and self.ring_stages == 1
 
     @property
     def computes_prompts(self) -> bool:

@@ -18,6 +18,7 @@ UNITS = {  # of sizes; else tokens
     "decode": "pages",
     "verify": "pages",
     "guess": "pages",
+    "turns": "pages",
     "ring": "pages",
     "pack": "pages",
     "check": "pages",

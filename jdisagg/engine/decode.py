@@ -237,8 +237,8 @@ class Decoder(DrawPrograms):
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         """The microbatch as the step finds it: what changes is sent."""
-        most = 1 + self.config.draft_tokens
-        assert max(plan.widths, default=1) <= most, f"rows of {plan.widths} tokens where no program takes a draft"
+        most = max(1 + self.config.draft_tokens, self.config.decode_turns)
+        assert max(plan.widths, default=1) <= most, f"rows of {plan.widths} tokens where no program draws so many"
         batch = self.microbatches[plan.microbatch]
         batch.send_changes(plan, self.steer, self.set_row)
         return batch

@@ -124,7 +124,7 @@ class DraftLayers(LayerGroup):
         for ahead in range(1, given.shape[1]):
             enabled = on & (widths > ahead)
             rows = rows_of(guess[-1], position + ahead, enabled)
-            made: Any = self._decode(leaves, pools, table, rows, None)
+            made: Any = self.decode_step(leaves, pools, table, rows, None)
             pools, logits = made[0], made[1]
             fed = jnp.where(enabled, position + ahead + 1, fed)
             guess.append(drawn_alike(logits, metadata, position + ahead + 1))

@@ -73,7 +73,7 @@ class LayerGroupPrograms:
             self.adapters = SlotPrograms(adapted, submesh)
         self.sparse = [layer for layer in layers if config.is_sparse(layer)]
         counts = 1 if self.sparse else 0  # i32[layers with experts, experts], see `expert_load.py`
-        self.decode_program = self._program(self._decode, 3, 1 + counts)
+        self.decode_program = self._program(self.decode_step, 3, 1 + counts)
         self.prefill_program = self._program(self._prefill, 4, 1 + counts)
         self.mixed_program = self._program(self._mixed, 6, (3 if self.is_last else 1) + counts)
         self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
@@ -148,7 +148,7 @@ class LayerGroupPrograms:
     def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:
         return ChunkRows(table, spans[0, :-1], spans[1], rows[2], rows[1] % pools[0].shape[3])
 
-    def _decode(
+    def decode_step(
         self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
     ) -> tuple[list[Array] | Array, ...]:
         stage, x = self._run(leaves, x, state[0])

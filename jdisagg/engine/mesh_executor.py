@@ -163,7 +163,7 @@ class MeshExecutor:
         self.runner = self._runner()
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
         self.table = (
-            ProgramTable(config, model, layout, dtype, *owners, drafts=self.runner.drafts)
+            ProgramTable(config, model, layout, dtype, *owners, drafts=self.runner.drafts, turns=self.runner.turns)
             if self.ring is None
             else RingTable(config, model, layout, dtype, *owners, ring=self.ring)
         )

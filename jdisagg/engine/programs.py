@@ -29,6 +29,8 @@ from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_fir
 from jdisagg.engine.head_declarations import declared_heads, gathers_of
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
+from jdisagg.engine.turn_declarations import declared_turns
+from jdisagg.engine.turn_steps import TurnPrograms
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
@@ -54,11 +56,13 @@ class ProgramTable:
     first_draws: FirstDrawPrograms | None  # None where it computes no prompts
     draws: DrawPrograms | None  # None where it does not decode
     drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None where no row draws more than one token
+    turns: TurnPrograms | None = field(default=None, kw_only=True)  # None where a step is one turn
 
     @property
     def owned(self) -> list[Program]:
         """The jitted functions, each with all that it was compiled for."""
-        owners = (*self.layer_groups, *self.transfer_programs.values(), self.first_draws, self.draws, self.drafts)
+        draws = self.first_draws, self.draws, self.drafts, self.turns
+        owners = *self.layer_groups, *self.transfer_programs.values(), *draws
         return [program for owner in owners if owner is not None for program in owner.programs]
 
     @property
@@ -75,7 +79,8 @@ class ProgramTable:
             found += declared_first_draws(self.first_draws, self._drawn(self.config.max_chunk_seqs))
         if self.draws is not None:
             slots = self.config.slots_per_microbatch
-            found += [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]
+            steps = [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]
+            found += [*steps, *(each for step in steps if self.turns for each in declared_turns(self.turns, step))]
             found += declared_draws(self.draws, self._drawn(slots))
             if self.drafts is not None:
                 found += self._verified(self.drafts)
@@ -147,7 +152,7 @@ class ProgramTable:
     def _prefills(self, tokens: int) -> Iterator[DeclaredProgram]:
         shapes = chunk_shapes(self.config, tokens)
         for stage, group in enumerate(self.layer_groups):
-            batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, tokens))
+            batch = (*(whole(group.submesh, shape) for shape in shapes), activations(group, tokens, self.dtype))
             yield self._layers("prefill", stage, tokens, tokens, group.prefill_program, batch)
         yield from declared_heads(self.config, self.layer_groups[-1], len(self.layer_groups) - 1, tokens, self.dtype)
 
@@ -159,7 +164,7 @@ class ProgramTable:
             batch = (
                 whole(submesh, (slots, width + self.config.adapter_columns)),
                 whole(submesh, (4, rows)),
-                self._activations(group, rows),
+                activations(group, rows, self.dtype),
             )
             yield self._layers(kind, stage, width, rows, group.decode_program, batch)
 
@@ -183,11 +188,8 @@ class ProgramTable:
         for tokens in config.prefill_buckets:
             shapes, number = [(slots, width), (4, slots * rows), *chunk_shapes(config, tokens)], slots * rows + tokens
             for stage, group in enumerate(self.layer_groups):
-                batch = (*(whole(group.submesh, shape) for shape in shapes), self._activations(group, number))
+                batch = (*(whole(group.submesh, shape) for shape in shapes), activations(group, number, self.dtype))
                 yield self._layers(kind, stage, tokens, number, group.mixed_program, batch)
-
-    def _activations(self, group: LayerGroupPrograms, rows: int) -> jax.ShapeDtypeStruct | None:
-        return None if group.is_first else whole(group.submesh, (rows, self.model.hidden_size), self.dtype)
 
     def _drawn(self, rows: int) -> Drawn:
         return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)
@@ -241,6 +243,11 @@ class ProgramTable:
         )
 
 
+def activations(group: LayerGroupPrograms, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct | None:
+    """That the group before hands on."""
+    return None if group.is_first else whole(group.submesh, (rows, group.config.hidden_size), dtype)
+
+
 def pools_for(group: LayerGroupPrograms, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
     """Those that `layers` of the group's layers lie in."""
     held = len(group.layers) if group.joined else layers
@@ -272,7 +279,8 @@ def abstract_table(
     draws = DrawPrograms() if config.role.decodes else None
     drafts = DraftPrograms() if config.role.decodes and config.draft_tokens else None
     transfers = transfer_programs_of(config, submeshes)
-    return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts)
+    turns = TurnPrograms(groups[0], config.decode_turns) if config.takes_turns else None
+    return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts, turns=turns)
 
 
 def chunk_shapes(config: WorkerConfig, tokens: int) -> list[tuple[int, ...]]:

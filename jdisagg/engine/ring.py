@@ -21,11 +21,11 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut
 from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import decode_rows
-from jdisagg.engine.decode import ENABLED, MASKED, POSITION, TOKEN, draw, draw_greedy, steered
-from jdisagg.engine.grammar_masks import masked
+from jdisagg.engine.decode import MASKED, POSITION, TOKEN, steered
 from jdisagg.engine.layer_group import running
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
+from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, Slots, draw_left
 from jdisagg.kv.ring_pools import RING_POOL_SPEC, ring_pool_format
 from jdisagg.model.adapted_params import ring_with_room
 from jdisagg.model.low_rank import AdapterCapacity
@@ -34,29 +34,6 @@ from jdisagg.model.params import StageParams
 from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.ring import RING, RingMesh
 from jdisagg.parallel.submesh import WHOLE, Program
-
-PLAIN, DRAWN, SCORED = "plain", "drawn", "scored"  # what a dispatch draws: argmax, anything, and its logprobs too
-
-
-class Slots(NamedTuple):
-    """What a dispatch knows of all slots, [.., S]; inside a program [.., pp, B]."""
-
-    table: Array  # i32[S, W], one wider with adapters, whose slots come last
-    state: Array  # i32[4, S], see `decode.py`
-    left: Array  # i32[S]: tokens that each slot may draw in this dispatch
-    turns: Array  # i32[]: the most of them
-    metadata: SamplingMetadata
-    counts: Counts | None  # None where nothing but the argmax is asked for
-    allowed: Array | None  # u32[S, words], see `grammar_masks.py`; None as above
-
-
-class Drawn(NamedTuple):
-    """What a dispatch makes beside the pages: by turn and slot, and the slots' next state."""
-
-    tokens: Array  # i32[most, S], -1 where nothing was drawn
-    logprobs: tuple[Array, Array, Array] | None  # f32[most, S], i32[most, S, 20], f32[most, S, 20]
-    output: Array | None  # i32[S, V] of the counts
-    state: Array  # i32[4, S]
 
 
 class Carry(NamedTuple):
@@ -194,23 +171,21 @@ class RingPrograms:
         pp = self.ring.pp
         m, turn = (t + 1) % pp, jnp.maximum((t - (pp - 1)) // pp, 0)
         state, left = _at(carry.state, m, 1), _at(carry.left, m)
-        enabled = state[ENABLED] * ((left > 0) & (t >= pp - 1)).astype(jnp.int32)
         metadata = SamplingMetadata(*(_at(each, m) for each in slots.metadata))
         output, logprobs = carry.output, carry.logprobs
+        mine = state, jnp.where(t >= pp - 1, left, 0), metadata
         if kind == PLAIN:
-            after, tokens = draw_greedy(logits, state.at[ENABLED].set(enabled), metadata)
+            after, tokens = draw_left(kind, logits, *mine)
         else:
             assert slots.counts is not None and slots.allowed is not None and output is not None
             counts = Counts(_at(slots.counts.prompt, m), _at(output, m))
-            after, tokens = draw(
-                masked(logits, _at(slots.allowed, m)), state.at[ENABLED].set(enabled), metadata, counts
-            )
+            after, tokens = draw_left(kind, logits, *mine, counts, _at(slots.allowed, m))
             output = _put(output, counted(counts, tokens).output, m)
         if kind == SCORED:
             scores = token_logprobs(logits, tokens)
             logprobs = tuple(_put_at(kept, new, turn, m) for kept, new in zip(logprobs, scores, strict=True))
         return carry._replace(
-            state=_put(carry.state, after.at[ENABLED].set(state[ENABLED]), m, 1),
+            state=_put(carry.state, after, m, 1),
             left=_put(carry.left, left - (tokens != MASKED).astype(jnp.int32), m),
             tokens=_put_at(carry.tokens, tokens, turn, m),
             output=output,

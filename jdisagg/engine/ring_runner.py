@@ -8,22 +8,21 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from jdisagg.core.events import StepDone
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import Sampled
 from jdisagg.core.stages import RingCut
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
-from jdisagg.engine.decode import MASKED, DrawnRows, Microbatch
+from jdisagg.engine.decode import Microbatch
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates
 from jdisagg.engine.grammar_masks import EVERYTHING
-from jdisagg.engine.ring import DRAWN, PLAIN, SCORED, Drawn, RingPrograms, Slots
+from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import Counts
-from jdisagg.engine.sampling_metadata import is_plain, sampled_rows
+from jdisagg.engine.sampling_metadata import is_plain
+from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, PendingTurns, SentWidths, Slots
 from jdisagg.kv.ring_pools import RingPages
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.low_rank import AdapterCapacity
@@ -90,37 +89,11 @@ class _Share:
     leaves: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class PendingTurns:
-    """A dispatch on its way; see `executor.PendingStep`."""
-
-    step_id: int
-    plan: DecodeRows
-    drawn: Drawn
-    wanted: list[int | None]
-    counts: tuple[tuple[ExpertLoad, list[Array]], ...]
-
-    def read(self) -> StepDone:
-        tokens = np.asarray(self.drawn.tokens)
-        logprobs = None if self.drawn.logprobs is None else [np.asarray(part) for part in self.drawn.logprobs]
-        for load, taken in self.counts:
-            load.read(taken)
-        return StepDone(self.step_id, self._rows(tokens, logprobs), (), ())
-
-    def _rows(self, tokens: np.ndarray, logprobs: list[np.ndarray] | None) -> DrawnRows:
-        found = list[tuple[int, tuple[Sampled, ...] | None]]()
-        for slot, wanted in zip(self.plan.active, self.wanted, strict=True):
-            drawn = [token for token in tokens[:, slot].tolist() if token != MASKED]
-            scores = None if logprobs is None else [part[: len(drawn), slot] for part in logprobs]
-            found.append((slot, tuple(sampled_rows(drawn, [wanted] * len(drawn), scores)) or None))
-        return tuple(found)
-
-
 class RingRunner:
     """One ring's slots, and its steps."""
 
     prefiller = None  # it computes no prompts
-    drafts = None  # a row's turns are its own
+    drafts = turns = None  # a row's turns are its own, in the ring's program
     decoder = None  # what draws is part of the ring's program
 
     def __init__(
@@ -134,7 +107,7 @@ class RingRunner:
         sizes = config.num_slots, config.table_buckets[-1], ring.model.vocab_size
         self.slots = Microbatch(0, *sizes, ring.ring.put, grammars)
         self._everything: Array = ring.ring.put(np.full((sizes[0], self.slots.masks.words), EVERYTHING))
-        self._widths: tuple[tuple[int, ...], Array, Array] | None = None  # as last sent
+        self._widths = SentWidths(config.num_slots, ring.ring.put)
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """See `executor.Executor.run`."""
@@ -159,16 +132,6 @@ class RingRunner:
 
     def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots
-        left, turns = self._left(rows)
+        left, turns = self._widths.of(rows)
         drawn = (None, None) if kind == PLAIN else (batch.counts, self._everything if allowed is None else allowed)
         return Slots(table, batch.state, left, turns, batch.metadata, *drawn)
-
-    def _left(self, rows: DecodeRows) -> tuple[Array, Array]:
-        """Tokens for each slot and the most of them; sent where they are not as in the step before."""
-        widths = [0] * self.config.num_slots
-        for slot, width in zip(rows.active, rows.widths or [1] * len(rows.active), strict=True):
-            widths[slot] = width
-        if self._widths is None or self._widths[0] != tuple(widths):
-            host = np.array(widths, np.int32), np.array(max(widths), np.int32)
-            self._widths = tuple(widths), *self.ring.ring.put(host)
-        return self._widths[1:]

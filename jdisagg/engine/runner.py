@@ -24,6 +24,7 @@ from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
+from jdisagg.engine.turn_steps import TurnSteps
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Submesh
 
@@ -82,10 +83,16 @@ class Runner:
         drafting = DraftingDecoder(*parts, draft) if config.role.decodes and config.draft_tokens else None
         self.drafts = drafting.drafts if drafting else None
         self.decoder = drafting or (Decoder(*parts) if config.role.decodes else None)
+        self.turns = TurnSteps(layer_groups[0], config) if config.takes_turns else None
         self.gates = Gates()
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """See `executor.Executor.run`."""
+        if self.turns is not None and plan.decode is not None and max(plan.decode.widths, default=1) > 1:
+            assert plan.prefill is None and not plan.decode.gates, "turns hold rows alone, and wait at no gate"
+            slots, _ = self._begun(plan.decode, None)
+            assert slots is not None
+            return self.turns.run(plan.step_id, plan.decode, slots.batch)
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[Pending]:

@@ -22,6 +22,7 @@ from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.planning import full_tokens, tail_tokens
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
+from jdisagg.policy.turns import TurnTimes
 
 
 class DecodeSide:
@@ -34,7 +35,7 @@ class DecodeSide:
         self.sequences: dict[Attempt, DecodeSequence] = {}
         self.steps: dict[int, Step] = {}
         self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
-        self.draft_choice = choice_of(config)
+        self.draft_choice, self.turn_times = choice_of(config), TurnTimes(config)
         self.ahead = EarlyAdmission(config, self.slots, self.steps, out)
         self._drained: set[Attempt] = set()  # whose last step is dispatched: they take no slot any more
 

@@ -21,6 +21,7 @@ from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.planning import choose_victim
 from jdisagg.policy.prefill_side import PrefillSide
+from jdisagg.policy.turns import most_turns
 
 Row = tuple[int, DecodeSequence]  # its slot, and who sits there
 
@@ -88,6 +89,8 @@ class Scheduler:
         if self.decode_side.draft_choice is not None:
             self.decode_side.draft_choice.dispatched(plan, now_s)
         if rows is not None:
+            self.decode_side.turn_times.dispatched(step_id, rows, now_s)
+        if rows is not None:
             self._book(step_id, rows)
             self.steps_since_chunk += 1
         return True
@@ -152,21 +155,21 @@ class Scheduler:
         return left_of(sequence) > 0 and not (sequence.sampling.synchronous and sequence.in_flight)
 
     def _most(self, seated: Sequence[DecodeSequence]) -> int:
-        """Tokens that a row of the next step may draw: of a draft, or of as many turns as nothing else is wanted for.
-
-        No turn is taken that somebody could use better: with a token that depends on how the last one is read, one;
-        where somebody waits for a slot, until the first is sure to come free; where KV is on its way, a quarter; where
-        pages would have to be had of others, one.
-        """
-        turns = self.config.decode_turns
-        if turns == 1:
+        """Tokens that a row of the next step may draw: of a draft, or of as many turns as nothing else is wanted for,
+        and as no pages would have to be had of others for."""
+        if self.config.decode_turns == 1:
             return 1 + self._drafts(seated)
-        if not seated or any(sequence.sampling.synchronous for sequence in seated):
+        turns = most_turns(
+            self.config,
+            seated,
+            [left_of(sequence) for sequence in seated],
+            self.decode_side.turn_times,
+            ready=self.decode_side.num_ready > 0,
+            expects=self.decode_side.expects,
+            prompts=self.prefill_side.waiting.tokens > 0,
+        )
+        if turns == 1:
             return 1
-        if self.decode_side.num_ready:
-            turns = min(turns, *(left_of(sequence) for sequence in seated))
-        elif self.decode_side.expects:
-            turns = max(1, turns // 4)
         ends = [(sequence, self.config.pages_for(self._end_of(sequence, turns))) for sequence in seated]
         wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
         return turns if wanted <= self.shared.available else 1

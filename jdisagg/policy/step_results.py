@@ -20,6 +20,7 @@ class StepResults:
     def done(self, event: StepDone, now_s: float) -> None:
         step = self.decode_side.steps.pop(event.step_id)
         self.decode_side.slots.end_step(step.microbatch)
+        self.decode_side.turn_times.done(event.step_id, now_s)
         choice = self.decode_side.draft_choice
         if choice is not None:
             choice.done(event.step_id, [len(drawn) for _, drawn in event.decode if drawn], now_s)
@@ -67,6 +68,7 @@ class StepResults:
     def failed(self, step_id: int, reason: str) -> None:
         step = self.decode_side.steps.pop(step_id)
         self.decode_side.slots.end_step(step.microbatch)
+        self.decode_side.turn_times.failed(step_id)
         if self.decode_side.draft_choice is not None:
             self.decode_side.draft_choice.failed(step_id)
         self.decode_side.slots.retire_again(step.microbatch, step.retired)

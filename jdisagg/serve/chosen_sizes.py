@@ -22,6 +22,8 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Chip
 from jdisagg.core.worker_config import Role
 
+MOST_TURNS = 8  # where nothing else is said, and on the CPU of a ring alone: there single steps take no longer
+
 
 @dataclass(frozen=True, slots=True)
 class ChosenSizes:
@@ -30,6 +32,8 @@ class ChosenSizes:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_chunk_seqs: int
+    decode_turns: int  # of a dispatch of one stage,
+    ring_turns: int  # and of a ring
     buckets: Buckets
     reasons: tuple[str, ...]  # a line for each that nobody said
 
@@ -78,7 +82,9 @@ def sizes_of(
         prompts = chunk_sequences(there.platform, tokens.value)
     reasons = tuple(each.reason for each in (slots, tokens, prompts, page) if each.reason)
     buckets = buckets_of(there.platform, tokens.value)
-    return ChosenSizes(slots.value, tokens.value, prompts.value, buckets, reasons)
+    turns = settings.decode_turns or (1 if here.platform == "cpu" else MOST_TURNS)
+    ring_turns = settings.decode_turns or MOST_TURNS
+    return ChosenSizes(slots.value, tokens.value, prompts.value, turns, ring_turns, buckets, reasons)
 
 
 def _of_role(mesh: MeshSpec, *, decodes: bool) -> WorkerMesh:

@@ -22,6 +22,7 @@ def worker_config(
     slots = -(-sizes.max_num_seqs // stages) * stages
     ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
     speculation = read_speculation(settings.speculative)
+    guessed = 0 if ring else speculation.tokens
     short = short_tokens(settings, sizes, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
     mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, sizes.buckets.smallest_width, 4)
@@ -37,9 +38,9 @@ def worker_config(
         prefill_stages=depth,
         chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
         ring_stages=place.pp if ring else 1,
-        decode_turns=settings.decode_turns if ring else 1,
+        decode_turns=turns_of(sizes, place, guessed),
         prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
-        draft_tokens=0 if ring else speculation.tokens,
+        draft_tokens=guessed,
         guesses=speculation.guesses,
         draft_auto=speculation.auto and not ring,
         draft_ngrams=not speculation.draft,
@@ -62,6 +63,13 @@ def worker_config(
         **adapter_sizes(settings),
         router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
     )
+
+
+def turns_of(sizes: ChosenSizes, place: WorkerMesh, guessed: int) -> int:
+    """Of a dispatch: of a ring, or of one stage whose rows guess nothing."""
+    if place.schedule is Schedule.RING:
+        return sizes.ring_turns
+    return sizes.decode_turns if place.role.decodes and place.pp == 1 and not guessed else 1
 
 
 def chunk_sizes(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> tuple[int, ...]:

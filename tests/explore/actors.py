@@ -24,6 +24,7 @@ from jdisagg.policy.membership import LEAVE_TIMER
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
 from jdisagg.policy.router import CAPACITY_TIMER, Router
+from jdisagg.policy.turns import TurnTimes
 from jdisagg.policy.worker import Worker
 from tests.explore.device import Violation, need
 from tests.explore.shapes import Shape, shape_of
@@ -79,6 +80,7 @@ class NotedPool(PagePool):
 
 def new_worker(config: WorkerConfig) -> Worker:
     worker = Worker(config)
+    worker.decode_side.turn_times = TurnTimes(replace(config, decode_turns=1))  # all turns are within the gap
     worker.pool.__class__ = NotedPool
     worker.pool.out = worker.out  # type: ignore[attr-defined]
     worker.tiers.steps = None  # what computing costs is never learnt: whatever can be fetched is

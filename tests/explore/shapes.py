@@ -33,6 +33,7 @@ LEFT_OUT = frozenset(
         "_last_finish_s",
         "_counts",  # a sum of what `_owners` says
         "new_step_id",  # a view of the counter
+        "turn_times",  # never told of a step here, so that all turns are within the gap
         "note",  # where decisions are told, for people
         "wait_told",  # whether they were
     }

@@ -195,6 +195,13 @@ def test_turns_of_a_ring_go_through_a_fault(fault, also):
     assert endings(found) == {"length"} | also
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "also"), [("cancel", {"abort"}), ("fail", {"error"})])
+def test_turns_of_one_stage_go_through_a_fault_beside_prompts(fault, also):
+    scene = colocated(2, 1, requests=[request(1, max_tokens=4), request(2)], decode_turns=2, num_pages=4)
+    assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
+
+
 PROMISED = promised(ONE_WHOLE)
 
 

@@ -11,7 +11,19 @@ from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from tests.policy.bench import Bench
-from tests.sim.cases import check_outputs, colocated, definition, pair, request, ring, run_all, sent, stopping, worker
+from tests.sim.cases import (
+    check_outputs,
+    colocated,
+    definition,
+    pair,
+    request,
+    ring,
+    run_all,
+    sent,
+    stopping,
+    turning,
+    worker,
+)
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 from tests.steps import runs_decode, runs_prefill
@@ -204,7 +216,7 @@ def test_a_ring_takes_pages_of_nobody_for_turns_that_can_wait():
     assert not [effect for _, _, effect in world.effects if "Preempted" in str(type(getattr(effect, "message", None)))]
 
 
-@pytest.mark.parametrize("cluster", [pair, colocated, ring])
+@pytest.mark.parametrize("cluster", [pair, colocated, ring, turning])
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails(cluster, data: st.DataObject):

@@ -47,6 +47,11 @@ def colocated(**sizes: Any) -> list[WorkerConfig]:
     return [worker("colocated-0", Role.COLOCATED, **sizes)]
 
 
+def turning(**sizes: Any) -> list[WorkerConfig]:
+    """Of one stage that takes several turns a step, and guesses nothing."""
+    return colocated(**{"decode_turns": 4, **sizes, "num_microbatches": 1, "draft_tokens": 0})
+
+
 def request(
     name: str, prompt_tokens: int = 6, *, priority: int = 0, arrival_s: float = 0.0, **sampling: Any
 ) -> Request:

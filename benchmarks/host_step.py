@@ -1,0 +1,256 @@
+"""What the host's Python takes of a steady decode step, by part: a whole stack whose programs do nothing.
+
+Every slot runs, nothing arrives or ends. Worker, driver, runner and jax's own dispatch are the real ones; layers are
+there as leaves and pools, and their programs hand the pools back and make logits of zeros. Told are microseconds of
+processor time (of threads, so that a busy machine does not count) by step and stage; what grows with the requests and
+not with the step (their tokens told and made text) stands apart. Medians of the rounds.
+
+    python -m benchmarks.host_step --output=benchmarks/results/host_step_cpu.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import wraps
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+from absl import flags
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import entry
+from benchmarks.machine import described
+from jdisagg import LLM, SamplingParams
+from jdisagg.core.events import StepDone
+from jdisagg.engine.decode import PendingRows
+from jdisagg.engine.layer_group import LayerGroupPrograms
+from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.parallel.submesh import Program
+from jdisagg.policy.router import Router
+from jdisagg.policy.step_results import StepResults
+from jdisagg.policy.worker import Worker
+from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.local import LocalService
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_list("slots", ["8", "64", "256"], "of the decode worker, all taken", flag_values=FLAGS)
+flags.DEFINE_list("stages", ["2", "1"], "of the decode worker, the most first", flag_values=FLAGS)
+flags.DEFINE_integer("layers", 32, "of the model, whose weights are leaves of each program", 1, flag_values=FLAGS)
+flags.DEFINE_integer("steps", 200, "of each round", 1, flag_values=FLAGS)
+flags.DEFINE_integer("rounds", 5, "of each, after one that does not count", 1, flag_values=FLAGS)
+flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
+
+PLAN, DISPATCH, JAX, READ, DRIVER = "plan", "dispatch", "jax", "read back", "driver"
+TELL, ROUTE, OBSERVE, STREAM = "tell", "route", "observe", "stream"
+BY_STEP = (PLAN, DISPATCH, JAX, READ, DRIVER)
+BY_TOKEN = (TELL, ROUTE, OBSERVE, STREAM)
+TIMED: tuple[tuple[type, str, str], ...] = (
+    (Worker, "handle", PLAN),
+    (StepResults, "done", TELL),
+    (Router, "handle", ROUTE),
+    (MeshExecutor, "run", DISPATCH),
+    (Program, "__call__", JAX),
+    (PendingRows, "read", READ),
+    (LiveDriver, "_observe", OBSERVE),
+    (LocalService, "_deliver", STREAM),
+)
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 288, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1 << 16, "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 0,
+    "eos_token_id": 1, "hidden_act": "silu", "rope_theta": 10000.0,
+}  # fmt: skip
+PROMPT_TOKENS = 8
+TOKENIZER = Path("tests/fixtures/conformance/llama3")
+
+
+class Clocks:
+    """Processor seconds of parts, each without the parts inside it, and how often each was entered."""
+
+    def __init__(self) -> None:
+        self.seconds = dict[str, float]()
+        self.steps = 0
+        self._inner = threading.local()
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*arguments: Any, **more: Any) -> Any:
+            inner, self._inner.seconds = getattr(self._inner, "seconds", 0.0), 0.0
+            began_s = time.thread_time()
+            try:
+                return function(*arguments, **more)
+            finally:
+                took_s = time.thread_time() - began_s
+                self.seconds[part] = self.seconds.get(part, 0.0) + took_s - self._inner.seconds
+                self._inner.seconds = inner + took_s
+
+        return timed
+
+
+@contextmanager
+def null_programs() -> Iterator[None]:
+    """Layers that do nothing, called with all that real ones are called with."""
+
+    def decode(self: Any, leaves: Any, pools: Any, table: Array, state: Array, x: Array | None) -> tuple[Any, ...]:
+        return pools, _made(self, state.shape[1])
+
+    def prefill(self: Any, leaves: Any, pools: Any, rows: Array, *rest: Any) -> tuple[Any, ...]:
+        return pools, jnp.zeros((rows.shape[1], self.config.hidden_size), jnp.float32)
+
+    def mixed(self: Any, leaves: Any, pools: Any, table: Array, state: Array, rows: Array, *rest: Any) -> Any:
+        both = jnp.zeros((state.shape[1] + rows.shape[1], self.config.hidden_size), jnp.float32)
+        if not self.is_last:
+            return pools, both
+        return pools, _made(self, state.shape[1]), _made(self, rest[0].shape[1] - 1), both[state.shape[1] :]
+
+    with ExitStack() as stack:
+        for name, function in {"decode_step": decode, "_prefill": prefill, "_mixed": mixed}.items():
+            stack.enter_context(mock.patch.object(LayerGroupPrograms, name, function))
+        yield
+
+
+def _made(group: LayerGroupPrograms, rows: int) -> Array:
+    width = group.config.vocab_size if group.is_last else group.config.hidden_size
+    return jnp.zeros((rows, width), jnp.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Microseconds of processor time a step and stage, by part; those by token are of a step, all its tokens."""
+
+    slots: int
+    stages: int
+    by_step: dict[str, float]
+    by_token: dict[str, float]
+    rounds: list[dict[str, float]]
+
+    @property
+    def step_us(self) -> float:
+        return sum(self.by_step.values())
+
+
+def open_llm(folder: Path, slots: int, stages: int, tokens: int) -> LLM:
+    settings: dict[str, Any] = {
+        "model": str(folder), "tokenizer": str(TOKENIZER), "load_format": "random", "prefix_caching": "off",
+        "mesh": f"prefill:tp1,decode:pp{stages}" if stages > 1 else "prefill:tp1,decode:tp1", "max_num_seqs": slots,
+        "max_model_len": tokens, "table_buckets": str(tokens), "max_num_batched_tokens": 128, "prefill_buckets": "128",
+        "page_size": 128, "kv_tokens": (slots + 4) * tokens, "reserve_tokens": tokens, "stall_timeout_s": 1000.0,
+    }  # fmt: skip
+    return LLM(**settings, queue_limit=2 * slots)
+
+
+async def run_all(llm: LLM, slots: int, tokens: int, told: Callable[[], bool]) -> None:
+    """All slots until `told` says that it is enough."""
+    asked = SamplingParams(max_tokens=tokens - PROMPT_TOKENS, temperature=0.0, ignore_eos=True)
+
+    async def one(number: int) -> None:
+        stream = llm.stream([number % 200 + 2] * PROMPT_TOKENS, asked)
+        async for _ in stream:
+            if told():
+                break
+        await stream.aclose()
+
+    await asyncio.gather(*map(one, range(slots)))
+
+
+@dataclass(slots=True)
+class Threads:
+    """Processor seconds of the driver's thread and of the loop that streams."""
+
+    llm: LLM
+
+    def seconds(self) -> dict[str, float]:
+        found = {each.name: each for each in threading.enumerate()}
+        return {name: cpu_s(found[thread]) for name, thread in ((DRIVER, "driver"), (STREAM, "llm"))}
+
+
+def cpu_s(thread: threading.Thread) -> float:
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def measure(folder: Path, slots: int, stages: int) -> Row:
+    clocks = Clocks()
+    rounds = FLAGS.rounds + 1
+    tokens = -(-(PROMPT_TOKENS + 64 + (rounds + 1) * FLAGS.steps + 2 * slots) // 128) * 128
+    with ExitStack() as stack:
+        stack.enter_context(null_programs())
+        for kind, name, part in TIMED:
+            stack.enter_context(mock.patch.object(kind, name, clocks.timed(getattr(kind, name), part)))
+        llm = stack.enter_context(open_llm(folder, slots, stages, tokens))
+        return _measured(llm, clocks, slots, stages, tokens, rounds)
+
+
+def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, tokens: int, rounds: int) -> Row:
+    threads, marks, over = Threads(llm), list[dict[str, float]](), threading.Event()
+    worker = next(name for name in llm.service.driver.executors.by_worker if name.startswith("decode"))
+    steps = stages * FLAGS.steps  # each microbatch takes as many
+
+    def watch(actor: str, item: Any, now_s: float) -> None:
+        if actor != worker or not isinstance(item, StepDone) or len(item.decode) < slots // stages:
+            return
+        clocks.steps += 1
+        if clocks.steps % steps == 0:
+            marks.append({**clocks.seconds, **{f"thread {k}": v for k, v in threads.seconds().items()}})
+            if len(marks) > rounds:
+                over.set()
+
+    llm.service.driver._observers = (*llm.service.driver._observers, watch)
+    asyncio.run_coroutine_threadsafe(run_all(llm, slots, tokens, over.is_set), llm._loop).result()
+    found = [_round(before, after, steps, stages) for before, after in pairwise(marks[1:])]
+    medians = {part: statistics.median(each[part] for each in found) for part in (*BY_STEP, *BY_TOKEN)}
+    by_step, by_token = ({part: medians[part] for part in parts} for parts in (BY_STEP, BY_TOKEN))
+    return Row(slots, stages, by_step, by_token, found)
+
+
+def _round(before: dict[str, float], after: dict[str, float], steps: int, stages: int) -> dict[str, float]:
+    """Microseconds a step and stage, by part; what the driver's thread does beside the others is its own."""
+    spent = {key: (after.get(key, 0.0) - before.get(key, 0.0)) * 1e6 / steps / stages for key in after}
+    threads = {key: spent.pop(f"thread {key}") for key in (DRIVER, STREAM)}
+    found = {part: spent.get(part, 0.0) for part in (*BY_STEP, *BY_TOKEN)}
+    found[DRIVER] = threads[DRIVER] - sum(found[part] for part in found if part not in (READ, DRIVER))
+    found[STREAM] += threads[STREAM]
+    return found
+
+
+def table(rows: Sequence[Row]) -> Table:
+    shown = Table(title="microseconds of processor time a step and stage")
+    for name in ("slots", "stages", *BY_STEP, "of a step", *BY_TOKEN, "of a token"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        by_step, by_token = (list(map("{:.1f}".format, each.values())) for each in (row.by_step, row.by_token))
+        of_token = sum(row.by_token.values()) * row.stages / (row.slots / row.stages)
+        shown.add_row(str(row.slots), str(row.stages), *by_step, f"{row.step_us:.0f}", *by_token, f"{of_token:.1f}")
+    return shown
+
+
+def main() -> int:
+    about, rows = described(), []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": FLAGS.layers}), encoding="utf-8")
+        for stages in map(int, FLAGS.stages):
+            rows += [measure(folder, slots, stages) for slots in map(int, FLAGS.slots)]
+    Console(width=200).print(table(rows))
+    if FLAGS.output:
+        report = {**about, "layers": FLAGS.layers, "steps": FLAGS.steps, "rows": [asdict(row) for row in rows]}
+        Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main, FLAGS, __doc__, sys.argv))

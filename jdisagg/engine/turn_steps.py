@@ -1,0 +1,112 @@
+"""Decode turns of a worker that is one stage: its layers and its draws in one program, in a loop of several turns.
+
+Nothing of a turn is known to the host before the last one is over, so that none depends on it: rows with a grammar,
+penalties or logprobs take single steps (`policy/scheduler.py`). Layers and drawing are those of single steps.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jdisagg.core.steps import DecodeRows
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.decode import MASKED, Microbatch
+from jdisagg.engine.expert_load import ExpertLoad
+from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
+from jdisagg.engine.sampling import SamplingMetadata
+from jdisagg.engine.sampling_metadata import is_plain
+from jdisagg.engine.turns import DRAWN, PLAIN, Drawn, PendingTurns, SentWidths, Slots, draw_left, with_left
+from jdisagg.kv.pools import POOL_SPEC, pool_format
+from jdisagg.parallel.submesh import WHOLE, Program
+
+
+class Carry(NamedTuple):
+    """From turn to turn, on one shard."""
+
+    pools: list[Array]
+    state: Array  # i32[4, S]
+    left: Array  # i32[S]
+    tokens: Array  # i32[most, S]
+    load: list[Array]  # i32[layers with experts, experts], where there are any
+
+
+class TurnPrograms:
+    """A program for each kind of draw, whether or not weights and pages exist."""
+
+    def __init__(self, group: LayerGroupPrograms, most: int) -> None:
+        assert group.is_first and group.is_last, "the turns of several stages go round, see `ring.py`"
+        self.group, self.most = group, most
+        self.kinds = {kind: self._program(kind) for kind in (PLAIN, DRAWN)}
+
+    @property
+    def programs(self) -> list[Program]:
+        return [*self.kinds.values()]
+
+    def _program(self, kind: str) -> Program:
+        submesh = self.group.submesh
+        specs = (self.group.params.specs, POOL_SPEC, WHOLE)
+        results = [WHOLE] * (2 if self.group.sparse else 1)
+        formats = (pool_format(submesh), *[None] * len(results))
+        return submesh.program(partial(self._turns, kind), specs, (POOL_SPEC, *results), (1,), formats)
+
+    # ------------------------------------------------------------ what one shard runs
+
+    def _turns(self, kind: str, leaves: list[Array], pools: list[Array], slots: Slots) -> tuple[Any, ...]:
+        experts = self.group.config.experts
+        load = [jnp.zeros((len(self.group.sparse), experts.number), jnp.int32)] if self.group.sparse and experts else []
+        tokens = jnp.full((self.most, len(slots.left)), MASKED, jnp.int32)
+        carry = Carry(list(pools), slots.state, slots.left, tokens, load)
+        end = jax.lax.fori_loop(0, slots.turns, partial(self._turn, kind, leaves, slots), carry)
+        return end.pools, *end.load, Drawn(end.tokens, None, None, end.state)
+
+    def _turn(self, kind: str, leaves: list[Array], slots: Slots, turn: Array, carry: Carry) -> Carry:
+        stepped = with_left(carry.state, carry.left)
+        made: Any = self.group.decode_step(leaves, carry.pools, slots.table, stepped, None)
+        pools, logits, *load = made
+        state, tokens = draw_left(kind, logits, carry.state, carry.left, slots.metadata)
+        return Carry(
+            pools,
+            state,
+            carry.left - (tokens != MASKED).astype(jnp.int32),
+            jax.lax.dynamic_update_index_in_dim(carry.tokens, tokens, turn, 0),
+            [before + more for before, more in zip(carry.load, load, strict=True)],
+        )
+
+
+class TurnSteps(TurnPrograms):
+    """Of a worker whose weights are loaded and whose pages are allocated."""
+
+    def __init__(self, group: LayerGroup, config: WorkerConfig) -> None:
+        super().__init__(group, config.decode_turns)
+        self._held = group
+        self._widths = SentWidths(config.num_slots, group.submesh.put)
+        self._metadata: tuple[SamplingMetadata, SamplingMetadata] | None = None  # where it is drawn, and on all shards
+
+    def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingTurns:
+        """Dispatches the turns of a microbatch that knows what the plan changes."""
+        asked = batch.asked(plan.active)
+        kind = PLAIN if all(map(is_plain, asked)) else DRAWN
+        drawn = self._dispatch(kind, self._slots(plan, batch))
+        batch.state = drawn.state.addressable_data(0)
+        drawn.tokens.copy_to_host_async()
+        load = self._held.load
+        counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
+        return PendingTurns(step_id, plan, drawn, [sampling.logprobs for sampling in asked], counts)
+
+    def _dispatch(self, kind: str, slots: Slots) -> Drawn:
+        kv = self._held.kv
+        kv.pools, *loads, drawn = self.kinds[kind](self._held.params.leaves, kv.pools, slots)
+        self._held.load.leaves(loads)
+        return drawn
+
+    def _slots(self, plan: DecodeRows, batch: Microbatch) -> Slots:
+        submesh = self._held.submesh
+        table, state = batch.table_on(submesh, plan.table_pages), submesh.spread(batch.state)
+        if self._metadata is None or self._metadata[0] is not batch.metadata:
+            self._metadata = batch.metadata, SamplingMetadata(*map(submesh.spread, batch.metadata))
+        return Slots(table, state, *self._widths.of(plan), self._metadata[1])

@@ -1,0 +1,135 @@
+"""How many turns a dispatch takes: as many as nobody could use better, and as no reader would notice."""
+
+from typing import Any
+
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.request import SamplingParams
+from jdisagg.core.steps import DecodeRows
+from jdisagg.core.worker_config import Role
+from jdisagg.policy.turns import MOST_GAP_S, TurnTimes, most_turns, one_by_one
+from tests.sim.cases import colocated, pair, request, ring, run_all, turning, worker
+from tests.sim.world import World
+from tests.steps import runs_decode
+
+ONE_STAGE = worker("decode-0", Role.DECODE, decode_turns=8)
+RING = worker("decode-0", Role.DECODE, decode_turns=8, ring_stages=2)
+
+
+class Seated:
+    """What is asked of a sequence."""
+
+    def __init__(self, **sampling: Any) -> None:
+        self.sampling = SamplingParams(**sampling)
+
+
+def chosen(*left: int, times: TurnTimes | None = None, **waits: bool) -> int:
+    asked = {"ready": False, "expects": False, "prompts": False, **waits}
+    seated: Any = [Seated() for _ in left]
+    return most_turns(ONE_STAGE, seated, left, times or TurnTimes(ONE_STAGE), **asked)
+
+
+def ended(*seconds: float, turns: int = 1) -> TurnTimes:
+    """Steps of so many turns that took so long, one behind the other."""
+    times, now_s = TurnTimes(ONE_STAGE), 0.0
+    for step, took_s in enumerate(seconds):
+        times.dispatched(step, DecodeRows(0, (0,), 1, widths=(turns,)), now_s)
+        now_s += took_s
+        times.done(step, now_s)
+    return times
+
+
+def widths_of(world: World) -> list[tuple[int, ...]]:
+    return [
+        effect.plan.decode.widths for _, _, effect in world.effects if runs_decode(effect) and effect.plan.decode.widths
+    ]
+
+
+def test_where_nobody_waits_all_turns_are_taken():
+    assert chosen(20, 30) == 8
+
+
+def test_a_prompt_that_waits_to_be_computed_is_behind_one_turn_at_most():
+    assert chosen(20, prompts=True) == 1
+
+
+def test_who_is_ready_waits_until_the_first_slot_is_sure_to_come_free():
+    assert chosen(20, 3, ready=True) == 3
+
+
+def test_kv_that_is_on_its_way_finds_a_dispatch_of_a_quarter():
+    assert chosen(20, expects=True) == 2
+
+
+def test_nobody_takes_no_turns():
+    assert chosen() == 1
+
+
+@pytest.mark.parametrize("turns", [1, 4, 8])
+def test_a_bunch_of_tokens_comes_within_the_gap(turns: int):
+    for turn_s, most in ((0.001, 8), (MOST_GAP_S / 4.5, 4), (MOST_GAP_S / 3.5, 3), (1.0, 1)):
+        assert chosen(20, times=ended(*[turn_s * turns] * 3, turns=turns)) == most
+
+
+def test_a_slow_minute_of_the_machine_is_not_the_turns():
+    assert chosen(20, times=ended(*[0.004] * 8, *[0.5] * 8)) == 8
+
+
+def test_turns_are_counted_again_when_they_have_become_longer():
+    assert chosen(20, times=ended(*[0.001] * 20, *[0.02] * 17)) == 2
+
+
+def test_a_step_that_failed_tells_nothing():
+    times = TurnTimes(ONE_STAGE)
+    times.dispatched(1, DecodeRows(0, (0,), 1), 0.0)
+    times.failed(1)
+    assert times.turn_s is None and chosen(20, times=times) == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_a_ring", "of_one_stage"),
+    [
+        ({}, False, False),
+        ({"temperature": 1.0, "seed": 3}, False, False),
+        ({"synchronous": True}, True, True),
+        ({"presence_penalty": 0.5}, False, True),
+        ({"logprobs": 2}, False, True),
+    ],
+)
+def test_tokens_come_one_by_one_where_programs_of_turns_cannot_draw_them(asked, of_a_ring, of_one_stage):
+    sampling = SamplingParams(**asked)
+    assert (one_by_one(sampling, RING), one_by_one(sampling, ONE_STAGE)) == (of_a_ring, of_one_stage)
+
+
+def test_a_worker_of_one_stage_takes_turns_and_ends_where_single_steps_do():
+    asked = [request(f"r{n}", max_tokens=7 + 6 * n) for n in range(4)]
+    alone, several = World(colocated()), World(turning())
+    run_all(alone, asked)
+    run_all(several, asked)
+    assert several.told == alone.told
+    assert not widths_of(alone) and max(map(max, widths_of(several))) == 4
+    assert len(several.effects) < len(alone.effects)
+
+
+def test_a_row_with_penalties_holds_its_company_to_one_turn():
+    world = World(turning())
+    run_all(world, [request("held", max_tokens=9, presence_penalty=0.5), request("free", max_tokens=40)])
+    together = [widths for widths in widths_of(world) if len(widths) == 2]
+    assert together and set(together) == {(1, 1)} and (4,) in widths_of(world)
+
+
+def test_a_prompt_that_comes_finds_single_steps_on_a_worker_that_computes_it():
+    world = World(turning(prefill_buckets=(8,), chunks_in_flight=1))
+    run_all(world, [request("runs", max_tokens=60), request("long", 60, arrival_s=0.01)])
+    plans = [effect.plan for _, _, effect in world.effects if runs_decode(effect)]
+    widths = [max(plan.decode.widths) for plan in plans]
+    assert 4 in widths and 1 in widths[widths.index(4) :]
+
+
+def test_turns_of_several_stages_or_beside_drafts_are_refused():
+    for sizes in ({"num_microbatches": 2}, {"draft_tokens": 2}):
+        with pytest.raises(ConfigError, match="decode_turns is 8, for a ring or for one stage"):
+            worker("decode-0", Role.DECODE, decode_turns=8, **sizes).check()
+    for each in (*turning(), *ring(), *pair()):
+        each.check()
