@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 _KNOWN: Any = jax.make_user_context(None)  # part of the key of jit's caches: what was traced for one is no other's
+_AS_STORED: Any = jax.make_user_context(False)
 _NAMES = {"gpu": "cuda"}  # of a device -> of a lowering rule
 
 
@@ -36,6 +37,17 @@ def gpu_generation() -> int | None:
 def traced_for(platform: str | None) -> AbstractContextManager[None]:
     """What is traced inside is compiled for devices whose `platform` this is, "cpu", "gpu" or "tpu"; None: for any."""
     return _KNOWN(_NAMES.get(platform, platform) if platform else None)
+
+
+def moved_as_stored(holds: bool) -> AbstractContextManager[None]:
+    """What is traced inside is compiled so that bf16 and fp8 are moved as they are, on a CPU too: XLA's passes that
+    widen them (`float-normalization-bf16`, `float-normalization-f8e4m3fn`) are left out."""
+    return _AS_STORED(holds)
+
+
+def widens() -> bool:
+    """Whether XLA's CPU backend may convert all of a bf16 or fp8 array for a write of some of it."""
+    return not _AS_STORED.value
 
 
 def on_platform(*arguments: Any, default: Callable[..., Any], **platforms: Callable[..., Any]) -> Any:

@@ -92,7 +92,8 @@ class LayerGroupPrograms:
         """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
         specs = (self.params.specs, POOL_SPEC, *[WHOLE] * arguments)
         formats = (pool_format(self.submesh), *[None] * results)
-        return self.submesh.program(function, specs, (POOL_SPEC, *[WHOLE] * results), (1,), formats)
+        written = POOL_SPEC, *[WHOLE] * results
+        return self.submesh.program(function, specs, written, (1,), formats, as_stored=self.params.in_f32)
 
     @property
     def programs(self) -> list[Program]:

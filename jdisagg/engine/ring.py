@@ -87,7 +87,8 @@ class RingPrograms:
         loads = (PartitionSpec(RING),) if self.sparse else ()
         formats = (ring_pool_format(self.ring), *[None] * (1 + len(loads)))
         results = (RING_POOL_SPEC, *loads, WHOLE)
-        return self.ring.program(partial(self._turns, kind), specs, results, (1,), formats)
+        turns = partial(self._turns, kind)
+        return self.ring.program(turns, specs, results, (1,), formats, as_stored=self.params.in_f32)
 
     # ------------------------------------------------------------ what one device runs
 

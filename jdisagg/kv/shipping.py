@@ -50,10 +50,15 @@ class TransferPrograms:
         self._packs: dict[tuple[int, str, str], Program] = {}
         formats = pool_format(submesh), None
         self.insert_program = submesh.program(
-            insert_pages, (POOL_SPEC, WHOLE, SLICE_SPEC), (POOL_SPEC, WHOLE), donate=(0,), out_formats=formats
+            insert_pages,
+            (POOL_SPEC, WHOLE, SLICE_SPEC),
+            (POOL_SPEC, WHOLE),
+            donate=(0,),
+            out_formats=formats,
+            as_stored=True,
         )
         self.check_program = submesh.program(
-            partial(are_intact, error_bound=error_bound), (SLICE_SPEC,), PartitionSpec(AXIS)
+            partial(are_intact, error_bound=error_bound), (SLICE_SPEC,), PartitionSpec(AXIS), as_stored=True
         )
 
     def pack(self, pools: Sequence[Array], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
@@ -65,7 +70,7 @@ class TransferPrograms:
         key = slice_heads, wire, dtype
         if key not in self._packs:
             pack = partial(pack_shard, slice_heads=slice_heads, wire=wire, dtype=dtype, digests=self.digests)
-            self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), SLICE_SPEC)
+            self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), SLICE_SPEC, as_stored=True)
         return self._packs[key]
 
     def insert(self, pools: Sequence[Array], pages: np.ndarray, landed: LandedKV) -> list[Array]:

@@ -106,6 +106,11 @@ class StageParams:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     @property
+    def in_f32(self) -> bool:
+        """Whether no number of fewer bits is computed with: none of the weights is a float of another kind."""
+        return all(leaf.dtype == jnp.float32 or not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in self.leaves)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all shards together, replicas counted once."""
         return sum(leaf.nbytes for leaf in self.leaves)

@@ -1,6 +1,6 @@
 """Writing KV for XLA: one scatter of K and V together, which XLA's CPU backend runs in place on a donated f32 pool.
 
-(A bf16 or fp8 pool is converted whole on the CPU, tens of milliseconds for 64 MB: keep f32 or int8 pools there.)
+(XLA converts a bf16 or fp8 pool whole on the CPU, tens of milliseconds for 64 MB: see `platforms.moved_as_stored`.)
 """
 
 import jax.numpy as jnp

@@ -1,6 +1,7 @@
 """Pages of one submesh to pages of another, whatever the cuts, by the programs alone (no model)."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,3 +122,22 @@ def test_pools_of_one_stage_never_share_a_buffer():
     buffers = {shard.data.unsafe_buffer_pointer() for pool in stage.pools for shard in pool.addressable_shards}
     assert len(buffers) == 8
     assert stage.num_bytes == layout.bytes_per_page * (PAGES + 1)
+
+
+@pytest.mark.parametrize("wire", ["raw", "int8"])
+def test_pages_go_into_a_bf16_pool_without_a_copy_of_it(wire: str):
+    layout, submesh, pages = KVLayout(2, 2, 64, 16, dtype="bfloat16"), Submesh(jax.devices()[:1]), np.arange(1, 5)
+    stage = StagePages(layout, range(2), 400, submesh)
+    content = np.random.default_rng(0).standard_normal((2, *stage.pools[0].shape)).astype(np.float32)
+    fill([stage], content)
+    stage.pools = [pool.astype(layout.dtype) for pool in stage.pools]
+    programs = TransferPrograms(submesh)
+    packed = programs.pack(stage.pools, pages.astype(np.int32), 2, wire, "bfloat16").numbers
+    arguments = stage.pools, submesh.put(pages[::-1].astype(np.int32)), packed
+    memory: Any = programs.insert_program.lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < stage.num_bytes / 8
+    before = [np.asarray(pool, np.float32) for pool in stage.pools]
+    for old, pool in zip(before, programs.insert_program(*arguments)[0], strict=True):
+        new = np.asarray(pool, np.float32)
+        np.testing.assert_allclose(new[pages[::-1]], old[pages], rtol=0, atol=0 if wire == "raw" else 0.03)
+        assert np.array_equal(np.delete(new, pages, axis=0), np.delete(old, pages, axis=0))
