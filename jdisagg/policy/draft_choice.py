@@ -25,6 +25,7 @@ START = 3.0  # plain steps that may be lost before anything is known
 MOST = 6.0  # plain steps that may be in the account
 SPARE = 1.0  # plain steps that are left in it for drafts that are thought to pay
 REFRESH = 64  # drafts in a row, after which it is seen what a plain step takes now
+REFRESH_OF_FEW = 4  # so, for each plain step that is known
 LOOKED_AT = 16  # sequences whose drafts are weighed for one step: some of many, in turns
 
 
@@ -56,7 +57,9 @@ class DraftChoice:
         """Tokens of the drafts that the next step of these verifies; 0 where it draws one token a row."""
         self._table_pages = table_pages
         plain_s = self.times.plain_s(table_pages)
-        if plain_s is None or self.seconds is None or self._since_plain >= REFRESH or not sequences:
+        if plain_s is None or self.seconds is None or not sequences:
+            return 0
+        if self._since_plain >= min(REFRESH, REFRESH_OF_FEW * self.times.plain_times(table_pages)):
             return 0
         if self.seconds < min(self._stake_s(size, table_pages) for size in self.sizes):
             return 0  # whatever they promise

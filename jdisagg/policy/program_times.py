@@ -23,6 +23,7 @@ class ProgramTimes:
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], deque[tuple[int, float]]] = {}  # how many had been learnt by then, seconds
         self._usual: dict[tuple[int, int], float] = {}
+        self._plain: dict[int, float] = {}
         self._count = 0
 
     def learn(self, drafts: int, table_pages: int, seconds: float) -> None:
@@ -34,10 +35,22 @@ class ProgramTimes:
         while len(last) > KEPT or last[0][0] <= self._count - STALE:
             last.popleft()
         self._usual[program] = usual([each for _, each in last])
+        plain_s = self._known(0, table_pages)
+        if plain_s is not None:
+            longer = [
+                known for size, width in self._last if width == table_pages and (known := self._known(size, width))
+            ]
+            self._plain[table_pages] = min([plain_s, *longer])
 
     def plain_s(self, table_pages: int) -> float | None:
-        """Of a step of one token a row; None where too few have ended."""
-        return self._known(0, table_pages)
+        """Of a step of one token a row; None where too few have ended. It is no longer than one that does more: plain
+        ones are rare where drafts pay, and the machine may have been busy just then."""
+        return self._plain.get(table_pages)
+
+    def plain_times(self, table_pages: int) -> int:
+        """How many it is known by; as good as one where steps that do more were quicker."""
+        doubtful = self._plain.get(table_pages, 0.0) < self._usual.get((0, table_pages), 0.0)
+        return 1 if doubtful else len(self._last.get((0, table_pages), ()))
 
     def _known(self, drafts: int, table_pages: int) -> float | None:
         program = drafts, table_pages
