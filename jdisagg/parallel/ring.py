@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh
+from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, options_for
 
 RING = "pp"
 BOTH = (RING, AXIS)
@@ -68,10 +68,13 @@ class RingMesh:
         out_specs: Any,
         donate: tuple[int, ...] = (),
         out_formats: Any = None,
+        *,
+        as_stored: bool = False,
     ) -> Program:
-        """`function` of one device as a program of all."""
+        """`function` of one device as a program of all. as_stored: as of `Submesh.program`."""
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return Program(mapped, donate, out_formats, self.devices[0].platform, paced=True)
+        platform = self.devices[0].platform
+        return Program(mapped, donate, out_formats, platform, paced=True, options=options_for(platform, as_stored))
 
     # ------------------------------------------------------------ a stage's view of the ring's arrays, and back
 

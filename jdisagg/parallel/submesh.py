@@ -123,7 +123,7 @@ class Submesh:
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         platform = self.devices[0].platform
-        options = AS_STORED if as_stored and platform == "cpu" else None
+        options = options_for(platform, as_stored)
         return Program(function, donate, out_formats, platform, paced=self.tp > 1, options=options)
 
 
@@ -153,6 +153,11 @@ def signature_of(arguments: Any) -> Signature:
 # A CPU's compiler computes in f32 what is bf16 or fp8, and takes a write of some rows for that: it would convert the
 # whole pool, and back. A step over a bf16 pool of 32 MiB takes 48 ms of CPU so, and 0.9 without these passes.
 AS_STORED = {"xla_disable_hlo_passes": "float-normalization-bf16,float-normalization-f8e4m3fn"}
+
+
+def options_for(platform: str, as_stored: bool) -> dict[str, str] | None:
+    """Of the compiler."""
+    return AS_STORED if as_stored and platform == "cpu" else None
 
 
 class Program:
