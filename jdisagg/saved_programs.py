@@ -18,6 +18,7 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.parallel.compiler_flags import COMPILER_FLAGS
 from jdisagg.parallel.machine_name import machine_name
 
 MANIFEST, ONLY = "programs.json", "only:"
@@ -36,6 +37,7 @@ def made_here(platform: str) -> dict[str, str]:
     return {
         **{name: _version(name) for name in packages},
         **{name: os.environ.get(name, "") for name in FLAGS},
+        "compiler_flags": " ".join(f"{each.name}={each.value}" for each in COMPILER_FLAGS if platform == "tpu"),
         **machine,
     }
 

@@ -28,10 +28,12 @@ from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
+from jdisagg.model.halves import halves
 from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.low_rank import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
+from jdisagg.model.products import layout_of
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 
 SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
@@ -111,6 +113,11 @@ class LayerGroupPrograms:
     def turns(self) -> int:
         """Of the loop that its layers are in programs; 1 where they are written out."""
         return self.params.repeat.turns if isinstance(self.params, LoopedParams) and self.params.repeat else 1
+
+    def parts(self, rows: int) -> int:
+        """That a step's rows go in, each with sums of its own."""
+        named = {"out_first": layout_of(self.submesh.devices[0].platform), "adapted": self.adapters is not None}
+        return halves(self.config, rows, self.submesh.tp, **named)
 
     @property
     def joined(self) -> bool:

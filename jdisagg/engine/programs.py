@@ -129,7 +129,7 @@ class ProgramTable:
     def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
         group = self.layer_groups[stage]
         windows = tuple({self.model.window(layer) for layer in group.layers})
-        sums = group.params.num_reductions if group.submesh.tp > 1 else 0
+        sums = group.params.num_reductions * group.parts(rows) if group.submesh.tp > 1 else 0
         gathers = gathers_of(group) if kind.split(maxsplit=1)[0] in DRAWN_FROM and group.is_last else {}
         return DeclaredProgram(
             kind,

@@ -24,12 +24,13 @@ from jdisagg.core.repeats import Repeat
 from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.experts import ExpertMLP, Routed
+from jdisagg.model.halves import after, cut, halves, in_turn
 from jdisagg.model.latent_attention import LatentAttention
 from jdisagg.model.latents import LatentQueries
 from jdisagg.model.norms import RMSNorm, head_norm, normed
 from jdisagg.model.products import MatrixForm, filled, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
-from jdisagg.model.weight import Weight, summed
+from jdisagg.model.weight import Weight, begun, ended, summed
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D];
 # of latents (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
@@ -58,14 +59,17 @@ class Attention(nnx.Module):
         self.looped = False
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
-        rows = self.qkv(x)
+        return summed(self.out, self.mixed(self.qkv(x), rotation, layer, attend), self.axis)
+
+    def mixed(self, rows: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+        """[..., q, k and v] -> [..., this shard's heads], before the product that joins them."""
         if self.looped:  # else a TPU splits the heads within the product, and turns the stacked matrix round for it
             rows = jax.lax.optimization_barrier(rows)
-        heads = rows.reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
+        heads = rows.reshape(*rows.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=-2)
         q, k = rotate(normed(self.q_norm, q), rotation), rotate(normed(self.k_norm, k), rotation)
         mixed = attend(layer, q, k, v, None if self.sinks is None else self.sinks[...])
-        return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * self.head_dim), self.axis)
+        return mixed.reshape(*rows.shape[:-1], self.heads * self.head_dim)
 
 
 class MLP(nnx.Module):
@@ -80,8 +84,12 @@ class MLP(nnx.Module):
         self.down = Weight(width, config.hidden_size, bias=bias, scale=down_scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
+        return summed(self.down, self.inner(x), self.axis)
+
+    def inner(self, x: Array) -> Array:
+        """[..., hidden] -> [..., this shard's channels]."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return summed(self.down, ACTIVATIONS[self.activation](gate) * up, self.axis)
+        return ACTIVATIONS[self.activation](gate) * up
 
 
 def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> ExpertMLP:
@@ -109,13 +117,41 @@ class Layer(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm("before"), norm("after")
         mlp = expert_mlp if config.is_sparse(number) else MLP
         self.mlp = mlp(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+        self.config, self.tp = config, tp
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend, routed: Routed | None = None) -> Array:
+        if self._parts(x) == 2:
+            return self._in_halves(x, rotation, layer, attend)
         mixed = self.attention(normed(self.attention_norm, x), rotation, layer, attend)
         x = x + normed(self.attention_out_norm, mixed)
         inside = normed(self.mlp_norm, x)
         made = self.mlp(inside, routed) if isinstance(self.mlp, ExpertMLP) else self.mlp(inside)
         return x + normed(self.mlp_out_norm, made)
+
+    def _parts(self, x: Array) -> int:
+        out = self.attention.out
+        named = {"out_first": out.form.out_first, "adapted": out.low_rank is not None}
+        return halves(self.config, x.shape[0], self.tp, **named) if x.ndim == 2 else 1
+
+    def _in_halves(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+        attention, mlp, axis, last = self.attention, self.mlp, self.attention.axis, None
+        assert isinstance(attention, Attention) and isinstance(mlp, MLP), "others are not cut"
+        parts, rows = cut(x), list[Array]()
+        for part in parts:
+            rows.append(last := attention.qkv(after(normed(self.attention_norm, part), last)))
+        halves_mixed = cut(attention.mixed(jnp.concatenate(rows), rotation, layer, attend))
+        mixed = in_turn(
+            halves_mixed,
+            partial(begun, attention.out, axis=axis),
+            partial(ended, attention.out, axis=axis, dtype=x.dtype),
+        )
+        inside = [part + normed(self.attention_out_norm, each) for part, each in zip(parts, mixed, strict=True)]
+        made = in_turn(
+            inside,
+            lambda y: begun(mlp.down, mlp.inner(normed(self.mlp_norm, y)), axis),
+            partial(ended, mlp.down, axis=axis, dtype=x.dtype),
+        )
+        return jnp.concatenate([y + normed(self.mlp_out_norm, each) for y, each in zip(inside, made, strict=True)])
 
 
 class Vocabulary(NamedTuple):

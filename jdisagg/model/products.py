@@ -12,6 +12,7 @@ six times slower in any other dtype: there a second row is added.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +65,35 @@ def layout_of(platform: str) -> bool:
     return platform == "cpu"
 
 
+class Partial(NamedTuple):
+    """A shard's part of a product that is summed over shards: its rows, and the scale of each if they are scaled."""
+
+    sums: Array
+    scale: Array | None  # f32[rows, 1]
+
+
 def product(x: Array, kernel: Array, scale: Array | None, form: MatrixForm, axis: str | None = None) -> Array:
     """[..., in] by a matrix of this form -> [..., out] in the dtype of x, summed over the shards of `axis`."""
-    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    y = whole(partial_product(rows, kernel, scale, form, axis), scale, axis).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def partial_product(rows: Array, kernel: Array, scale: Array | None, form: MatrixForm, axis: str | None) -> Partial:
+    """Of [rows, in]; what is left of it is `whole`."""
     if scale is not None:
-        y = _scaled(rows, kernel, scale, form, axis).astype(x.dtype)
-    else:
-        y = _dot(rows.astype(kernel.dtype), kernel, form, _sums(x.dtype, kernel.dtype)).astype(x.dtype)
-        y = y if axis is None else jax.lax.psum(y, axis)
-    return y.reshape(*lead, y.shape[-1])
+        return _scaled(rows, kernel, form, axis)
+    y = _dot(rows.astype(kernel.dtype), kernel, form, _sums(rows.dtype, kernel.dtype)).astype(rows.dtype)
+    return Partial(y, None)
+
+
+def whole(part: Partial, scale: Array | None, axis: str | None) -> Array:
+    """The sum of all shards' parts; f32 of scaled ones."""
+    sums = part.sums if axis is None else jax.lax.psum(part.sums, axis)
+    if part.scale is None:
+        return sums
+    assert scale is not None
+    return sums.astype(jnp.float32) * part.scale * scale[None, :]
 
 
 def quantized(rows: Array, dtype: str) -> tuple[Array, Array]:
@@ -90,8 +111,8 @@ def _rounded(rows: Array, absmax: Array, dtype: str) -> tuple[Array, Array]:
     return (jnp.round(parts) if dtype == "int8" else parts).astype(STORED[dtype]), scale
 
 
-def _scaled(rows: Array, kernel: Array, scale: Array, form: MatrixForm, axis: str | None) -> Array:
-    """Sums in int32 (f32 of fp8), then the scales: f32[rows, out].
+def _scaled(rows: Array, kernel: Array, form: MatrixForm, axis: str | None) -> Partial:
+    """Sums in int32, f32 of fp8.
 
     Shards share a token's scale, so that their integer sums add up to what one shard alone would have summed.
     """
@@ -99,8 +120,7 @@ def _scaled(rows: Array, kernel: Array, scale: Array, form: MatrixForm, axis: st
     absmax = absmax if axis is None else jax.lax.pmax(absmax, axis)
     parts, row_scale = _rounded(rows, absmax, form.dtype)
     sums = _dot(jax.lax.optimization_barrier(parts), kernel, form, jnp.int32 if form.dtype == "int8" else jnp.float32)
-    sums = sums if axis is None else jax.lax.psum(sums, axis)
-    return sums.astype(jnp.float32) * row_scale * scale[None, :]
+    return Partial(sums, row_scale)
 
 
 def _sums(*dtypes: DTypeLike) -> DTypeLike:

@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.model.low_rank import LowRank
-from jdisagg.model.products import MatrixForm, product, quantized
+from jdisagg.model.products import MatrixForm, Partial, partial_product, product, quantized, whole
 
 
 class Weight(nnx.Module):
@@ -44,6 +44,19 @@ def summed(weight: Weight, x: Array, axis: str | None) -> Array:
         y = product(x, weight.kernel[...], scale, weight.form, axis)
     else:
         y = _adapted(weight, weight.low_rank, x, scale, axis)
+    return y if weight.bias is None else y + over(weight.bias[...], y)
+
+
+def begun(weight: Weight, rows: Array, axis: str | None) -> Partial:
+    """This shard's part of `summed`, of [rows, in] that no adapter adds to; `ended` is the rest of it."""
+    assert weight.low_rank is None, "rows with adapters are not cut"
+    scale = None if weight.scale is None else weight.scale[...]
+    return partial_product(rows, weight.kernel[...], scale, weight.form, axis)
+
+
+def ended(weight: Weight, part: Partial, axis: str | None, dtype: DTypeLike) -> Array:
+    """Partial sums over the shards, then the bias once."""
+    y = whole(part, None if weight.scale is None else weight.scale[...], axis).astype(dtype)
     return y if weight.bias is None else y + over(weight.bias[...], y)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, options_for
+from jdisagg.parallel.compiler_flags import options_for
+from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh
 
 RING = "pp"
 BOTH = (RING, AXIS)
@@ -73,8 +74,8 @@ class RingMesh:
     ) -> Program:
         """`function` of one device as a program of all. as_stored: as of `Submesh.program`."""
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        platform = self.devices[0].platform
-        return Program(mapped, donate, out_formats, platform, paced=True, options=options_for(platform, as_stored))
+        options = options_for(self.reader, as_stored=as_stored, spread=True)
+        return Program(mapped, donate, out_formats, self.devices[0].platform, paced=True, options=options)
 
     # ------------------------------------------------------------ a stage's view of the ring's arrays, and back
 

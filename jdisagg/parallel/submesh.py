@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jdisagg.parallel.compiler_flags import AS_STORED, Option, options_for
 from jdisagg.parallel.pace import LAUNCHES
 from pallas_kernels.platforms import moved_as_stored, traced_for
 
@@ -123,7 +124,7 @@ class Submesh:
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         platform = self.devices[0].platform
-        options = options_for(platform, as_stored)
+        options = options_for(self.reader, as_stored=as_stored, spread=self.tp > 1)
         return Program(function, donate, out_formats, platform, paced=self.tp > 1, options=options)
 
 
@@ -150,16 +151,6 @@ def signature_of(arguments: Any) -> Signature:
     return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(arguments))
 
 
-# A CPU's compiler computes in f32 what is bf16 or fp8, and takes a write of some rows for that: it would convert the
-# whole pool, and back. A step over a bf16 pool of 32 MiB takes 48 ms of CPU so, and 0.9 without these passes.
-AS_STORED = {"xla_disable_hlo_passes": "float-normalization-bf16,float-normalization-f8e4m3fn"}
-
-
-def options_for(platform: str, as_stored: bool) -> dict[str, str] | None:
-    """Of the compiler."""
-    return AS_STORED if as_stored and platform == "cpu" else None
-
-
 class Program:
     """A jitted pure function that knows what it was compiled for. Paced ones return a non-donated array last."""
 
@@ -171,10 +162,10 @@ class Program:
         platform: str | None = None,
         *,
         paced: bool = False,
-        options: dict[str, str] | None = None,
+        options: dict[str, Option] | None = None,
     ) -> None:
         """platform: of the devices it is for, where it has kernels: those of other platforms are not traced then.
-        options: of the compiler."""
+        options: the compiler's (`compiler_flags.py`)."""
 
         # Through a function of its own: jit keeps one cache a function, and counts here are this program's alone.
         @wraps(function)

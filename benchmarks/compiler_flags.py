@@ -1,0 +1,151 @@
+"""What the compiler's flags and halves of chunks do to a program's collectives: seconds that nothing hides, by the
+schedule that the compiler wrote, with and without.
+
+Llama-3-70B's layers on eight devices that are not here, a prefill chunk of 2,048 tokens and a decode step of 64 rows;
+a few layers show the schedule as well as eighty. Seconds are a layer's. Rows of other targets stay in the file:
+
+    python -m benchmarks.compiler_flags --output=benchmarks/results/compiler_flags.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import jax
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import entry
+from benchmarks.machine import described
+from jdisagg import aot
+from jdisagg.aot_times import StepTimes
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.targets import Target
+from jdisagg.devices import usable_bytes
+from jdisagg.engine.compile_check import check
+from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.model import halves
+from jdisagg.parallel import compiler_flags
+from jdisagg.parallel.compiler_flags import COMPILER_FLAGS, CompilerFlag
+from jdisagg.parallel.topology import ENVIRONMENT, devices_of
+from jdisagg.serve.deployment import resolve_deployment
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string("model", "configs/llama3_70b", "folder with a config.json", flag_values=FLAGS)
+flags.DEFINE_list("targets", ["v5p:2x2x2", "v6e:2x4", "v5e:2x4", "h100:8"], "eight devices each", flag_values=FLAGS)
+flags.DEFINE_integer("layers", 4, "of the model", flag_values=FLAGS)
+flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
+KINDS = "prefill", "decode"
+CHUNK, SLOTS, CONTEXT = 2048, 64, 4096
+UNCUT = 1 << 30  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Of one layer's collectives in one program. without: what was left out of how programs are made."""
+
+    target: str
+    kind: str
+    without: str
+    total_us: float
+    exposed_us: float
+    temp_mib: float
+    compile_s: float
+
+
+def tried(target: Target) -> Iterator[tuple[str, tuple[CompilerFlag, ...], int]]:
+    """(what is left out, the flags that are left, fewest rows of a half)."""
+    kind = devices_of(target)[0].device_kind
+    concerned = tuple(each for each in COMPILER_FLAGS if each.concerns(kind))
+    yield "", concerned, halves.FEWEST_ROWS
+    for flag in concerned:
+        yield flag.name, tuple(each for each in concerned if each is not flag), halves.FEWEST_ROWS
+    yield "halves and flags", (), UNCUT
+
+
+def steps(folder: Path, target: Target) -> tuple[StepTimes, list[tuple[WorkerId, DeclaredProgram]]]:
+    """The largest prefill and decode step of a worker of eight devices."""
+    settings = Settings(
+        model=str(folder),
+        mesh="colocated:tp8",
+        dtype="bfloat16",
+        max_model_len=CONTEXT,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=CHUNK,
+        kv_tokens=SLOTS * 256,
+    )
+    deployment = resolve_deployment(settings, target.chip.platform, usable_bytes(target))
+    (made,) = aot.tables_of(deployment, target)
+    largest = [max((each for each in made.steps() if each.kind == kind), key=lambda each: each.size) for kind in KINDS]
+    return StepTimes(deployment, target, CONTEXT), [(made.config.worker, each) for each in largest]
+
+
+def told(folder: Path, target: Target) -> Iterator[Told]:
+    for without, left, fewest in tried(target):
+        compiler_flags.forget()
+        with (
+            mock.patch.object(compiler_flags, "COMPILER_FLAGS", left),
+            mock.patch.object(halves, "FEWEST_ROWS", fewest),
+        ):
+            times, declared = steps(folder, target)
+            checked = check(declared, every=True)
+        for each in checked:
+            assert not each.facts.why, each.facts.why
+            waited, facts = times.waited(each), each.facts
+            microseconds = (1e6 * seconds / FLAGS.layers for seconds in (waited.total_s, waited.exposed_s))
+            figures = *microseconds, facts.temp_bytes / (1 << 20), facts.compile_s
+            found = Told(str(target), each.declared.kind, without, *(round(figure, 1) for figure in figures))
+            print(found, flush=True)
+            yield found
+
+
+def kept(path: Path) -> list[Told]:
+    """Of targets that are not done now."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["told"] if path.exists() else []
+    return [each for each in (Told(**row) for row in rows) if each.target not in FLAGS.targets]
+
+
+def shallow(folder: Path) -> Path:
+    """The model with fewer layers."""
+    config = json.loads((Path(FLAGS.model) / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": FLAGS.layers}), encoding="utf-8")
+    return folder
+
+
+def table(found: list[Told]) -> Table:
+    shown = Table("target", "step", "without", "collectives us", "exposed us", "temp MiB", "compile s")
+    for each in found:
+        figures = each.total_us, each.exposed_us, each.temp_mib, each.compile_s
+        shown.add_row(each.target, each.kind, each.without, *(f"{figure:,.1f}" for figure in figures))
+    return shown
+
+
+def main() -> int:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+    about, found = described(), list[Told]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = shallow(Path(name))
+        for target in FLAGS.targets:
+            found += told(folder, Target.parse(target))
+    Console().print(table(found))
+    if FLAGS.output:
+        path = Path(FLAGS.output)
+        rows = [*map(asdict, sorted([*kept(path), *found], key=lambda each: each.target))]
+        report = {**about, "model": Path(FLAGS.model).name, "layers": FLAGS.layers, "told": rows}
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main, FLAGS, __doc__, sys.argv))

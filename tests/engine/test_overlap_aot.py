@@ -1,0 +1,56 @@
+"""Collectives of compiled programs stay hidden behind products: layers of Llama 3 70B on eight devices not here.
+
+By the schedule that the compiler wrote, with products and links at the rates that steps are expected to take.
+"""
+
+import pytest
+
+from jdisagg.core.roofline import Work
+from jdisagg.core.schedule import waited
+from jdisagg.core.torus import Joined
+from jdisagg.core.worker_config import Role
+from jdisagg.engine.compile_check import Checked
+from jdisagg.sim.expected import multiplying, sending, start_s
+from jdisagg.sim.hardware import hardware
+from tests.engine.chips import checked_kinds, few_layers
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_kept_programs")]
+CUBE, SWITCH = Joined(3, 3), Joined()
+
+
+def compiled(target: str, role: Role) -> Checked:
+    """Four layers, which a TPU's program goes round; a chunk of 2,048 tokens or a step of 16 rows."""
+    table = few_layers("70B", role, target, 8, stages=1, layers=4, num_pages=1024, chunk_tokens=2048)
+    kind = "decode" if role is Role.DECODE else "prefill"
+    (checked,) = checked_kinds(table, [each for each in table.steps() if each.kind == kind][:1], kind)
+    return checked
+
+
+def seconds(target: str, checked: Checked, between: Joined) -> tuple[float, float, float]:
+    """(of products, of collectives, of those that are exposed), in one step."""
+    chip, worked = hardware(target.partition(":")[0]), list[float]()
+
+    def work_s(work: Work) -> float:
+        worked.append(multiplying(work, chip, "bfloat16"))
+        return worked[-1]
+
+    def collective_s(one) -> float:
+        return start_s(chip, between) + sending(chip, one.sent([0] * 8), between)
+
+    found = waited(checked.facts.schedule, work_s, collective_s, checked.declared.loops)
+    return sum(worked), found.total_s, found.exposed_s
+
+
+@pytest.mark.parametrize(("target", "between"), [("v5p:2x2x2", CUBE), ("h100:8", SWITCH)])
+def test_more_than_half_of_a_prefill_chunks_sums_over_the_shards_are_hidden(target: str, between: Joined):
+    worked_s, total_s, exposed_s = seconds(target, compiled(target, Role.PREFILL), between)
+    print(f"{target}: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
+    assert exposed_s < 0.5 * total_s and exposed_s < 0.2 * worked_s
+
+
+@pytest.mark.parametrize(("target", "between", "share"), [("v5p:2x2x2", CUBE, 0.25), ("h100:8", SWITCH, 0.5)])
+def test_a_decode_steps_sums_are_exposed_and_a_stated_share_of_it(target: str, between: Joined, share: float):
+    """A few rows' sums have nothing beside them: the next product waits for them, and halves would read it twice."""
+    worked_s, total_s, exposed_s = seconds(target, compiled(target, Role.DECODE), between)
+    print(f"{target}: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
+    assert exposed_s <= total_s and exposed_s < share * worked_s

@@ -1,0 +1,63 @@
+"""What compilers are told: the table, and that one which no compiler knows breaks nothing."""
+
+import logging
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jdisagg.parallel import compiler_flags
+from jdisagg.parallel.compiler_flags import AS_STORED, COMPILER_FLAGS, CompilerFlag, options_for
+
+
+class Version(NamedTuple):
+    platform_version: str = "1"
+
+
+class Chip(NamedTuple):
+    device_kind: str
+    client: Version
+    platform: str = "tpu"
+
+
+def test_a_cpus_programs_are_told_nothing_but_to_move_pages_as_they_are_stored():
+    cpu = jax.devices("cpu")[0]
+    assert options_for(cpu, as_stored=False, spread=True) is None
+    assert options_for(cpu, as_stored=True, spread=False) == AS_STORED
+
+
+def test_programs_of_one_device_are_told_nothing():
+    assert options_for(Chip("TPU v5", Version()), as_stored=False, spread=False) is None
+
+
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x"])
+def test_each_kind_of_tpu_has_one_way_of_summing_beside_products(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_flags, "_accepted", lambda name, value, device: True)
+    compiler_flags.forget()
+    told = options_for(Chip(kind, Version()), as_stored=False, spread=True)
+    assert told is not None
+    sparse = "xla_tpu_enable_sparse_core_collective_offload_all_reduce" in told
+    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce" in told
+    assert sparse != fused and fused == (kind == "TPU v5 lite")
+
+
+def test_a_flag_that_the_compiler_does_not_know_is_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(compiler_flags, "COMPILER_FLAGS", (CompilerFlag("xla_nobody_knows", True, ("cpu",), ""),))
+    compiler_flags.forget()
+    device = jax.devices("cpu")[0]
+    with caplog.at_level(logging.WARNING):
+        assert compiler_flags._known("cpu", "9", device) == ()
+    assert "has no flag xla_nobody_knows=True: it is left out" in caplog.text
+
+
+def test_every_flag_has_a_reason_and_devices_it_is_for():
+    assert all(each.reason and each.kinds for each in COMPILER_FLAGS)
+    assert len({each.name for each in COMPILER_FLAGS}) == len(COMPILER_FLAGS)
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew():
+    yield
+    compiler_flags.forget()
