@@ -41,11 +41,13 @@ def seconds(target: str, checked: Checked, between: Joined) -> tuple[float, floa
     return sum(worked), found.total_s, found.exposed_s
 
 
-@pytest.mark.parametrize(("target", "between"), [("v5p:2x2x2", CUBE), ("h100:8", SWITCH)])
-def test_more_than_half_of_a_prefill_chunks_sums_over_the_shards_are_hidden(target: str, between: Joined):
+@pytest.mark.parametrize(("target", "between", "share"), [("v5p:2x2x2", CUBE, 0.2), ("h100:8", SWITCH, 0.3)])
+def test_more_than_half_of_a_prefill_chunks_sums_are_hidden_and_a_stated_share_of_it_exposed(
+    target: str, between: Joined, share: float
+):
     worked_s, total_s, exposed_s = seconds(target, compiled(target, Role.PREFILL), between)
     print(f"{target}: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
-    assert exposed_s < 0.5 * total_s and exposed_s < 0.2 * worked_s
+    assert exposed_s < 0.5 * total_s and exposed_s < share * worked_s
 
 
 @pytest.mark.parametrize(("target", "between", "share"), [("v5p:2x2x2", CUBE, 0.25), ("h100:8", SWITCH, 0.5)])
@@ -53,4 +55,4 @@ def test_a_decode_steps_sums_are_exposed_and_a_stated_share_of_it(target: str, b
     """A few rows' sums have nothing beside them: the next product waits for them, and halves would read it twice."""
     worked_s, total_s, exposed_s = seconds(target, compiled(target, Role.DECODE), between)
     print(f"{target}: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
-    assert exposed_s <= total_s and exposed_s < share * worked_s
+    assert exposed_s < share * worked_s

@@ -11,7 +11,7 @@ from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import Latent, ModelConfig
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model import halves
-from jdisagg.model.params import load_stage
+from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
 from tests.model.sharded import mesh_of, run_stage, stage_output
 from tests.model.test_tensor_parallel import CONFIGS, NINE
@@ -21,8 +21,9 @@ TOKENS = np.array([3, 41, 7, 0, 19, 22, 49, 8, 11, 30, 2, 5], np.int32)
 
 def logits(config: ModelConfig, weights: str) -> np.ndarray:
     """By matrices that lie as those of accelerators do."""
-    mesh, source, layers = mesh_of(2), RandomSource(config, seed=3), range(config.num_layers)
-    params = load_stage(source, config, layers, mesh, jnp.float32, WeightFormat(weights), out_first=False)
+    mesh, layers = mesh_of(2), range(config.num_layers)
+    spec = StageSpec(config, layers, mesh, jnp.float32, WeightFormat(weights), out_first=False)
+    params = load_stage(RandomSource(config, seed=3), spec)
     return run_stage(params, mesh, stage_output, TOKENS)
 
 
