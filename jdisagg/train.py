@@ -1,6 +1,7 @@
-"""Trains the embedded model and exports it.
+"""Trains the embedded model, or a draft or head that guesses what a model draws, and exports it.
 
     python -m jdisagg.train --config=configs/embedded_train.toml [--resume] [--export_only]
+    python -m jdisagg.train --config=configs/draft_smollm2.toml
 
 The file holds the model, the optimiser and the phases as well; --out_dir, --export_dir and --seed win over its [run].
 """
@@ -9,14 +10,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from absl import flags as absl_flags
 from absl import logging
+from rich.console import Console
 
 from jdisagg import command, flags
+from jdisagg.core.settings import Settings
+from jdisagg.named_models import EMBEDDED_FOLDER, located
+from jdisagg.training.answers import Target, open_target, read_or_write
 from jdisagg.training.corpus import read_corpus
 from jdisagg.training.finish import finish
+from jdisagg.training.head_settings import HeadTrainSettings, read_head_settings
+from jdisagg.training.heads import export_head, judge, open_head_run, train_head
 from jdisagg.training.progress import read_reports
 from jdisagg.training.run import open_run, train
 from jdisagg.training.settings import TrainSettings, override, read_settings
@@ -48,8 +57,32 @@ def train_and_export(settings: TrainSettings, resume: bool, export_only: bool) -
     )
 
 
+def train_and_export_head(settings: HeadTrainSettings, export_only: bool) -> str:
+    """A head's whole run; the text to print at its end."""
+    folder = located(Settings(model=settings.target.folder), Console()).model or str(EMBEDDED_FOLDER)
+    target = open_target(replace(settings.target, folder=folder))
+    parts = read_or_write(target, Path(settings.head.out_dir) / "answers", code_of(target))
+    run = open_head_run(settings.head, settings.optimiser, target, parts)
+    if not export_only:
+        train_head(run)
+    export_head(run)
+    first, second = judge(run)
+    return f"thinks as its model at {first:.1%} of places one token ahead, {second:.1%} two; {settings.head.export_dir}"
+
+
+def code_of(target: Target) -> np.ndarray:
+    """i32[N]: the training corpus in the model's own tokens."""
+    return np.concatenate(target.tokenizer.encode_all([each.text for each in read_corpus().training], False))
+
+
 def body(values: flags.FlagValues) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every file operation at INFO
+    head = read_head_settings(Path(values.config or DEFAULT))
+    if head is not None:
+        given = {"out_dir": values.out_dir, "export_dir": values.export_dir, "seed": values.seed}
+        own = replace(head.head, **{name: value for name, value in given.items() if value is not None})
+        print(train_and_export_head(replace(head, head=own), values.export_only))
+        return 0
     settings = read_settings(Path(values.config or DEFAULT))
     settings = override(settings, out_dir=values.out_dir, export_dir=values.export_dir, seed=values.seed)
     print(train_and_export(settings, values.resume, values.export_only))

@@ -106,7 +106,8 @@ class SchedulingSettings:
                                 " 1")  # fmt: skip
     speculative: str = everyday("off", "scheduling", "ngram[:N]: 3 or N tokens a step are guessed from earlier ones;"
                                 " draft[:MODEL][:N]: by a small model (MODEL/draft of --model where none is named);"
-                                " auto[:MODEL][:N]: where faster; grammar[:N]: what a grammar forces")  # fmt: skip
+                                " eagle[:FOLDER][:N]: by a head on its states; auto[:MODEL|:eagle[:FOLDER]][:N]: where"
+                                " faster; grammar[:N]: what a grammar forces")  # fmt: skip
     handoff_timeout_s: float = setting(30.0, "scheduling", "deadline of a handoff's waits, prefill apart")
     prefill_timeout_s: float = setting(300.0, "scheduling", "from a free reservation to the first token")
     stall_timeout_s: float = setting(120.0, "scheduling", "longest gap between two tokens of a request")

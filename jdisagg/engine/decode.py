@@ -243,7 +243,7 @@ class Decoder(DrawPrograms):
         batch.send_changes(plan, self.steer, self.set_row)
         return batch
 
-    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
+    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
         """Page table i32[B, width] and state i32[4, B] where the group is."""
         return batch.table_on(group.submesh, width), group.submesh.spread(batch.state)
 

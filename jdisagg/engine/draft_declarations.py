@@ -23,6 +23,8 @@ def declared_drafts(
     yield slots.program("draw noted greedy", programs.draw_greedy, plain, size)
     yield slots.program("draw noted", programs.draw, (*plain, slots.counts), size)
     yield slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size)
+    if programs.head is not None:
+        yield from programs.head.declared(slots, widths)
     for rows in widths:
         yield from _of_width(programs, slots, rows, length)
 

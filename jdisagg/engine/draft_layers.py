@@ -38,6 +38,7 @@ from jdisagg.engine.sampling import (
     pick_greedy,
 )
 from jdisagg.kv.pools import abstract_pool
+from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Program, Submesh
@@ -224,7 +225,7 @@ class Beside(Protocol):
     """What the machine of the other model is made of."""
 
     @property
-    def draft(self) -> DraftModel | None: ...
+    def draft(self) -> DraftModel | HeadModel | None: ...
     @property
     def layout(self) -> KVLayout: ...
     @property
@@ -233,7 +234,7 @@ class Beside(Protocol):
 
 def open_draft(place: Beside, worker: WorkerConfig, submesh: Submesh) -> DraftLayers | None:
     """The model that a worker guesses by, on its last stage; None where it needs none."""
-    if place.draft is None or not (worker.role.decodes and worker.draft_tokens):
+    if not isinstance(place.draft, DraftModel) or not (worker.role.decodes and worker.draft_tokens):
         return None
     source, config = place.draft.source, place.draft.config
     params = load_stage(source, StageSpec(config, range(config.num_layers), submesh.mesh, place.dtype))

@@ -12,8 +12,8 @@ as often, and here the tokens are those that steps of one would have drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ from jax import Array
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import DRAFT, GRAMMAR, NGRAM, Admission, DecodeRows
 from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig, bucket
+from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.decode import (
     ENABLED,
     POSITION,
@@ -34,6 +35,7 @@ from jdisagg.engine.decode import (
     draw_greedy,
 )
 from jdisagg.engine.draft_layers import FREE, DraftLayers, primed
+from jdisagg.engine.draw_declarations import Drawn
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.ngrams import MAX_NGRAM
@@ -103,12 +105,21 @@ def drawn(history: Array, logits: Array, state: Array, metadata: SamplingMetadat
     return noted(history, state), state, tokens
 
 
+class HeadSteps(Protocol):
+    """The programs that a head has beside those of its layer group (`headed_decode.py`)."""
+
+    @property
+    def programs(self) -> list[Program]: ...
+    def declared(self, slots: Drawn, widths: Sequence[Drawn]) -> Iterator[DeclaredProgram]: ...
+
+
 class DraftPrograms:
     """Those of steps with drafts, beside those of steps of one token."""
 
     def __init__(self, layers: DraftLayers | None = None) -> None:
         """layers: of the model that guesses, where there is one."""
         self.layers, self.widen = layers, Program(widened)
+        self.head: HeadSteps | None = None  # where a head guesses
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
         self.count = Program(counted_drafts, donate=(0,))
         self.draw_greedy, self.draw = Program(drawn_greedy, donate=(0,)), Program(drawn, donate=(0,))
@@ -119,7 +130,13 @@ class DraftPrograms:
     def programs(self) -> list[Program]:
         drawing = [self.widen, self.verify_greedy, self.verify, self.draw_greedy, self.draw, self.set_tokens]
         drawing += [self.count, self.logprobs, self.mask]
-        return [*drawing, *(self.layers.programs if self.layers else ())]
+        beside = [each for each in (self.layers, self.head) if each is not None]
+        return [*drawing, *(program for each in beside for program in each.programs)]
+
+    @property
+    def guesser(self) -> str:
+        """Of rows without a grammar; see `StepDone.guessed`."""
+        return NGRAM if self.layers is None and self.head is None else DRAFT
 
 
 class Guesses:
@@ -215,7 +232,7 @@ class DraftingDecoder(Decoder):
         held = batch.masks.places
         return max((len(held[row].draft) if row in held else width - 1 for row, width in widths.items()), default=0)
 
-    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, Array]:
+    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
         """Page table i32[B, width] and state i32[4, B], or i32[4, B * (1 + drafts)], where the group is."""
         table, state = super().inputs(group, batch, width)
         wide = self._guesses_of(batch).wide
@@ -232,8 +249,7 @@ class DraftingDecoder(Decoder):
             logprobs = self.drafts.logprobs(logits, told)
         for array in (told, *(logprobs or ())):
             array.copy_to_host_async()
-        guesser = NGRAM if self.drafts.layers is None else DRAFT
-        kinds = [GRAMMAR if sampling.grammar else guesser for sampling in asked]
+        kinds = [GRAMMAR if sampling.grammar else self.drafts.guesser for sampling in asked]
         return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
 
     def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:

@@ -78,9 +78,16 @@ class LayerGroupPrograms:
         self.decode_program = self._program(self.decode_step, 3, 1 + counts)
         self.prefill_program = self._program(self._prefill, 4, 1 + counts)
         self.mixed_program = self._program(self._mixed, 6, (3 if self.is_last else 1) + counts)
-        self.head_program = submesh.program(self._head, (self.params.specs, WHOLE, WHOLE), WHOLE)
-        self.states_program = submesh.program(self._states, (self.params.specs, WHOLE), WHOLE)
-        self.score_program = submesh.program(self._score, (self.params.specs, WHOLE, WHOLE), WHOLE)
+        self.head_program, self.states_program, self.score_program = self._ends()
+
+    def _ends(self) -> tuple[Program, Program, Program]:
+        """What is made of activations behind the last layer."""
+        specs, program = self.params.specs, self.submesh.program
+        return (
+            program(self._head, (specs, WHOLE, WHOLE), WHOLE),
+            program(self._states, (specs, WHOLE), WHOLE),
+            program(self._score, (specs, WHOLE, WHOLE), WHOLE),
+        )
 
     @property
     def is_first(self) -> bool:
@@ -89,6 +96,15 @@ class LayerGroupPrograms:
     @property
     def is_last(self) -> bool:
         return self.layers.stop == self.config.num_layers
+
+    @property
+    def kv_layers(self) -> range:
+        """The layers that have pages here: a draft head's besides (`headed_group.py`)."""
+        return self.layers
+
+    def carried(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What decode rows are given besides page tables and state."""
+        return ()
 
     def _program(self, function: Callable[..., Any], arguments: int, results: int) -> Program:
         """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
@@ -138,7 +154,7 @@ class LayerGroupPrograms:
         if stage.repeat is not None:
             assert not adapters, "layers whose rows have adapters are written out"
             (pool,) = pools
-            looped = LoopedLayers(pool, *kinds, len(self.layers), self.config.experts, live)
+            looped = LoopedLayers(pool, *kinds, len(self.kv_layers), self.config.experts, live)
             return looped.run(stage, x, positions), looped
         slots = jnp.concatenate(adapters) if adapters else None
         layers = PagedLayers(pools, *kinds, stage.attention, self.config.experts, live, slots)
@@ -245,8 +261,12 @@ class LayerGroup(LayerGroupPrograms):
         room: AdapterCapacity | None = None,
     ) -> None:
         super().__init__(config, layers, submesh, params, room)
-        self.kv = StagePages(layout, layers, num_pages, submesh, joined=self.joined)
+        self.kv = StagePages(layout, self.kv_layers, num_pages, submesh, joined=self.joined)
         self.load = ExpertLoad(self.sparse, config.experts)
+
+    def given_up(self) -> StageParams:
+        """The layers' weights, of a group that is not to run again."""
+        return self.params
 
     def decode(self, table: Array, state: Array, x: Array | None) -> Array:
         """One step: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""

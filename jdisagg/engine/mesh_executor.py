@@ -32,6 +32,7 @@ from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.draft_layers import DraftLayers, DraftModel, open_draft
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
+from jdisagg.engine.headed_group import HeadedGroup
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.programs import ProgramTable, room_of, submeshes_of, transfer_programs_of
 from jdisagg.engine.ring_declarations import RingTable
@@ -50,13 +51,14 @@ from jdisagg.kv.shipping import (
     pack_pages,
     ship_pages,
 )
+from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.looped_params import load_for_platform
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
 from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import Device, shards_here
+from jdisagg.parallel.submesh import Device, Submesh, shards_here
 
 TIMINGS = 3  # of one pack; the least counts
 
@@ -113,7 +115,7 @@ class Place:
     dtype: DTypeLike
     weights: WeightFormat
     grammars: Grammars | None
-    draft: DraftModel | None = None  # that guesses what is drawn
+    draft: DraftModel | HeadModel | None = None  # that guesses what is drawn
 
 
 class MeshExecutor:
@@ -131,7 +133,7 @@ class MeshExecutor:
         weights: WeightFormat = AS_MADE,
         grammars: Grammars | None = None,
         load: LoadStage | None = None,
-        draft: DraftModel | None = None,
+        draft: DraftModel | HeadModel | None = None,
     ) -> None:
         """Reads the weights (by `load`) and allocates the pages; `warm` must follow before the first plan.
 
@@ -155,8 +157,7 @@ class MeshExecutor:
             load = load or (load_for_platform if room is None else load_stage)  # rows' adapters go layer by layer
             specs = [StageSpec(model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [
-                LayerGroup(params, model, run, submesh, layout, config.num_pages, room)
-                for params, (run, submesh) in zip([load(source, each) for each in specs], cuts, strict=True)
+                self._group(load(source, spec), run, submesh) for spec, (run, submesh) in zip(specs, cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
         self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)
@@ -169,6 +170,14 @@ class MeshExecutor:
         )
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
         self._warming = Lock()  # a machine's peers warm what it receives by; pools are written in place
+
+    def _group(self, params: StageParams, run: range, submesh: Submesh) -> LayerGroup:
+        place, room = self.place, room_of(self.config, self.place.dtype)
+        parts = params, self.model, run, submesh, place.layout
+        if not isinstance(place.draft, HeadModel) or run.stop < self.model.num_layers:
+            return LayerGroup(*parts, self.config.num_pages, room)
+        assert room is None, "adapters and a head were refused together"
+        return HeadedGroup(*parts, self.config, place.draft, place.dtype)
 
     def _adapters(self) -> AdapterSlots | None:
         owners = [self.ring] if self.ring is not None else self.layer_groups

@@ -69,7 +69,7 @@ class ProgramTable:
     def shapes(self) -> tuple[StageShape, ...]:
         """What the other end of a shipment must know."""
         held = self.layout.page_size, self.layout.dtype
-        return tuple(StageShape(each.layers, each.submesh.tp, *held) for each in self.layer_groups)
+        return tuple(StageShape(each.kv_layers, each.submesh.tp, *held) for each in self.layer_groups)
 
     def steps(self) -> list[DeclaredProgram]:
         """Every step that the worker may take, layer group by layer group, and what is drawn after it."""
@@ -123,7 +123,7 @@ class ProgramTable:
     def pool_bytes(self, stage: int, layers: int | None = None) -> int:
         """Of one device: the pages of `layers` layers of the layer group (None: all), as the device holds them."""
         group = self.layer_groups[stage]
-        pages = (self.config.num_pages + 1) * (len(group.layers) if layers is None else layers)
+        pages = (self.config.num_pages + 1) * (len(group.kv_layers) if layers is None else layers)
         return pages * self.layout.layer_page_bytes(group.submesh.tp)
 
     def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
@@ -138,9 +138,9 @@ class ProgramTable:
             program,
             batch,
             group.submesh,
-            group.layers,
+            group.kv_layers,
             abstract(group.params.leaves),
-            pools_for(group, self.layout, self.config.num_pages, len(group.layers)),
+            pools_for(group, self.layout, self.config.num_pages, len(group.kv_layers)),
             (group.is_first, group.is_last, windows),
             activation_bytes(self.model, self.dtype, rows, group.submesh.tp)
             + (logit_bytes(self.model, rows) if gathers else 0),
@@ -164,6 +164,7 @@ class ProgramTable:
             batch = (
                 whole(submesh, (slots, width + self.config.adapter_columns)),
                 whole(submesh, (4, rows)),
+                *group.carried(slots),
                 activations(group, rows, self.dtype),
             )
             yield self._layers(kind, stage, width, rows, group.decode_program, batch)
@@ -185,10 +186,12 @@ class ProgramTable:
         """Slots of so many rows with the widest table, and chunks; their logits are made with the layers."""
         config, kind = self.config, "mixed" if rows == 1 else f"mixed {rows}"
         slots, width = config.slots_per_microbatch, config.table_buckets[-1] + config.adapter_columns
+        of_slots = (slots, width), (4, slots * rows)
         for tokens in config.prefill_buckets:
-            shapes, number = [(slots, width), (4, slots * rows), *chunk_shapes(config, tokens)], slots * rows + tokens
+            of_chunks, number = chunk_shapes(config, tokens), slots * rows + tokens
             for stage, group in enumerate(self.layer_groups):
-                batch = (*(whole(group.submesh, shape) for shape in shapes), activations(group, number, self.dtype))
+                held, chunks = ([whole(group.submesh, shape) for shape in each] for each in (of_slots, of_chunks))
+                batch = (*held, *group.carried(slots), *chunks, activations(group, number, self.dtype))
                 yield self._layers(kind, stage, tokens, number, group.mixed_program, batch)
 
     def _drawn(self, rows: int) -> Drawn:
@@ -250,7 +253,7 @@ def activations(group: LayerGroupPrograms, rows: int, dtype: DTypeLike) -> jax.S
 
 def pools_for(group: LayerGroupPrograms, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
     """Those that `layers` of the group's layers lie in."""
-    held = len(group.layers) if group.joined else layers
+    held = len(group.kv_layers) if group.joined else layers
     return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
 
 

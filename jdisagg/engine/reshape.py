@@ -40,7 +40,7 @@ def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWei
     _give_up_draft(machine)
     for group in machine.layer_groups:
         spec = StageSpec(machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
-        held.add(whole_stage(group.params, spec), spec)
+        held.add(whole_stage(group.given_up(), spec), spec)
     return _made(machine, shape, held), held
 
 

@@ -140,7 +140,8 @@ class AbstractStage:
     joined = False  # each place has a pool
 
     def __init__(self, cut: RingCut, ring: RingMesh, stage: int) -> None:
-        self.layers, self.submesh = cut.runs[stage], ring.stages[stage]
+        self.layers = self.kv_layers = cut.runs[stage]
+        self.submesh = ring.stages[stage]
 
 
 def abstract_ring_table(

@@ -65,7 +65,8 @@ class RingStage:
     joined = False
 
     def __init__(self, ring: Ring, stage: int) -> None:
-        self.layers, self.submesh = ring.cut.runs[stage], ring.ring.stages[stage]
+        self.layers = self.kv_layers = ring.cut.runs[stage]
+        self.submesh = ring.ring.stages[stage]
         self.kv, self.params = ring.kv.stages[stage], _Share(ring.params.num_bytes // ring.ring.pp)
         self.is_first, self.is_last = stage == 0, stage == ring.ring.pp - 1
         rows = [row for row, place in enumerate(ring.sparse) if ring.cut.places[stage][place] is not None]

@@ -22,6 +22,8 @@ from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates, Stages
+from jdisagg.engine.headed_decode import HeadedDecoder
+from jdisagg.engine.headed_group import HeadedGroup
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
 from jdisagg.engine.turn_steps import TurnSteps
@@ -80,7 +82,7 @@ class Runner:
         self.layer_groups, self.config, self.adapters = layer_groups, config, adapters
         parts = layer_groups, config, vocab_size, grammars
         self.prefiller = Prefiller(*parts) if config.computes_prompts else None
-        drafting = DraftingDecoder(*parts, draft) if config.role.decodes and config.draft_tokens else None
+        drafting = _drafting(*parts, draft) if config.role.decodes and config.draft_tokens else None
         self.drafts = drafting.drafts if drafting else None
         self.decoder = drafting or (Decoder(*parts) if config.role.decodes else None)
         self.turns = TurnSteps(layer_groups[0], config) if config.takes_turns else None
@@ -142,10 +144,11 @@ class Runner:
             assert prompts is not None, "a step holds something"
             return group.prefill(prompts.on[group.submesh], x)
         assert self.decoder is not None
+        run: Any = group  # one with a head takes besides what its decoder carries
         inputs = self.decoder.inputs(group, slots.batch, slots.plan.table_pages)
         if prompts is None:
-            return group.decode(*inputs, x)
-        return group.mixed(*inputs, prompts.on[group.submesh], x)
+            return run.decode(*inputs, x)
+        return run.mixed(*inputs, prompts.on[group.submesh], x)
 
     def _finish(self, plan: StepPlan, slots: Slots | None, prompts: Prompts | None, x: Any) -> Pending:
         out = x if isinstance(x, MixedOut) else MixedOut(x, None, x)
@@ -161,6 +164,17 @@ class Runner:
 
     def _counts(self) -> tuple[tuple[ExpertLoad, list[Array]], ...]:
         return tuple((group.load, group.load.taken()) for group in self.layer_groups if group.sparse)
+
+
+def _drafting(
+    layer_groups: Sequence[LayerGroup],
+    config: WorkerConfig,
+    vocab_size: int,
+    grammars: Grammars | None,
+    draft: DraftLayers | None,
+) -> DraftingDecoder:
+    parts = layer_groups, config, vocab_size, grammars
+    return HeadedDecoder(*parts) if isinstance(layer_groups[-1], HeadedGroup) else DraftingDecoder(*parts, draft)
 
 
 def draws(rows: Drawing | None, chunks: PendingChunks | None) -> bool:

@@ -287,9 +287,12 @@ class Stage(nnx.Module):
 
     def logits(self, x: Array) -> Array:
         """[..., hidden] -> f32[..., V], whole on every shard."""
+        return self.scores(self.states(x))
+
+    def scores(self, x: Array) -> Array:
+        """[..., hidden], as the head takes them -> f32[..., V], whole on every shard."""
         head = self.embed if self.head is None else self.head
         assert head is not None
-        x = self.states(x)
         y = scored(x, head[...]) if self.head_scale is None else self._scaled_scores(x, head[...])
         if self.head_cut.axes and self.head_cut.shards > 1:
             y = jax.lax.all_gather(y, self.head_cut.axes, axis=y.ndim - 1, tiled=True)

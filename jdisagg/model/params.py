@@ -147,18 +147,22 @@ def abstract_stage(
 
 def forms_of(stage: Stage) -> dict[str, MatrixForm]:
     """Of every matrix by its leaf, as "layers.0.attention.qkv.kernel", and of "head"."""
-    forms = {
-        ".".join(map(str, (*path, "kernel"))): module.form
-        for path, module in nnx.iter_modules(stage)
-        if isinstance(module, Weight)
-    }
     experts = {
         ".".join(map(str, (*path, name))): module.form
         for path, module in nnx.iter_modules(stage)
         if isinstance(module, ExpertMLP)
         for name in MATRICES
     }
-    return forms | experts | {"head": stage.head_form}
+    return weight_forms(stage) | experts | {"head": stage.head_form}
+
+
+def weight_forms(module: nnx.Module) -> dict[str, MatrixForm]:
+    """Of every matrix that is a `Weight`."""
+    return {
+        ".".join(map(str, (*path, "kernel"))): each.form
+        for path, each in nnx.iter_modules(module)
+        if isinstance(each, Weight)
+    }
 
 
 def as_it_lies(rule: Leaf, path: str, forms: dict[str, MatrixForm]) -> Leaf:
@@ -205,13 +209,21 @@ def outline_of(spec: StageSpec) -> tuple[StageParams, AbstractStage, list[Leaf]]
     """The stage's shapes, and for each leaf how it is made from a checkpoint."""
     config, tp, abstract = spec.config, spec.tp, spec.abstract()
     rules = abstract.rules(stage_leaves(config, spec.layers, tp if config.vocab_size % tp == 0 else 1))
-    specs = [_spec(rule, tp) for rule in rules]
-    leaves = [
-        _whole_leaf(rule, local, spec.sharding(each), tp)
-        for rule, local, each in zip(rules, abstract.leaves, specs, strict=True)
-    ]
+    specs, leaves = placed_leaves(abstract, rules, spec)
     reductions = count_reductions(abstract)
     return StageParams(abstract.graphdef, abstract.treedef, leaves, specs, reductions), abstract, rules
+
+
+def placed_leaves(
+    abstract: AbstractStage, rules: list[Leaf], spec: StageSpec
+) -> tuple[list[PartitionSpec], list[jax.ShapeDtypeStruct]]:
+    """How each leaf is cut over the shards of the mesh, and its shape there."""
+    specs = [_spec(rule, spec.tp) for rule in rules]
+    leaves = [
+        _whole_leaf(rule, local, spec.sharding(each), spec.tp)
+        for rule, local, each in zip(rules, abstract.leaves, specs, strict=True)
+    ]
+    return specs, leaves
 
 
 def count_reductions(abstract: AbstractStage) -> int:

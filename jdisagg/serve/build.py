@@ -22,6 +22,9 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.reshape import Shape
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.checkpoint import open_source, read_defaults
+from jdisagg.model.draft_head import HeadConfig, HeadModel
+from jdisagg.model.sources import HFSource
+from jdisagg.model.sources import Source as WeightSource
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.policy.router import Router
@@ -200,7 +203,7 @@ def load_executors(
     weights = choose_weights(deployment, settings, source, told, choices_folder())
     grammars = grammars_of(settings, deployment.model_folder, deployment.model.vocab_size)
 
-    draft = draft_of(deployment, settings)
+    draft = draft_of(deployment, settings, source)
 
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
         place = deployment.place(name)
@@ -213,11 +216,13 @@ def load_executors(
     return {machine.config.worker: machine for machine in machines}
 
 
-def draft_of(deployment: Deployment, settings: Settings) -> DraftModel | None:
-    """The model that guesses what is drawn. Raises CheckpointError."""
+def draft_of(deployment: Deployment, settings: Settings, source: WeightSource) -> DraftModel | HeadModel | None:
+    """The model or head that guesses what is drawn; source: of the model's weights. Raises CheckpointError."""
     if deployment.draft is None:
         return None
     folder, config = deployment.draft
+    if isinstance(config, HeadConfig):
+        return HeadModel(HFSource(folder), config, source)
     return DraftModel(open_source(folder, settings.load_format, config, settings.seed), config)
 
 

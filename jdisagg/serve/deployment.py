@@ -25,8 +25,8 @@ from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, w
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.serve.chosen_sizes import ChosenSizes, Devices, page_of, sizes_of
 from jdisagg.serve.memory import Budget, num_pages, own_layers
-from jdisagg.serve.speculation import read_draft
-from jdisagg.serve.worker_sizes import shipping_of, worker_config
+from jdisagg.serve.speculation import Draft, read_draft, with_head
+from jdisagg.serve.worker_sizes import kv_runs, shipping_of, worker_config
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
@@ -54,7 +54,7 @@ class Deployment:
     sizes: ChosenSizes
     device_bytes: int | None = None  # of memory, of one device; None on the CPU
     dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
-    draft: tuple[Path, ModelConfig] | None = None  # the model that guesses what is drawn
+    draft: Draft | None = None  # the model or head that guesses what is drawn
 
     def dtype_of(self, role: Role) -> str:
         """Of activations of workers of this role."""
@@ -71,7 +71,8 @@ class Deployment:
     def shapes(self, place: WorkerMesh) -> list[StageShape]:
         """The layer groups of the worker at this place."""
         kv = self.layout(place.role)
-        return [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in self.layers_of(place)]
+        runs = kv_runs(self.layers_of(place), kv)
+        return [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in runs]
 
     def layers_of(self, place: WorkerMesh) -> tuple[range, ...]:
         """Of the worker's stages or layer groups."""
@@ -87,7 +88,6 @@ def resolve_deployment(
     """What `settings` ask for, on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
 
     chip: their data sheet, where there is one: sizes that nobody said follow from it.
-
     Not `sized`: workers are other processes' affair, which know their memory; each has one sequence's pages here.
     Logs a warning for workers that share devices; each then gets an equal part of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
@@ -102,9 +102,10 @@ def resolve_deployment(
     longest = longest_of(settings, model)
     devices = Devices(platform, chip, device_bytes)
     page, kv, prefill_kv = layouts_of(settings, model, mesh, devices, (dtype, prefill_dtype))
+    draft = read_draft(settings.speculative, folder, model)
+    kv, prefill_kv = (with_head(each, draft, settings, mesh) for each in (kv, prefill_kv))
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     layers = cut_layers(model, mesh)
-    draft = read_draft(settings.speculative, folder, model)
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
     name = settings.served_model_name or name_of(folder)

@@ -13,6 +13,7 @@ from jdisagg.core.stages import ring_cut, split_prefill
 from jdisagg.core.targets import GIB
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import Role
+from jdisagg.model.draft_head import HeadConfig, head_bytes
 from jdisagg.model.weight_bytes import adapter_bytes, ring_shard_bytes, shard_bytes
 
 CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
@@ -34,7 +35,7 @@ class Budget:
     dtype: str  # of activations
     weights: WeightFormat
     device_bytes: int | None
-    draft: ModelConfig | None = None  # that guesses, beside the last stage
+    draft: ModelConfig | HeadConfig | None = None  # that guesses, beside the last stage
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
         """The worker's part, where it shares a device with others."""
@@ -85,7 +86,10 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
         held_bytes += adapter_bytes(settings, budget.model, layers, place.tp, budget.dtype)  # noqa: PLW2901
         page_bytes = len(layers) * kv.layer_page_bytes(place.tp)
         of_draft = 0
-        if budget.draft is not None and place.role.decodes and number == len(stages):
+        if isinstance(budget.draft, HeadConfig) and number == len(stages):
+            of_draft = head_bytes(budget.draft, place.tp, budget.dtype)
+            page_bytes += kv.layer_page_bytes(place.tp)
+        elif isinstance(budget.draft, ModelConfig) and place.role.decodes and number == len(stages):
             of_draft = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
             small = KVLayout.of(budget.draft, kv.page_size, kv.dtype, kv.tiled)
             page_bytes += small.held_page_bytes(place.tp) // place.tp

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jdisagg.core.errors import FlagError
+from jdisagg.core.errors import CheckpointError, FlagError
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_sharing_vocabulary
+from jdisagg.model.draft_head import HeadConfig, read_head
 
 DRAFT_TOKENS = 3
-OWN = "draft"  # the draft that lies with a model, in a folder of this name
-KINDS = ("ngram", "auto", "grammar", OWN)
+OWN, OWN_HEAD = "draft", "eagle"  # the draft and the head that lie with a model, in folders of these names
+KINDS = ("ngram", "auto", "grammar", OWN, OWN_HEAD)
+HEADS = Path(__file__).parents[1] / "heads"  # of models that lie elsewhere, by how their names begin
+
+Draft = tuple[Path, ModelConfig | HeadConfig]
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """Tokens of a draft, 0 for none; whether they are guessed of any row's, or come of grammars alone; whether they are
-    verified only where that is faster; and the model that guesses them, "" where n-grams do."""
+    verified only where that is faster; and the model that guesses them, "" where n-grams do, or the head."""
 
     tokens: int = 0
     guesses: bool = True
     auto: bool = False
     draft: str = ""
+    head: bool = False
 
 
 def read_speculation(said: str) -> Speculation:
@@ -31,21 +39,58 @@ def read_speculation(said: str) -> Speculation:
     if said == "off":
         return Speculation()
     number = rest.pop() if rest and rest[-1].isdecimal() else str(DRAFT_TOKENS)
-    model = ":".join(rest) or (OWN if kind == OWN else "")
-    named = kind in (OWN, "auto")
+    head = kind == OWN_HEAD or (kind == "auto" and rest[:1] == [OWN_HEAD])
+    rest = rest[1:] if head and kind == "auto" else rest
+    model = ":".join(rest) or (OWN_HEAD if head else OWN if kind == OWN else "")
+    named = kind in (OWN, OWN_HEAD, "auto")
     if kind not in KINDS or int(number) == 0 or said.endswith(":") or (model and not named):
         raise FlagError(
-            f"--speculative={said}: say off, {', '.join(KINDS)}, draft:MODEL, auto:MODEL, or one of them with :N"
-            f" for N tokens instead of {DRAFT_TOKENS}"
+            f"--speculative={said}: say off, {', '.join(KINDS)}, draft:MODEL, eagle:FOLDER, auto:MODEL,"
+            f" auto:eagle:FOLDER, or one of them with :N for N tokens instead of {DRAFT_TOKENS}"
         )
-    return Speculation(int(number), kind != "grammar", kind == "auto", model)
+    return Speculation(int(number), kind != "grammar", kind == "auto", model, head)
 
 
-def read_draft(said: str, model_folder: Path, model: ModelConfig) -> tuple[Path, ModelConfig] | None:
-    """Where the model lies that guesses, and its numbers; None where none does. Raises FlagError, CheckpointError where
-    there is none, ConfigError where its tokens are not the other's."""
-    draft = read_speculation(said).draft
+def read_draft(said: str, model_folder: Path, model: ModelConfig) -> Draft | None:
+    """Where the model or head lies that guesses, and its numbers; None where none does. Raises FlagError,
+    CheckpointError where there is none, ConfigError where its tokens are not the other's."""
+    speculation = read_speculation(said)
+    draft = speculation.draft
     if not draft:
         return None
+    if speculation.head:
+        folder = own_head(said, model_folder) if draft == OWN_HEAD else Path(draft)
+        return folder, read_head(folder, model, f"--speculative={said}: {folder}")
     folder = model_folder / OWN if draft == OWN else Path(draft)
     return folder, read_sharing_vocabulary(folder, model.vocab_size, f"--speculative={said}: {folder}")
+
+
+def own_head(said: str, model_folder: Path, heads: Path = HEADS) -> Path:
+    """The head that lies with the model, or that comes with the program. Raises CheckpointError."""
+    folder, name = model_folder / OWN_HEAD, model_folder.name.lower()
+    if folder.is_dir():
+        return folder
+    found = sorted(each for each in heads.glob("*") if each.is_dir() and name.startswith(each.name.lower()))
+    if not found:
+        raise CheckpointError(f"--speculative={said}: no head in {folder} nor for {name} in {heads}: name a folder")
+    return found[-1]
+
+
+def with_head(kv: KVLayout, draft: Draft | None, settings: Settings, mesh: MeshSpec) -> KVLayout:
+    """A head's keys and values lie behind the model's. Raises FlagError."""
+    if draft is None or not isinstance(draft[1], HeadConfig):
+        return kv
+    check_head(settings, mesh)
+    return replace(kv, num_layers=kv.num_layers + 1)
+
+
+def check_head(settings: Settings, mesh: MeshSpec) -> None:
+    """What a head cannot do, it is not asked for. Raises FlagError."""
+    said = f"--speculative={settings.speculative}"
+    if mesh.is_ring:
+        raise FlagError(f"{said}: a ring runs no head; --mesh={mesh} may have stages in its place, or say ngram")
+    if settings.lora or settings.enable_lora:
+        what = f"--lora={settings.lora}" if settings.lora else "--enable_lora"
+        raise FlagError(
+            f"{said} and {what}: a head guesses for the model itself alone; draft:MODEL does beside adapters"
+        )

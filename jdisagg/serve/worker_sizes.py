@@ -96,13 +96,18 @@ def shipping_of(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> 
         "transfer": TransferMode(settings.transfer),
         "digests": Digests(settings.transfer_digests),
         "stage_admission": settings.stage_admission == "on",
-        "layer_groups": tuple((run.start, run.stop) for run in layers),
+        "layer_groups": tuple((run.start, run.stop) for run in kv_runs(layers, kv)),
         "kv_token_bytes": kv.bytes_per_page // kv.page_size,
         "compress": Compress(settings.transfer_compress),
         "error_bound": settings.transfer_error_bound,
         # Pages and dtypes may differ.
         "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.parts} x {kv.head_dim}",
     }
+
+
+def kv_runs(layers: tuple[range, ...], kv: KVLayout) -> tuple[range, ...]:
+    """The layers that have KV in each of these runs: a head's lies behind the last."""
+    return (*layers[:-1], range(layers[-1].start, kv.num_layers))
 
 
 def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:

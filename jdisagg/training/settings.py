@@ -46,20 +46,20 @@ def read_settings(path: Path) -> TrainSettings:
     unknown = sorted(tables.keys() - {"run", "model", "optimiser", "phase", "teacher"})
     if unknown:
         raise FlagError(f"unknown table {unknown[0]} in {path}; there are run, model, optimiser, phase and teacher")
-    phases = tuple(_table(Phase, "phase", phase) for phase in tables.get("phase", []))
+    phases = tuple(read_table(Phase, "phase", phase) for phase in tables.get("phase", []))
     if not phases:
         raise FlagError(f"{path} has no [[phase]]: nothing to train")
     return TrainSettings(
-        _table(RunSettings, "run", tables.get("run", {})),
-        _table(ModelConfig, "model", {"family": "llama", **tables.get("model", {})}),
-        _table(OptimiserSettings, "optimiser", tables.get("optimiser", {})),
+        read_table(RunSettings, "run", tables.get("run", {})),
+        read_table(ModelConfig, "model", {"family": "llama", **tables.get("model", {})}),
+        read_table(OptimiserSettings, "optimiser", tables.get("optimiser", {})),
         phases,
         _teacher(tables["teacher"]) if "teacher" in tables else None,
     )
 
 
 def _teacher(given: dict[str, Any]) -> TeacherSettings:
-    found = _table(TeacherSettings, "teacher", given)
+    found = read_table(TeacherSettings, "teacher", given)
     return replace(found, temperatures=tuple(found.temperatures))
 
 
@@ -68,7 +68,8 @@ def override(settings: TrainSettings, **given: Any) -> TrainSettings:
     return replace(settings, run=replace(settings.run, **{k: v for k, v in given.items() if v is not None}))
 
 
-def _table(kind: type[Table], name: str, given: dict[str, Any]) -> Table:
+def read_table(kind: type[Table], name: str, given: dict[str, Any]) -> Table:
+    """Raises FlagError for keys that are unknown or missing."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(given.keys() - known.keys())
     if unknown:

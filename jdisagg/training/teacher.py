@@ -98,7 +98,7 @@ def _written(teacher: Teacher, prompts: Array, temperature: float, key: Array) -
             token = jnp.where(place < prompts.shape[1], asked[:, place], drawn)
             model = teacher.network.merge(leaves)
             positions = jnp.full((batch, 1), place)
-            x = model.run_layers(model.embed_tokens(token[:, None]), positions, attending(_cached(kept, place)))
+            x = model.run_layers(model.embed_tokens(token[:, None]), positions, attending(cached(kept, place)))
             logits = model.logits(x)[:, 0]
             hot = jax.random.categorical(jax.random.fold_in(key, place), logits / jnp.maximum(temperature, 1e-3))
             drawn = jnp.where(temperature > 0, hot, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
@@ -111,7 +111,7 @@ def _written(teacher: Teacher, prompts: Array, temperature: float, key: Array) -
     return jax.jit(write)(teacher.network.leaves, prompts, jnp.float32(temperature), key)
 
 
-def _cached(kept: list[tuple[Array, Array]], place: Array) -> Attend:
+def cached(kept: list[tuple[Array, Array]], place: Array) -> Attend:
     """Attention of one token a row over those before it, whose keys and values, f32[B, S, Hkv, D], are `kept`."""
 
     def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None = None) -> Array:

@@ -9,9 +9,12 @@ import pytest
 
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
 from jdisagg.serve.deployment import EMBEDDED_MODEL
-from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, read_draft, read_speculation
+from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, check_head, own_head, read_draft, read_speculation
 from tests.fixtures import conformance
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 3], list(range(20, 30)), [7] * 12]
@@ -49,7 +52,9 @@ def test_tokens_are_those_of_a_stack_that_guesses_none_where_pages_do_not_do_for
 
 @pytest.mark.parametrize("said", ["ngram:0", "ngram:x", "grammar:-1", "guess", "ngram:", "draft:0", ""])
 def test_what_drafts_nothing_is_refused_with_what_may_be_said(said: str):
-    with pytest.raises(FlagError, match=f"--speculative={said}: say off, ngram, auto, grammar, draft, draft:MODEL"):
+    with pytest.raises(
+        FlagError, match=f"--speculative={said}: say off, ngram, auto, grammar, draft, eagle, draft:MODEL"
+    ):
         read_speculation(said)
 
 
@@ -61,7 +66,8 @@ def test_a_model_that_guesses_is_named_or_lies_with_the_model():
 
 def test_the_embedded_model_has_a_small_draft_of_its_own():
     found = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
-    assert found is not None and found[0] == EMBEDDED_MODEL / "draft" and found[1].num_layers == 1
+    assert found is not None and found[0] == EMBEDDED_MODEL / "draft"
+    assert isinstance(found[1], ModelConfig) and found[1].num_layers == 1
     assert sum(path.stat().st_size for path in found[0].iterdir()) < 10_000_000
 
 
@@ -82,3 +88,32 @@ def test_drafts_come_of_any_rows_tokens_or_of_grammars_alone():
         Speculation(DRAFT_TOKENS, guesses=False),
         Speculation(7, auto=True),
     ]
+
+
+def test_a_head_is_named_or_lies_with_its_model():
+    said = {
+        each: read_speculation(each) for each in ("eagle", "eagle:5", "eagle:/a/b:2", "auto:eagle", "auto:eagle:/a")
+    }
+    assert [(each.draft, each.tokens, each.auto) for each in said.values()] == [
+        ("eagle", 3, False),
+        ("eagle", 5, False),
+        ("/a/b", 2, False),
+        ("eagle", 3, True),
+        ("/a", 3, True),
+    ]
+    assert all(each.head for each in said.values()) and not read_speculation("auto:draft").head
+
+
+def test_a_model_that_lies_elsewhere_has_the_head_that_its_name_begins_as(tmp_path: Path):
+    (tmp_path / "heads" / "Model-1B").mkdir(parents=True)
+    found = own_head("eagle", tmp_path / "model-1b.Q4_1.gguf", tmp_path / "heads")
+    assert found == tmp_path / "heads" / "Model-1B"
+    with pytest.raises(CheckpointError, match=f"no head in {tmp_path}/other/eagle nor for other in {tmp_path}/heads"):
+        own_head("eagle", tmp_path / "other", tmp_path / "heads")
+
+
+def test_a_ring_and_adapters_have_no_head():
+    with pytest.raises(FlagError, match="--speculative=eagle: a ring runs no head; --mesh=prefill:tp1,decode:ring2"):
+        check_head(Settings(speculative="eagle"), MeshSpec.parse("prefill:tp1,decode:ring2tp1"))
+    with pytest.raises(FlagError, match="--speculative=eagle and --lora=a=/b: a head guesses for the model"):
+        check_head(Settings(speculative="eagle", lora="a=/b"), MeshSpec.parse("colocated:tp1"))

@@ -1,0 +1,326 @@
+"""The last layer group of a model that has a draft head: the head's layer lies behind it (`model/draft_head.py`).
+
+Every program that runs tokens through the group writes the head's keys and values for them as well, in a pool behind
+those of its layers, so that they are there wherever the pages are: after a handoff, a preemption, a prefix that was
+found. That takes the head's first products alone, as nothing of what its layer makes is read. `guess` runs it whole,
+one row a slot, and once for each token that it guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
+from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
+from jdisagg.engine.decode import POSITION, TOKEN
+from jdisagg.engine.draft_layers import FREE, drawn_alike
+from jdisagg.engine.layer_group import LayerGroup, MixedOut, running
+from jdisagg.engine.looped_layers import shifted
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATURE, SamplingMetadata, pick_greedy
+from jdisagg.kv.pools import abstract_pools
+from jdisagg.model.draft_head import DraftHead, HeadModel, HeadParams, load_head
+from jdisagg.model.looped_params import LoopedParams
+from jdisagg.model.network import Stage
+from jdisagg.model.params import StageParams
+from jdisagg.parallel.submesh import Submesh
+
+Kinds = tuple[DecodeRows | None, ChunkRows | None]
+
+
+@dataclass(frozen=True)
+class HeadedParams:
+    """The weights of a stage and of its head, in one list."""
+
+    stage: StageParams
+    head: HeadParams
+    leaves: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def of(stage: StageParams, head: HeadParams) -> HeadedParams:
+        return HeadedParams(stage, head, [*stage.leaves, *head.leaves])
+
+    @property
+    def specs(self) -> list[PartitionSpec]:
+        return [*self.stage.specs, *self.head.specs]
+
+    @property
+    def num_reductions(self) -> int:
+        return self.stage.num_reductions
+
+    @property
+    def in_f32(self) -> bool:
+        return self.stage.in_f32
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def merge(self, leaves: list[Array]) -> Stage:
+        return self.stage.merge(leaves[: len(leaves) - len(self.head.specs)])
+
+    def merge_head(self, leaves: list[Array]) -> DraftHead:
+        return self.head.merge(leaves[len(leaves) - len(self.head.specs) :])
+
+
+class HeadedGroup(LayerGroup):
+    """A `LayerGroup` whose pages have one layer more."""
+
+    def __init__(
+        self,
+        params: StageParams,
+        config: ModelConfig,
+        layers: range,
+        submesh: Submesh,
+        layout: KVLayout,
+        worker: WorkerConfig,
+        head: HeadModel,
+        dtype: Any,
+    ) -> None:
+        super().__init__(params, config, layers, submesh, layout, worker.num_pages)
+        loaded = load_head(head, submesh.mesh, dtype, embeds=not self.is_first)
+        self.params: Any = HeadedParams.of(self.params, loaded)
+        self.head_config, self.worker, self.dtype = head.config, worker, dtype
+        counts = 1 if self.sparse else 0
+        self.decode_program = self._program(self.decode_step, 4, 2 + counts)
+        self.prefill_program = self._program(self._prefill, 4, 1 + counts)
+        self.mixed_program = self._program(self._mixed, 7, 4 + counts)
+        self.head_program, self.states_program, self.score_program = self._ends()
+        self.guess_program = self._program(self._guess, 6, 1)
+        self.states_of_rows: Array | None = None  # [rows, hidden], of the decode rows that ran last
+
+    @property
+    def kv_layers(self) -> range:
+        return range(self.layers.start, self.layers.stop + 1)
+
+    @property
+    def turns(self) -> int:
+        params = self.params.stage if isinstance(self.params, HeadedParams) else self.params
+        return params.repeat.turns if isinstance(params, LoopedParams) and params.repeat else 1
+
+    @property
+    def programs(self) -> list[Any]:
+        return [*super().programs, self.guess_program]
+
+    # ------------------------------------------------------------ what one shard runs
+
+    def decode_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, leaves: list[Array], pools: list[Array], table: Array, state: Array, kept: Array, x: Array | None
+    ) -> tuple[list[Array] | Array, ...]:
+        """kept [B, hidden]: the state before each slot's first row. Beside the logits the states of all rows."""
+        stage, x = self._run(leaves, x, state[TOKEN])
+        kinds: Kinds = self._slots(pools, table, state)[0], None
+        x, layers = self._run_layers(stage, pools, kinds, running(state), [], x, state[POSITION])
+        states = stage.states(x)
+        before = behind(kept, states)
+        pools = self._write(leaves, stage, layers.pools, kinds, state[TOKEN], state[POSITION], before)
+        return pools, stage.scores(states), states, *layers.counts
+
+    def _prefill(
+        self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
+    ) -> tuple[list[Array] | Array, ...]:
+        kinds: Kinds = None, self._chunks(pools, rows, spans, table)
+        results: Any = super()._prefill(leaves, pools, rows, spans, table, x)
+        stage = self.params.merge(leaves)
+        before = behind_in_chunks(spans, stage.states(results[1]))
+        return self._write(leaves, stage, results[0], kinds, rows[0], rows[1], before), *results[1:]
+
+    def _mixed(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        leaves: list[Array],
+        pools: list[Array],
+        slot_table: Array,
+        state: Array,
+        kept: Array,
+        rows: Array,
+        spans: Array,
+        table: Array,
+        x: Array | None,
+    ) -> tuple[list[Array] | Array, ...]:
+        tokens, positions = (jnp.concatenate([state[row], rows[row]]) for row in (TOKEN, POSITION))
+        stage, x = self._run(leaves, x, tokens)
+        kinds: Kinds = self._slots(pools, slot_table, state)[0], self._chunks(pools, rows, spans, table)
+        live = jnp.concatenate([running(state), jnp.arange(rows.shape[1]) < spans[1, -1]])
+        x, layers = self._run_layers(stage, pools, kinds, live, [], x, positions)
+        states, number = stage.states(x), state.shape[1]
+        before = jnp.concatenate([behind(kept, states[:number]), behind_in_chunks(spans, states[number:])])
+        pools = self._write(leaves, stage, layers.pools, kinds, tokens, positions, before)
+        ends = number + jnp.maximum(spans[1, 1:] - 1, 0)
+        logits = stage.scores(jnp.concatenate([states[:number], states[ends]]))
+        return pools, logits[:number], logits[number:], x[number:], states[:number], *layers.counts
+
+    def _write(
+        self,
+        leaves: list[Array],
+        stage: Stage,
+        pools: list[Array],
+        kinds: Kinds,
+        tokens: Array,
+        positions: Array,
+        before: Array,
+    ) -> list[Array]:
+        """The pools with the head's keys and values of these rows."""
+        return self._through_head(leaves, stage, pools, kinds, tokens, positions, before)[0]
+
+    def _through_head(
+        self,
+        leaves: list[Array],
+        stage: Stage,
+        pools: list[Array],
+        kinds: Kinds,
+        tokens: Array,
+        positions: Array,
+        before: Array,
+    ) -> tuple[list[Array], Array]:
+        """The pools, and what the states of these rows are going to be."""
+        head, last = self.params.merge_head(leaves), [pools[-1]]
+        offset = (len(self.kv_layers) - 1) * (pools[-1].shape[0] // len(self.kv_layers)) if self.joined else 0
+        rows, chunks = (shifted(kinds[0], offset), shifted(kinds[1], offset)) if offset else kinds
+        attend = paged_attend(last, rows, chunks, lambda _: self.head_config.layer.attention(0))
+        embed = stage.embed if head.embed is None else head.embed
+        assert embed is not None
+        x = head(embed[...][tokens], before, positions, attend)
+        return [*pools[:-1], last[0]], x
+
+    # ------------------------------------------------------------ a guess
+
+    def guess(self, table: Array, state: Array, kept: Array, widths: Array, given: Array, metadata: Any) -> Array:
+        """What may follow each slot's token, i32[B, drafts], as `given` where that is not FREE."""
+        here = self.submesh.spread
+        held = *(here(each) for each in (state, kept, widths, given)), SamplingMetadata(*map(here, metadata))
+        pools, guess = self.guess_program(self.params.leaves, self.kv.pools[-1:], table, *held)
+        self.kv.pools[-1:] = pools
+        return guess.addressable_data(0)
+
+    def _guess(
+        self,
+        leaves: list[Array],
+        pools: list[Array],
+        table: Array,
+        state: Array,
+        kept: Array,
+        widths: Array,
+        given: Array,
+        metadata: SamplingMetadata,
+    ) -> tuple[list[Array] | Array, ...]:
+        """Where a slot guesses anew, its row's state is what the head made of the row before."""
+        stage, head = self.params.merge(leaves), self.params.merge_head(leaves)
+        token, states, found = state[TOKEN], kept, []
+        for ahead in range(given.shape[1]):
+            wanted, positions = running(state) & (widths > ahead + 1), state[POSITION] + ahead
+            rows = decode_rows(table, positions, wanted, pools[-1].shape[3])
+            pools, states = self._through_head(leaves, stage, pools, (rows, None), token, positions, states)
+            token = self._drawn(stage, head, states, metadata, positions + 1)
+            found.append(jnp.where(wanted, token, FREE))
+        return pools, jnp.where(given == FREE, jnp.stack(found, axis=1), given)
+
+    def _drawn(self, stage: Stage, head: DraftHead, states: Array, metadata: SamplingMetadata, at: Array) -> Array:
+        """i32[B]: what each slot would draw behind such states, among the head's tokens."""
+        scores = head.scores(states)
+        if scores is None:
+            return drawn_alike(stage.scores(states), metadata, at)
+        tokens = np.array(self.head_config.tokens, np.int32)
+        place = np.full(self.config.vocab_size, -1, np.int32)
+        place[tokens] = np.arange(len(tokens))
+
+        def drawn(scores: Array) -> Array:
+            spread = jnp.where(jnp.asarray(place >= 0)[None], scores[:, np.maximum(place, 0)], NEVER)
+            return drawn_alike(spread, metadata, at)
+
+        def likeliest(scores: Array) -> Array:
+            return jnp.asarray(tokens)[jnp.maximum(pick_greedy(scores), 0)]
+
+        return jax.lax.cond(jnp.any(metadata.floats[:, TEMPERATURE] > 0), drawn, likeliest, scores)
+
+    # ------------------------------------------------------------ how it is called
+
+    def given_up(self) -> StageParams:
+        held, own = self.params, list(self.params.leaves[: len(self.params.leaves) - len(self.params.head.specs)])
+        held.leaves.clear()
+        return replace(held.stage, leaves=own)
+
+    def decode(self, table: Array, state: Array, *rest: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As a `LayerGroup`; before the activations of the stage before come the states before the rows."""
+        results = self.decode_program(self.params.leaves, self.kv.pools, table, state, *rest)
+        self.kv.pools, logits, self.states_of_rows, *counts = results
+        self.load.leaves(counts)
+        return logits
+
+    def mixed(self, slot_table: Array, state: Array, *rest: Any) -> MixedOut:  # pyright: ignore[reportIncompatibleMethodOverride]
+        kept, chunks, x = rest
+        batch = slot_table, state, kept, chunks.rows, chunks.spans, chunks.table
+        results = self.mixed_program(self.params.leaves, self.kv.pools, *batch, x)
+        self.kv.pools, *made, self.states_of_rows = results[:5]
+        self.load.leaves(list(results[5:]))
+        return MixedOut(*made)
+
+    # ------------------------------------------------------------ what is declared
+
+    def carried(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (whole(self.submesh, (slots, self.config.hidden_size), self.dtype),)
+
+
+def declared_guesses(group: HeadedGroup, stage: int, slots: int, drafts: int) -> list[DeclaredProgram]:
+    """Of so many tokens."""
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return whole(group.submesh, shape)
+
+    floats = whole(group.submesh, (slots, FLOAT_COLUMNS), jnp.float32)
+    metadata: Any = SamplingMetadata(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
+    batch = ints(4, slots), *group.carried(slots), ints(slots), ints(slots, drafts), metadata
+    layers = group.kv_layers if group.joined else group.kv_layers[-1:]
+    held = len(layers), group.worker.num_pages, group.submesh
+    pools = abstract_pools(group.kv.layout, *held, joined=group.joined)
+    return [
+        DeclaredProgram(
+            f"guess {drafts}",
+            stage,
+            width,
+            group.guess_program,
+            (ints(slots, width), *batch),
+            group.submesh,
+            layers,
+            abstract(group.params.leaves),
+            pools,
+            batch_bytes=logit_bytes(group.config, slots),
+            donated_bytes=sum(map(local_bytes, pools)),
+        )
+        for width in group.worker.table_buckets
+    ]
+
+
+def behind(kept: Array, states: Array) -> Array:
+    """[rows, hidden]: the state before each row, of slots whose rows lie one behind the other; kept [B, hidden]."""
+    by_slot = states.reshape(kept.shape[0], -1, states.shape[1])
+    before = jnp.concatenate([kept[:, None].astype(states.dtype), by_slot[:, :-1]], axis=1)
+    return before.reshape(states.shape)
+
+
+def behind_in_chunks(spans: Array, states: Array) -> Array:
+    """[T, hidden]: the state before each row of packed chunks, zeros before the first of each."""
+    firsts = jnp.zeros(states.shape[0], jnp.bool_).at[spans[1, :-1]].set(True, mode="drop")
+    return jnp.where(firsts[:, None], 0, jnp.roll(states, 1, axis=0))
+
+
+def carried_on(kept: Array, states: Array, before: Array, after: Array) -> Array:
+    """[B, hidden]: the state before the row that each slot is fed next, after a step took it from one decode state to
+    another; states are those of the step's rows."""
+    by_slot = states.reshape(kept.shape[0], -1, states.shape[1])
+    taken = after[POSITION] - before[POSITION]
+    last = jnp.take_along_axis(by_slot, jnp.maximum(taken - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where((taken > 0)[:, None], last.astype(kept.dtype), kept)
+
+
+def forgotten(kept: Array, row: Array) -> Array:
+    """The same without the state of a slot that takes another sequence."""
+    return kept.at[row].set(0)

@@ -1,0 +1,251 @@
+"""A head that guesses what a model draws, from the states that the model's own head takes (EAGLE: Li et al. 2024, arXiv
+2401.15077).
+
+One layer behind all others. At position t it takes the state of position t - 1 and the token of t, and makes what the
+state of t is going to be; the model's own head says what follows. So the layer's keys and values are one more layer of
+the model's KV, whose entry t is a function of the tokens up to t, as those of every other layer are: its pages are
+written, kept, shipped and found again with theirs. Of a state that is nowhere any more (a chunk begins, or a sequence
+came from elsewhere) zeros are taken: it concerns how good one entry is, and never a token that is drawn.
+
+A head may guess among some tokens alone, those that its model draws most (Zhao et al. 2025, arXiv 2502.14856): `d2t` of
+the folder says which, each less its own place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jdisagg.core.errors import CheckpointError, ConfigError
+from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.checkpoint import read_model, why_no_model
+from jdisagg.model.names import Index, Leaf, Part, layer_leaves
+from jdisagg.model.network import Attend, Layer, normed, scored
+from jdisagg.model.norms import RMSNorm
+from jdisagg.model.params import (
+    AXIS,
+    AbstractStage,
+    StageSpec,
+    check_leaves,
+    dotted,
+    load_leaf,
+    placed_leaves,
+    weight_forms,
+)
+from jdisagg.model.products import MatrixForm, layout_of
+from jdisagg.model.rope import Rotation, inverse_frequencies, rotations
+from jdisagg.model.sources import HFSource, Source
+from jdisagg.model.weight import Weight
+
+TOKENS = "d2t"
+INPUT_NORM, NORM = "layers.0.input_layernorm.weight", "norm.weight"
+FC, FC_BIAS = "fc.weight", "fc.bias"
+EMBED, ROWS = "model.embed_tokens.weight", "rows of the head"
+ALIKE = ("vocab_size", "hidden_size", "num_kv_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The numbers of its one layer, which norms and biases it has, and the tokens it guesses among, None for all."""
+
+    layer: ModelConfig
+    bias: bool = False
+    input_norm: bool = True
+    norm: bool = False
+    tokens: tuple[int, ...] | None = None  # ascending
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layer.vocab_size if self.tokens is None else len(self.tokens)
+
+
+class DraftHead(nnx.Module):
+    """As one shard of `tp` sees it."""
+
+    def __init__(
+        self, config: HeadConfig, *, embeds: bool, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        """embeds: whether it has the table of embeddings itself, its stage having none."""
+        size = config.layer.hidden_size
+
+        def table(rows: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros((rows, size), dtype))
+
+        self.config, self.dtype = config.layer, dtype
+        self.fc = Weight(2 * size, size, bias=config.bias, scale=(2 * size) ** -0.5, dtype=dtype, rngs=rngs)
+        self.layer = Layer(config.layer, 0, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+        if not config.input_norm:
+            self.layer.attention_norm = nnx.data(None)
+        self.norm = RMSNorm(size, config.layer, dtype) if config.norm else None
+        self.embed = table(config.layer.vocab_size) if embeds else None
+        self.rows = table(config.num_tokens) if config.tokens is not None else None
+
+    def become(self, out_first: bool) -> None:
+        for _, module in list(nnx.iter_modules(self)):
+            if isinstance(module, Weight):
+                module.become(MatrixForm(out_first))
+
+    def __call__(self, embedded: Array, states: Array, positions: Array, attend: Attend) -> Array:
+        """What the states after these tokens are going to be, of what they embed as and the states before them."""
+        x = self.fc(jnp.concatenate([embedded.astype(self.dtype), states.astype(self.dtype)], axis=-1))
+        return normed(self.norm, self.layer(x, self.rotation(positions), 0, attend))
+
+    def rotation(self, positions: Array) -> Rotation:
+        scaling = self.config.rope_scaling
+        return rotations(positions, inverse_frequencies(self.config), scaling.attention_factor if scaling else 1.0)
+
+    def scores(self, states: Array) -> Array | None:
+        """f32[..., tokens it guesses among]; None where those are all, which the model's own head scores."""
+        return None if self.rows is None else scored(states, self.rows[...])
+
+
+# ------------------------------------------------------------ where it lies
+
+
+@dataclass(frozen=True)
+class HeadModel:
+    """A head, where its weights are, and where those are that it shares with its model."""
+
+    source: Source
+    config: HeadConfig
+    model: Source
+
+
+def read_head(folder: Path, model: ModelConfig, said: str) -> HeadConfig:
+    """The head in `folder`, for a model of these numbers; `said` names it in errors.
+
+    Raises CheckpointError where there is none, ConfigError where it is another model's.
+    """
+    why = why_no_model(folder)
+    if why is not None:
+        raise CheckpointError(f"{said}: {why}")
+    if model.latent or model.sinks or model.embedding_scale != 1.0 or model.norms != "before":
+        raise ConfigError(f"{said}: heads are for models of plain attention, and this one is a {model.family}")
+    found, source = read_model(folder), HFSource(folder)
+    for name in ALIKE:
+        own, other = getattr(found, name), getattr(model, name)
+        if own != other:
+            raise ConfigError(f"{said} has a {name} of {own} and the model one of {other}: it is another model's head")
+    if source.shape(FC) is None:
+        raise CheckpointError(f"{said} has no tensor {FC}: it is no EAGLE head")
+    if found.num_layers != 1 or found.experts or found.latent:
+        raise ConfigError(f"{said} has {found.num_layers} layers of a {found.family}: heads of one plain layer are run")
+    tokens = read_tokens(source, model.vocab_size, said)
+    parts = source.shape(FC_BIAS), source.shape(INPUT_NORM), source.shape(NORM)
+    return HeadConfig(found, *(part is not None for part in parts), tokens=tokens)
+
+
+def read_tokens(source: Source, vocab_size: int, said: str) -> tuple[int, ...] | None:
+    """Those it guesses among. Raises ConfigError."""
+    shape = source.shape(TOKENS)
+    if shape is None:
+        return None
+    tokens = source.read(TOKENS, tuple(slice(0, size) for size in shape)).astype(np.int64)
+    tokens = tokens + np.arange(len(tokens))
+    if not len(tokens) or np.any(np.diff(tokens) <= 0) or tokens[0] < 0 or tokens[-1] >= vocab_size:
+        raise ConfigError(f"{said}: {TOKENS} names {len(tokens)} tokens that are not ascending ones of {vocab_size}")
+    return tuple(tokens.tolist())
+
+
+class _Shared:
+    """The head's own tensors, and those of its model that it needs, by the names that its leaves are made by."""
+
+    def __init__(self, head: HeadModel) -> None:
+        self._own, self._model, self._tokens = head.source, head.model, head.config.tokens
+        self._head = "model.embed_tokens.weight" if head.model.shape("lm_head.weight") is None else "lm_head.weight"
+
+    @property
+    def place(self) -> str:
+        return self._own.place
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if name == ROWS:
+            assert self._tokens is not None
+            whole = self._model.shape(self._head)
+            return whole and (len(self._tokens), *whole[1:])
+        return self._of(name).shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._model.dtype(self._head) if name == ROWS else self._of(name).dtype(name)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        if name != ROWS:
+            return self._of(name).read(name, index)
+        whole = self._model.shape(self._head)
+        assert whole is not None
+        return self._model.read(self._head, tuple(slice(0, size) for size in whole))[list(self._tokens or ())][index]
+
+    def _of(self, name: str) -> Source:
+        return self._model if name == EMBED else self._own
+
+
+@dataclass(frozen=True)
+class HeadParams:
+    """A head's weights, as `StageParams`."""
+
+    graphdef: nnx.GraphDef
+    treedef: object
+    leaves: list[Array]
+    specs: list[PartitionSpec]
+    paths: list[str]  # of each leaf in the module tree
+
+    def merge(self, leaves: list[Array]) -> DraftHead:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def load_head(head: HeadModel, mesh: Mesh, dtype: DTypeLike, embeds: bool, out_first: bool | None = None) -> HeadParams:
+    """Its weights cut for the shards of `mesh`; out_first: as of `load_stage`. Raises MissingTensor, WrongShape,
+    WrongDtype."""
+    tp, config = mesh.size, head.config
+    out_first = layout_of(mesh.devices.flat[0].platform) if out_first is None else out_first
+    abstract = _abstract(config, tp, dtype, embeds, out_first)
+    table, source = head_leaves(config), _Shared(head)
+    rules = abstract.rules(table)
+    check_leaves(source, rules)
+    specs, shapes = placed_leaves(abstract, rules, StageSpec(config.layer, range(1), mesh, dtype))
+    named = zip(abstract.paths, rules, shapes, strict=True)
+    leaves = [load_leaf(source, abstract, path, rule, leaf, tp) for path, rule, leaf in named]
+    return HeadParams(abstract.graphdef, abstract.treedef, leaves, specs, abstract.paths)
+
+
+def _abstract(config: HeadConfig, tp: int, dtype: DTypeLike, embeds: bool, out_first: bool) -> AbstractStage:
+    def formed() -> DraftHead:
+        axis = AXIS if tp > 1 else None
+        made = DraftHead(config, embeds=embeds, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0))
+        made.become(out_first)
+        return made
+
+    made = nnx.eval_shape(formed)
+    graphdef, state = nnx.split(made)
+    found, treedef = jax.tree_util.tree_flatten_with_path(state)
+    paths, leaves = [dotted(path) for path, _ in found], [leaf for _, leaf in found]
+    return AbstractStage(graphdef, treedef, paths, leaves, weight_forms(made))
+
+
+def head_leaves(config: HeadConfig) -> dict[str, Leaf]:
+    """Every leaf that a head can have, by its path; names of its tensors are those that EAGLE's folders have."""
+    size, rows = config.layer.hidden_size, config.layer.vocab_size
+    return {
+        **{f"layer.{path}": leaf for path, leaf in layer_leaves(config.layer, "layers.0").items()},
+        "fc.kernel": Leaf((Part(FC, (size, 2 * size)),), transposed=True),
+        "fc.bias": Leaf((Part(FC_BIAS, (size,)),)),
+        "norm.scale": Leaf((Part(NORM, (size,)),)),
+        "embed": Leaf((Part(EMBED, (rows, size)),)),
+        "rows": Leaf((Part(ROWS, (config.num_tokens, size)),)),
+    }
+
+
+def head_bytes(config: HeadConfig, tp: int, dtype: str) -> int:
+    """Of one of `tp` devices, with the tables it may hold beside its stage's."""
+    layer, size = config.layer, config.layer.hidden_size
+    rows = layer.vocab_size + (config.num_tokens if config.tokens is not None else 0)
+    return (layer.layer_params(tp) + 2 * size * size + rows * size) * DTYPE_BYTES[dtype]

@@ -1,0 +1,280 @@
+"""A draft head that learns what its model is going to think, from what the model wrote (`answers.py`).
+
+It begins as the model's last layer, told what the state before was and what the token is. Its loss is how far its
+distribution of each next token is from the model's, in nats, and how far what it makes is from the state itself, as it
+goes on from what it made. Some of the states that it is given are therefore its own (scheduled sampling: Bengio et al.
+2015), and some are zeros, as where a state is nowhere any more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.checkpoint import open_source
+from jdisagg.model.draft_head import (
+    EMBED,
+    FC,
+    NORM,
+    ROWS,
+    TOKENS,
+    DraftHead,
+    HeadConfig,
+    HeadModel,
+    HeadParams,
+    head_leaves,
+    load_head,
+)
+from jdisagg.model.export import config_json, save_hf, write_json
+from jdisagg.model.names import Index
+from jdisagg.model.params import AXIS
+from jdisagg.model.sources import Source
+from jdisagg.training.answers import Target, Written
+from jdisagg.training.attention import blocked_attend
+from jdisagg.training.checkpoints import Checkpoints
+from jdisagg.training.step import Leaves, OptimiserSettings, make_optimiser, updated
+
+ARCHITECTURE = "LlamaForCausalLMEagle"
+SHARED = ("embed", "rows")  # leaves that are the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """What a head guesses among, and what it learns by: shares of the states it is given, and a weight of the loss."""
+
+    tokens: int  # the most frequent ones; 0: all
+    steps: int
+    batch: int
+    out_dir: str
+    export_dir: str
+    save_every: int
+    own_states: float = 0.35
+    lost_states: float = 0.05
+    regression: float = 0.5
+    held_out: int = 8  # answers that it is judged by, and does not learn from
+    seed: int = 0
+
+
+class _Beginning:
+    """The tensors of a head that begins as its model's last layer."""
+
+    def __init__(self, source: Source, model: ModelConfig, state_scale: float) -> None:
+        self._source, self._layer = source, f"model.layers.{model.num_layers - 1}."
+        size = np.eye(model.hidden_size, dtype=np.float32)
+        self._fc = np.concatenate([size, state_scale * size], axis=1)
+
+    @property
+    def place(self) -> str:
+        return self._source.place
+
+    def _name(self, name: str) -> str:
+        return "model.norm.weight" if name == NORM else name.replace("layers.0.", self._layer)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._fc.shape if name == FC else self._source.shape(self._name(name))
+
+    def dtype(self, name: str) -> str:
+        return "float32" if name == FC else self._source.dtype(self._name(name))
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._fc[index] if name == FC else self._source.read(self._name(name), index)
+
+
+@dataclass
+class HeadRun:
+    """A run taken apart; `step` steps are done."""
+
+    settings: HeadSettings
+    config: HeadConfig
+    params: HeadParams
+    lesson: Lesson
+    shared: tuple[Leaves, Array]  # the model's own: leaves of the head, and the table of scores
+    kept: Written  # what it is judged by
+    written: Written
+    checkpoints: Checkpoints
+    step: int
+    leaves: Leaves
+    state: optax.OptState
+    losses: list[tuple[int, float]]
+
+
+def open_head_run(
+    settings: HeadSettings, optimiser: OptimiserSettings, target: Target, parts: list[Written]
+) -> HeadRun:
+    """At its newest checkpoint, if there is one."""
+    tokens, states = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "states"))
+    guesses = frequent(tokens, settings.tokens, target.config)
+    config = HeadConfig(replace(target.config, num_layers=1), norm=True, tokens=guesses)
+    source = open_source(Path(target.settings.folder), "hf", target.config)
+    scale = _state_scale(source, tokens, states)
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    model = HeadModel(_Beginning(source, target.config, scale), config, source)
+    params = load_head(model, mesh, jnp.float32, embeds=True, out_first=False)
+    learnt = [place for place, path in enumerate(params.paths) if path not in SHARED]
+    rule, leaves = make_optimiser(optimiser, settings.steps), [params.leaves[place] for place in learnt]
+    folder = Path(settings.out_dir)
+    checkpoints, state, at = Checkpoints(folder / "checkpoints"), rule.init(leaves), 0
+    if checkpoints.latest_step() is not None:
+        at = checkpoints.latest_step() or 0
+        leaves, state = checkpoints.restore(at, leaves, state)
+    shared = [leaf if path in SHARED else jnp.zeros(()) for leaf, path in zip(params.leaves, params.paths, strict=True)]
+    lesson, table = Lesson(settings, params, learnt, rule), _scores_of(source, config, params)
+    kept, rest = (
+        Written(tokens[cut], states[cut]) for cut in (slice(settings.held_out), slice(settings.held_out, None))
+    )
+    return HeadRun(settings, config, params, lesson, (shared, table), kept, rest, checkpoints, at, leaves, state, [])
+
+
+def frequent(tokens: np.ndarray, number: int, config: ModelConfig) -> tuple[int, ...] | None:
+    """The most frequent tokens, ascending; None for all."""
+    if number == 0 or number >= config.vocab_size:
+        return None
+    counts = np.bincount(tokens.reshape(-1), minlength=config.vocab_size)
+    return tuple(sorted(np.argsort(-counts, kind="stable")[:number].tolist()))
+
+
+def _state_scale(source: Source, tokens: np.ndarray, states: np.ndarray) -> float:
+    """What makes a state as large as an embedded token."""
+    shape = source.shape(EMBED)
+    assert shape is not None
+    table = source.read(EMBED, tuple(slice(0, size) for size in shape)).astype(np.float32)[tokens[0]]
+    return float(np.sqrt(np.mean(table**2) / np.mean(states[0].astype(np.float32) ** 2)))
+
+
+def _scores_of(source: Source, config: HeadConfig, params: HeadParams) -> Array:
+    """f32[tokens it guesses among, hidden]: the model's head."""
+    if "rows" in params.paths:
+        return params.leaves[params.paths.index("rows")]
+    name = "model.embed_tokens.weight" if source.shape("lm_head.weight") is None else "lm_head.weight"
+    rule = head_leaves(config)[ROWS if name == ROWS else "embed"].parts[0]
+    return jnp.asarray(source.read(name, tuple(slice(0, size) for size in rule.shape)), jnp.float32)
+
+
+class Lesson:
+    """What one step does, and how a head is judged."""
+
+    def __init__(
+        self, settings: HeadSettings, params: HeadParams, learnt: list[int], rule: optax.GradientTransformation
+    ) -> None:
+        self.settings, self.params, self.learnt, self.rule = settings, params, learnt, rule
+        self.step, self.judge = jax.jit(self._step, donate_argnums=(0, 1)), jax.jit(self._judged)
+
+    def merged(self, leaves: Leaves, shared: Leaves) -> DraftHead:
+        whole = list(shared)
+        for place, leaf in zip(self.learnt, leaves, strict=True):
+            whole[place] = leaf
+        return self.params.merge(whole)
+
+    def loss(self, leaves: Leaves, shared: Leaves, table: Array, tokens: Array, states: Array, key: Array) -> Array:
+        head, before = self.merged(leaves, shared), later(states)
+        own = later(jax.lax.stop_gradient(run_head(head, tokens, before)))
+        chance = jax.random.uniform(key, (*tokens.shape, 1))
+        given = jnp.where(chance < self.settings.own_states, own, before)
+        made = run_head(head, tokens, jnp.where(chance > 1 - self.settings.lost_states, 0, given))
+        likely, guessed = log_likely(states, table), log_likely(made, table)
+        apart = jnp.sum(jnp.exp(likely) * (likely - guessed), axis=-1).mean()
+        return apart + self.settings.regression * jnp.mean((made - states) ** 2) / jnp.mean(states**2)
+
+    def _step(self, leaves: Leaves, state: optax.OptState, *given: Any) -> tuple[Any, ...]:
+        shared, table, tokens, states, key = given
+        batch = shared, table, tokens, states.astype(jnp.float32), key
+        loss, gradients = jax.value_and_grad(self.loss)(leaves, *batch)
+        return *updated(self.rule, leaves, state, gradients), loss
+
+    def _judged(self, leaves: Leaves, shared: Leaves, table: Array, tokens: Array, states: Array) -> list[Array]:
+        """How often both think the same token likeliest: from true states, and from what it made of those."""
+        head, states = self.merged(leaves, shared), states.astype(jnp.float32)
+        first = run_head(head, tokens, later(states))
+        second = run_head(head, tokens, later(first))
+        true = jnp.argmax(log_likely(states, table), axis=-1)
+        return [(jnp.argmax(log_likely(made, table), axis=-1) == true)[:, 1:].mean() for made in (first, second)]
+
+
+def run_head(head: DraftHead, tokens: Array, before: Array) -> Array:
+    """What the states [B, T, hidden] are going to be, of tokens i32[B, T] and the states before each."""
+    assert head.embed is not None
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return head(head.embed[...][tokens], before, positions, blocked_attend)
+
+
+def log_likely(states: Array, table: Array) -> Array:
+    return jax.nn.log_softmax(jnp.einsum("bth,vh->btv", states, table))
+
+
+def later(states: Array) -> Array:
+    """[B, T, hidden]: the state before each."""
+    return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def train_head(run: HeadRun) -> None:
+    """To the last step, saving and reporting on the way."""
+    settings, began_s, since = run.settings, time.perf_counter(), list[float]()
+    while run.step < settings.steps:
+        rng = np.random.default_rng([settings.seed, run.step])
+        rows = rng.permutation(len(run.written.tokens))[: settings.batch]
+        given = run.written.tokens[rows], run.written.states[rows], jax.random.key(run.step)
+        run.leaves, run.state, loss = run.lesson.step(run.leaves, run.state, *run.shared, *given)
+        run.step += 1
+        since.append(float(loss))
+        if run.step % settings.save_every == 0 or run.step == settings.steps:
+            run.checkpoints.save(run.step, run.leaves, run.state)
+            run.losses.append((run.step, round(float(np.mean(since)), 4)))
+            first, second = judge(run)
+            took = time.perf_counter() - began_s
+            line = f"step {run.step}/{settings.steps}  loss {run.losses[-1][1]}  agrees {first:.3f}, then {second:.3f}"
+            print(f"{line}  {took:.0f} s", flush=True)
+            with (Path(settings.out_dir) / "log.jsonl").open("a") as file:
+                file.write(json.dumps({"step": run.step, "loss": run.losses[-1][1], "agrees": [first, second]}) + "\n")
+            since.clear()
+
+
+def judge(run: HeadRun) -> tuple[float, float]:
+    """Shares of places at which it thinks the same token likeliest as its model, one and two tokens ahead."""
+    found = run.lesson.judge(run.leaves, *run.shared, run.kept.tokens, run.kept.states)
+    return round(float(found[0]), 4), round(float(found[1]), 4)
+
+
+def export_head(run: HeadRun) -> None:
+    """Its own weights in bf16, in a folder as EAGLE's are; tables are the model's."""
+    folder = Path(run.settings.export_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    rules, tensors = head_leaves(run.config), dict[str, np.ndarray]()
+    for place, leaf in zip(run.lesson.learnt, run.leaves, strict=True):
+        for part, _, piece in rules[run.params.paths[place]].cut(np.asarray(leaf), 0, 1):
+            tensors[part.name] = np.ascontiguousarray(piece).astype(ml_dtypes.bfloat16)
+    if run.config.tokens is not None:
+        tensors[TOKENS] = np.array(run.config.tokens, np.int64) - np.arange(len(run.config.tokens))
+    save_hf(folder, tensors.items())
+    write_json(folder / "config.json", config_json(run.config.layer, "bfloat16") | {"architectures": [ARCHITECTURE]})
+    first, second = judge(run)
+    told = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "steps": run.step,
+        "tokens": run.step * run.settings.batch * run.written.tokens.shape[1],
+        "written_tokens": int(run.written.tokens.size),
+        "parameters": sum(leaf.size for leaf in run.leaves),
+        "agrees_one_ahead": first,
+        "agrees_two_ahead": second,
+        "losses": read_losses(Path(run.settings.out_dir) / "log.jsonl"),
+        "settings": asdict(run.settings),
+    }
+    write_json(folder / "training.json", told)
+
+
+def read_losses(path: Path) -> list[list[float]]:
+    """Steps done, and the mean loss of those since the last line."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [[line["step"], line["loss"]] for line in lines]
