@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes
-from jdisagg.engine.drafting import DraftPrograms
+from jdisagg.engine.drafting import LATE, DraftPrograms
 from jdisagg.engine.draw_declarations import Drawn
 
 
@@ -16,12 +16,11 @@ def declared_drafts(
     history."""
     number, layers = slots.rows, programs.layers
     history, state = slots.ints(number, length), slots.ints(4, number)
-    size, plain = local_bytes(history), (history, slots.logits, state, slots.metadata)
+    size, drawn = local_bytes(history), [slots.ints(number)] * LATE
     if layers is not None:
         yield from layers.declared(slots.stage + 1, number, length)
         yield slots.program("draw set fed", layers.set_fed, (slots.ints(number), slots.ints(), slots.ints()))
-    yield slots.program("draw noted greedy", programs.draw_greedy, plain, size)
-    yield slots.program("draw noted", programs.draw, (*plain, slots.counts), size)
+    yield slots.program("draw note", programs.note, (history, state, *drawn), size)
     yield slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size)
     if programs.head is not None:
         yield from programs.head.declared(slots, widths)

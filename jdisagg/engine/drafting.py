@@ -13,7 +13,7 @@ as often, and here the tokens are those that steps of one would have drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,27 +25,24 @@ from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig, bucket
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.decode import (
     ENABLED,
+    MASKED,
     POSITION,
     STOPPED,
     TOKEN,
     Decoder,
     Drawing,
     Microbatch,
-    draw,
-    draw_greedy,
 )
 from jdisagg.engine.draft_layers import FREE, DraftLayers, primed
 from jdisagg.engine.draw_declarations import Drawn
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.ngrams import MAX_NGRAM
-from jdisagg.engine.sampling import Counts, SamplingMetadata
 from jdisagg.engine.sampling_metadata import is_plain
 from jdisagg.engine.verification import (
     PendingDrafts,
     counted_drafts,
     drafts_logprobs,
-    noted,
     verified,
     verified_greedy,
 )
@@ -53,6 +50,7 @@ from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
 NO_GUESS = -1
+LATE = 16  # steps of one token a row whose tokens are noted at once
 
 
 def guessed(history: Array, state: Array, drafts: int) -> Array:
@@ -94,15 +92,14 @@ def with_tokens(history: Array, row: Array, tokens: Array) -> Array:
     return history.at[row].set(tokens)
 
 
-def drawn_greedy(history: Array, logits: Array, state: Array, metadata: SamplingMetadata) -> Any:
-    """(history, state, tokens i32[B]) after a step of one token a row."""
-    state, tokens = draw_greedy(logits, state, metadata)
-    return noted(history, state), state, tokens
-
-
-def drawn(history: Array, logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts) -> Any:
-    state, tokens = draw(logits, state, metadata, counts)
-    return noted(history, state), state, tokens
+def noted_late(history: Array, state: Array, *tokens: Array) -> Array:
+    """The history with what the last steps of one token a row drew, `tokens` i32[B] each, the last of them where the
+    state is; MASKED where a slot drew none."""
+    drawn = jnp.stack(tokens, axis=1)
+    took = (drawn != MASKED).astype(jnp.int32)
+    behind = jnp.cumsum(took[:, ::-1], axis=1)[:, ::-1] - took  # tokens that were drawn after each
+    places = jnp.where(drawn >= 0, state[POSITION][:, None] - behind, history.shape[1])
+    return history.at[jnp.arange(history.shape[0])[:, None], places].set(drawn, mode="drop")
 
 
 class HeadSteps(Protocol):
@@ -122,13 +119,12 @@ class DraftPrograms:
         self.head: HeadSteps | None = None  # where a head guesses
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
         self.count = Program(counted_drafts, donate=(0,))
-        self.draw_greedy, self.draw = Program(drawn_greedy, donate=(0,)), Program(drawn, donate=(0,))
-        self.set_tokens = Program(with_tokens, donate=(0,))
+        self.note, self.set_tokens = Program(noted_late, donate=(0,)), Program(with_tokens, donate=(0,))
         self.logprobs, self.mask = Program(drafts_logprobs), Program(masked)
 
     @property
     def programs(self) -> list[Program]:
-        drawing = [self.widen, self.verify_greedy, self.verify, self.draw_greedy, self.draw, self.set_tokens]
+        drawing = [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens]
         drawing += [self.count, self.logprobs, self.mask]
         beside = [each for each in (self.layers, self.head) if each is not None]
         return [*drawing, *(program for each in beside for program in each.programs)]
@@ -149,6 +145,8 @@ class Guesses:
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
         self.free: dict[int, Array] = batch.put({size: np.full((batch.size, size), FREE, np.int32) for size in sizes})
         self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens that the model that guesses has read
+        self.unnoted: list[Array] = []  # tokens i32[B] of the last steps of one token a row, which it has not yet
+        self.nothing: Array = batch.put(np.full(batch.size, MASKED, np.int32))
         self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
 
     def tokens_of(self, admission: Admission) -> np.ndarray:
@@ -191,12 +189,16 @@ class DraftingDecoder(Decoder):
         self.guesses = [Guesses(batch, *sizes) for batch in self.microbatches]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
-        batch, guesses = super().begin(plan), self.guesses[plan.microbatch]
+        guesses = self.guesses[plan.microbatch]
+        if plan.admit:  # what was drawn is of those who had the slots before
+            self._note(self.microbatches[plan.microbatch], guesses)
+        batch = super().begin(plan)
         for admission in plan.admit:
             self._admit(batch, guesses, admission)
         guesses.wide = None
         longest = self._longest(batch, plan)
         if longest:
+            self._note(batch, guesses)
             guesses.send_widths(batch, plan)
             given = guesses.given(batch, bucket(longest, self.config.draft_sizes))
             given = self._guess(batch, guesses, given, plan.table_pages)
@@ -253,16 +255,18 @@ class DraftingDecoder(Decoder):
         return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
 
     def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
-        """As the decoder without drafts; the tokens are noted by the same program."""
-        guesses = self._guesses_of(batch)
-        held = guesses.history, logits, batch.state, batch.metadata
-        if all(is_plain(sampling) for sampling in asked):
-            guesses.history, batch.state, tokens = self.drafts.draw_greedy(*held)
-            return tokens
-        guesses.history, batch.state, tokens = self.drafts.draw(*held, batch.counts)
-        if any(sampling.penalised for sampling in asked):
-            batch.counts = self.count(batch.counts, tokens)
+        """As the decoder without drafts, by the same programs: what they draw is noted later, many steps at once."""
+        tokens, guesses = super()._draw(batch, logits, asked), self._guesses_of(batch)
+        guesses.unnoted.append(tokens)
+        if len(guesses.unnoted) == LATE:
+            self._note(batch, guesses)
         return tokens
+
+    def _note(self, batch: Microbatch, guesses: Guesses) -> None:
+        if guesses.unnoted:
+            tokens = [guesses.nothing] * (LATE - len(guesses.unnoted)) + guesses.unnoted
+            guesses.history = self.drafts.note(guesses.history, batch.state, *tokens)
+            guesses.unnoted.clear()
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
         asked = batch.asked(plan.active)

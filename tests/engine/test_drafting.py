@@ -16,7 +16,7 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.steps import History, Read
 from jdisagg.core.worker_config import MIN_NGRAM, Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.drafting import FREE, MAX_NGRAM, NO_GUESS, guessed, widened
+from jdisagg.engine.drafting import FREE, MAX_NGRAM, NO_GUESS, guessed, noted_late, widened
 from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.runner import Runner
@@ -102,6 +102,25 @@ def test_a_draft_is_taken_as_far_as_it_is_what_is_drawn(data: st.DataObject):
         kept = noted(kept, one)
     assert np.array_equal(np.asarray(after)[:ENABLED], np.asarray(one)[:ENABLED])
     assert np.array_equal(found, kept) and np.asarray(after)[TOKEN].tolist() == np.asarray(one)[TOKEN].tolist()
+
+
+@given(st.data())
+def test_tokens_that_are_noted_late_are_those_that_would_have_been_noted_at_once(data: st.DataObject):
+    slots, steps, token = 3, 6, st.integers(0, 9)
+    history, state = state_of(data.draw(st.lists(st.lists(token, min_size=1, max_size=5), min_size=3, max_size=3)))
+    metadata = SamplingRows(slots).on(jax.device_put)
+    drawn, at_once, going = [], history, state
+    for _ in range(steps):
+        active = data.draw(st.lists(st.integers(0, 1), min_size=3, max_size=3))
+        tokens = data.draw(st.lists(st.one_of(token, st.just(BROKEN)), min_size=3, max_size=3))
+        going, told = advanced(going.at[ENABLED].set(jnp.array(active)), jnp.asarray(tokens, jnp.int32), metadata)
+        at_once = noted(at_once, going)
+        drawn.append(told)
+    nothing = jnp.full(slots, MASKED, jnp.int32)
+    late = np.asarray(noted_late(history, going, nothing, nothing, *drawn))
+    for row in range(slots):
+        if not np.asarray(going)[STOPPED, row]:
+            assert late[row].tolist() == np.asarray(at_once)[row].tolist()
 
 
 @cache
@@ -227,5 +246,5 @@ def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_draw_drafts():
 
 def test_a_decode_machine_without_drafts_refuses_rows_of_several_tokens():
     machine = open_machine(Role.DECODE, HALVES, jax.devices()[6:], pp=2)
-    with pytest.raises(AssertionError, match="no program takes a draft"):
+    with pytest.raises(AssertionError, match="no program draws so many"):
         machine.run(decode_plan(0, 0, (0,), 12, widths=(2,)))
