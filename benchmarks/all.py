@@ -114,6 +114,7 @@ ALL = (
     Benchmark("mixed_steps", "benchmarks.mixed_steps", "--model={models}/small --rounds=5"),
     Benchmark("ring", "benchmarks.ring", "--rounds=7"),
     Benchmark("aot_pods", "benchmarks.aot_pods", "", "--pods=h100_2"),
+    Benchmark("compiler_flags", "benchmarks.compiler_flags", "", "--targets=h100:8 --layers=1"),
     Benchmark(
         "speculation",
         "benchmarks.speculation",

@@ -2,7 +2,7 @@
 schedule that the compiler wrote, with and without.
 
 Llama-3-70B's layers on eight devices that are not here, a prefill chunk of 2,048 tokens and a decode step of 64 rows;
-a few layers show the schedule as well as eighty. Seconds are a layer's. Rows of other targets stay in the file:
+a few layers show the schedule as well as eighty. Seconds are a layer's. Other rows stay in the file:
 
     python -m benchmarks.compiler_flags --output=benchmarks/results/compiler_flags.json
 """
@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -43,6 +44,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "configs/llama3_70b", "folder with a config.json", flag_values=FLAGS)
 flags.DEFINE_list("targets", ["v5p:2x2x2", "v6e:2x4", "v5e:2x4", "h100:8"], "eight devices each", flag_values=FLAGS)
 flags.DEFINE_integer("layers", 4, "of the model", flag_values=FLAGS)
+flags.DEFINE_list("without", [], "what to leave out, in turn; empty: nothing, each flag, all", flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 KINDS = "prefill", "decode"
 CHUNK, SLOTS, CONTEXT = 2048, 64, 4096
@@ -91,6 +93,8 @@ def steps(folder: Path, target: Target) -> tuple[StepTimes, list[tuple[WorkerId,
 
 def told(folder: Path, target: Target) -> Iterator[Told]:
     for without, left, fewest in tried(target):
+        if FLAGS.without and without not in FLAGS.without:
+            continue
         compiler_flags.forget()
         with (
             mock.patch.object(compiler_flags, "COMPILER_FLAGS", left),
@@ -108,10 +112,13 @@ def told(folder: Path, target: Target) -> Iterator[Told]:
             yield found
 
 
-def kept(path: Path) -> list[Told]:
-    """Of targets that are not done now."""
+def write(path: Path, about: dict[str, Any], found: list[Told]) -> None:
+    """Beside what the file holds that is not found anew."""
     rows = json.loads(path.read_text(encoding="utf-8"))["told"] if path.exists() else []
-    return [each for each in (Told(**row) for row in rows) if each.target not in FLAGS.targets]
+    told = {(each.target, each.without, each.kind): each for each in (*(Told(**row) for row in rows), *found)}
+    report = {**about, "model": Path(FLAGS.model).name, "layers": FLAGS.layers}
+    report["told"] = [asdict(told[key]) for key in sorted(told)]
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def shallow(folder: Path) -> Path:
@@ -137,13 +144,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = shallow(Path(name))
         for target in FLAGS.targets:
-            found += told(folder, Target.parse(target))
+            for each in told(folder, Target.parse(target)):
+                found.append(each)
+                if FLAGS.output:
+                    write(Path(FLAGS.output), about, found)
     Console().print(table(found))
-    if FLAGS.output:
-        path = Path(FLAGS.output)
-        rows = [*map(asdict, sorted([*kept(path), *found], key=lambda each: each.target))]
-        report = {**about, "model": Path(FLAGS.model).name, "layers": FLAGS.layers, "told": rows}
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -66,3 +66,15 @@ def aot_pods() -> str:
         rows.append([each["target"], f"`{each['mesh']}`", step, sums, *sent, *times, full])
     head = ["target", "mesh", "step", "collectives", "MiB inside", "to other hosts", "links, ms", "floor, ms", "GiB"]
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def compiler_flags() -> str:
+    """What halves and the compiler's flags hide of a layer's collectives, as compiled."""
+    report, rows = result("compiler_flags"), []
+    steps = {"prefill": "a chunk of 2,048 tokens", "decode": "a step of 64 rows"}
+    for each in report["told"]:
+        hidden = 1 - each["exposed_us"] / each["total_us"]
+        figures = f"{each['total_us']:,.0f}", f"{each['exposed_us']:,.0f}", f"{hidden:.0%}"
+        rows.append([each["target"], steps[each["kind"]], each["without"] or "nothing", *figures])
+    head = ["target", "step", "left out", "collectives of a layer, us", "exposed, us", "hidden"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"

@@ -323,6 +323,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         engine_tables.speculation,
         engine_tables.adapters,
         engine_tables.aot_pods,
+        engine_tables.compiler_flags,
         simulated_tables.early_rejection,
         simulated_tables.mooncake_kept,
         simulated_tables.mooncake_routed,

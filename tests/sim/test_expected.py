@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,46 @@ def test_the_scaling_books_step_of_llama_3_70b_in_int8_on_eight_chips_of_v5e_is_
     floor_s = shard.decode(32, 8192).floor_s(CHIPS["v5e"])
     assert floor_s == pytest.approx(17e-3, rel=0.1)
     assert floor_s < step(shard, shard.decode(32, 8192), "v5e", "int8", 32).total_s < 2 * floor_s
+
+
+# Of each context the most sequences that the book plots; params, KV and FLOPs of its int8 model on a v5e 4x4, and its
+# rates: "How to Scale Your Model" (Austin et al., 2025), part 8, whose figure is made by this arithmetic.
+MOST_SEQUENCES = {2048: 511, 4096: 276, 8192: 137, 16384: 68, 32768: 33, 65536: 16}
+CURVE = [
+    (context, size) for context, most in MOST_SEQUENCES.items() for size in (1, 4, 16, 64, 256, most) if size <= most
+]
+
+
+def books_step_s(context: int, sequences: int) -> float:
+    """A point of the curve: the more of reading the matrices and multiplying in bf16, then the cache."""
+    matrices_s = max(70e9 / (16 * 8.2e11), 2 * 70e9 * sequences / (16 * 1.97e14))
+    return matrices_s + 2 * sequences * context * 128 * 8 * 80 / (16 * 8.2e11)
+
+
+def on_sixteen_chips(context: int, sequences: int) -> Work:
+    """The book cuts the cache evenly; ours has each of 8 heads twice on 16 shards."""
+    whole = Shard(model("llama3-70b"), range(80), 16, 1, 1).decode(sequences, context)
+    return Work(whole.weight_bytes, whole.kv_bytes / 2, whole.flops)
+
+
+def test_every_point_of_the_scaling_books_curve_of_llama_3_70b_in_int8_on_v5e_4x4_is_within_25_percent():
+    """At the data sheet's rates and without collectives, as the book has it."""
+    sheet = replace(hardware("v5e"), skinny=1.0, gemm=1.0, decode_attention=1.0)
+    off = {
+        point: expected(on_sixteen_chips(*point), sheet, "bfloat16", 0.0).total_s / books_step_s(*point) - 1
+        for point in CURVE
+    }
+    print(f"mean {float(np.mean([*map(abs, off.values())])):.3f}, most {max(off.values(), key=abs):.3f}")
+    assert max(map(abs, off.values())) < 0.25
+
+
+def test_at_rates_that_kernels_reach_the_curve_is_within_25_percent_in_the_mean():
+    off = [
+        expected(on_sixteen_chips(*point), hardware("v5e"), "bfloat16", 0.0).total_s / books_step_s(*point) - 1
+        for point in CURVE
+    ]
+    print(f"mean {float(np.mean(np.abs(off))):.3f}, least {min(off):.3f}, most {max(off):.3f}")
+    assert float(np.mean(np.abs(off))) < 0.25 and min(off) > 0
 
 
 def test_of_collectives_only_what_is_exposed_stands_beside_what_is_read_and_multiplied():
