@@ -76,7 +76,8 @@ class Merged:
         if parts[:2] != ["model", "layers"]:
             return found
         pair = self.weights.pairs.get((int(parts[2]), ".".join(parts[3:-1])))
-        return found if pair is None else (found.astype(np.float32) + (pair.b @ pair.a)[index]).astype(found.dtype)
+        # Not rounded again: what a checkpoint stores in two bytes is read exactly, and the adapter added to that.
+        return found if pair is None else found.astype(np.float32) + (pair.b @ pair.a)[index]
 
 
 def merged(source: Source, adapter: Adapter, model: ModelConfig) -> Merged:
