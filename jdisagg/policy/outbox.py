@@ -5,8 +5,10 @@ from __future__ import annotations
 from jdisagg.core.events import ROUTER, Effect, Send, SetTimer
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Drawn, Ended, Message, Progress, TokenDelta
-from jdisagg.core.request import Attempt, FinishReason, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, SamplingParams, WorkerId
 from jdisagg.policy.handoff import Handoff
+
+NO_NUMBERS = "the model's logits were no numbers (NaN or infinite)"
 
 
 class Outbox:
@@ -31,9 +33,11 @@ class Outbox:
         if deltas:
             self.tell_router(Drawn(tuple(deltas)))
 
-    def end(self, attempt: Attempt, reason: FinishReason, num_output: int, now_s: float) -> None:
-        """`num_output` tokens are out in all. As an error it ends where its logits were no numbers."""
-        detail = "the model's logits were no numbers (NaN or infinite)" if reason is FinishReason.ERROR else ""
+    def end(
+        self, attempt: Attempt, reason: FinishReason, num_output: int, now_s: float, sampling: SamplingParams
+    ) -> None:
+        """`num_output` tokens are out in all. As an error it ends where nothing could be drawn."""
+        detail = why_nothing_was_drawn(sampling) if reason is FinishReason.ERROR else ""
         self.tell_router(Ended(attempt, reason, now_s, num_output, detail))
 
     def abort(self, attempt: Attempt, detail: str, reason: FinishReason = FinishReason.ERROR) -> None:
@@ -49,3 +53,10 @@ class Outbox:
     def drain(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def why_nothing_was_drawn(sampling: SamplingParams) -> str:
+    """As far as it is known here: a worker sees tokens, and its log says what a grammar complained of."""
+    if not sampling.grammar:
+        return NO_NUMBERS
+    return f"no token could follow: the answer's grammar went over its limits or has none here, or {NO_NUMBERS}"

@@ -120,7 +120,7 @@ class PrefillSide:
             if not first.broken:
                 self._publish(prompt)
             num_output = prompt.num_output + (not first.broken)
-            self.out.end(owner, reason, num_output, now_s)
+            self.out.end(owner, reason, num_output, now_s, prompt.request.sampling)
             self.end(owner, Signal.RELEASE)
             if here:
                 self.decode_side.end(owner, Signal.RELEASE, good=not first.broken)

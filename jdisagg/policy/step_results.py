@@ -47,7 +47,7 @@ class StepResults:
         self.out.draw(draws)
         for sequence, reason in over:
             num_output = sequence.num_output + len(sequence.output)
-            self.out.end(sequence.owner, reason, num_output, now_s)
+            self.out.end(sequence.owner, reason, num_output, now_s, sequence.sampling)
             self.decode_side.end(sequence.owner, Signal.RELEASE, good=reason is not FinishReason.ERROR)
 
     def _until_end(

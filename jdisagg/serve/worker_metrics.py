@@ -41,7 +41,11 @@ class StepMetrics:
         self._preemptions = families.counter(
             "preemptions", "Sequences sent back to prefill for want of pages", "worker"
         )
-        self._nan_logits = families.counter("nan_logits", "Sequences ended because logits were no numbers", "worker")
+        self._nan_logits = families.counter(
+            "nan_logits",
+            "Sequences ended because nothing could be drawn: logits that were no numbers, or a grammar's limits",
+            "worker",
+        )
         self._failures = families.counter("engine_failures", "Programs or transfers that raised", "worker")
 
     def folds(self) -> Mapping[Kind, Fold]:
