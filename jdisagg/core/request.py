@@ -52,9 +52,14 @@ class SamplingParams:
     pooling: str = ""  # what its client wants of the prompt's states: the last token's, or the sum of all; "": none
 
     @property
-    def whole_prompt(self) -> bool:
-        """Whether every token of the prompt is to be computed for it, by a worker that prefills."""
+    def reads_prompt(self) -> bool:
+        """Whether more is told of its prompt than what follows it: a worker that prefills computes its end."""
         return self.prompt_logprobs is not None or bool(self.pooling)
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether something of every token of the prompt is told, so that all are to be computed."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def greedy(self) -> bool:
@@ -306,7 +311,7 @@ class FinishReason(StrEnum):
 class Sampled:
     """One token as it was drawn, with what the client asked to know of it (natural logarithms)."""
 
-    token: int  # BROKEN where the logits were no numbers: its request ends by it as an error
+    token: int  # BROKEN where nothing could be drawn: its request ends by it as an error
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
 

@@ -28,8 +28,9 @@ def declared_heads(
         gathers = gathers_of(last)
         yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room, collectives=gathers)
     if config.embeds and config.role.prefills:
-        place, room = ("states", stage, tokens), 3 * local_bytes(whole(submesh, x.shape, jnp.float32))
-        yield DeclaredProgram(*place, last.states_program, (x,), submesh, weights=weights, batch_bytes=room)
+        what, batch = ("states", stage, tokens, last.pool_program), (x, whole(submesh, (2, sequences)))
+        room = 6 * local_bytes(whole(submesh, x.shape, jnp.float32))  # states, and three parts of each
+        yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room)
 
 
 def gathers_of(group: LayerGroupPrograms) -> dict[str, int]:

@@ -94,7 +94,7 @@ class HeadedGroup(LayerGroup):
         self.decode_program = self._program(self.decode_step, 4, 2 + counts)
         self.prefill_program = self._program(self._prefill, 4, 1 + counts)
         self.mixed_program = self._program(self._mixed, 7, 4 + counts)
-        self.head_program, self.states_program, self.score_program = self._ends()
+        self.head_program, self.pool_program, self.score_program = self._ends()
         self.guess_program = self._program(self._guess, 6, 1)
         self.states_of_rows: Array | None = None  # [rows, hidden], of the decode rows that ran last
 

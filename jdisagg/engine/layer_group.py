@@ -25,6 +25,7 @@ from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.lookup import by_rows
 from jdisagg.engine.looped_layers import LoopedLayers
 from jdisagg.engine.paged_layers import PagedLayers
+from jdisagg.engine.pooling import pooled
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
@@ -78,14 +79,14 @@ class LayerGroupPrograms:
         self.decode_program = self._program(self.decode_step, 3, 1 + counts)
         self.prefill_program = self._program(self._prefill, 4, 1 + counts)
         self.mixed_program = self._program(self._mixed, 6, (3 if self.is_last else 1) + counts)
-        self.head_program, self.states_program, self.score_program = self._ends()
+        self.head_program, self.pool_program, self.score_program = self._ends()
 
     def _ends(self) -> tuple[Program, Program, Program]:
         """What is made of activations behind the last layer."""
         specs, program = self.params.specs, self.submesh.program
         return (
             program(self._head, (specs, WHOLE, WHOLE), WHOLE),
-            program(self._states, (specs, WHOLE), WHOLE),
+            program(self._pool, (specs, WHOLE, WHOLE), WHOLE),
             program(self._score, (specs, WHOLE, WHOLE), WHOLE),
         )
 
@@ -117,7 +118,7 @@ class LayerGroupPrograms:
     def programs(self) -> list[Program]:
         layers = [self.decode_program, self.prefill_program, self.mixed_program]
         slots = [self.adapters.fill] if self.adapters else []
-        return [*layers, self.head_program, self.score_program, self.states_program, *slots]
+        return [*layers, self.head_program, self.score_program, self.pool_program, *slots]
 
     # ------------------------------------------------------------ what one shard runs
 
@@ -217,8 +218,8 @@ class LayerGroupPrograms:
     def _head(self, leaves: list[Array], x: Array, rows: Array) -> Array:
         return self.params.merge(leaves).logits(x[rows])
 
-    def _states(self, leaves: list[Array], x: Array) -> Array:
-        return self.params.merge(leaves).states(x).astype(jnp.float32)
+    def _pool(self, leaves: list[Array], x: Array, rows: Array) -> Array:
+        return pooled(self.params.merge(leaves).states(x), rows)
 
     def _score(self, leaves: list[Array], x: Array, targets: Array) -> tuple[Array, Array, Array]:
         stage = self.params.merge(leaves)
@@ -293,9 +294,9 @@ class LayerGroup(LayerGroupPrograms):
         """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
         return self.head_program(self.params.leaves, x, self.submesh.put(rows))
 
-    def states(self, x: Array) -> Array:
-        """f32[T, hidden], as the head takes the rows of x."""
-        return self.states_program(self.params.leaves, x)
+    def pool(self, x: Array, rows: np.ndarray) -> Array:
+        """The states of x's rows, as the head takes them, summed by sequence: see `pooling.pooled`."""
+        return self.pool_program(self.params.leaves, x, self.submesh.put(rows))
 
     def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
         """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 from jax import Array
 
-from jdisagg.core.request import POOLED_ONE, RequestId, Sampled
+from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.steps import PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.layer_group import Chunks, LayerGroup
+from jdisagg.engine.pooling import pools, summed_rows, whole
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
@@ -30,7 +31,6 @@ from jdisagg.parallel.submesh import Program, Submesh
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]
 Pooled = tuple[tuple[RequestId, tuple[int, ...]], ...]
 PromptScores = tuple[tuple[RequestId, tuple[Sampled, ...]], ...]
-MOST_STATE = 1 << 12  # of one number of a state: sums of a hundred thousand still fit
 MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
 
 
@@ -90,17 +90,6 @@ class BoundaryLogits:
         return logprobs[[token]], best[None], logprobs[None, best]
 
 
-def _pools(chunk: PrefillChunk) -> bool:
-    """Whether something of its rows' states is told: of the last token's alone where no more is asked for."""
-    return chunk.sampling.pooling == "mean" or (chunk.last and bool(chunk.sampling.pooling))
-
-
-def pooled(rows: np.ndarray, pooling: str) -> tuple[int, ...]:
-    """A chunk's rows f32[T, hidden] as its share, in parts of POOLED_ONE."""
-    taken = np.nan_to_num(rows if pooling == "mean" else rows[-1:]).clip(-MOST_STATE, MOST_STATE)
-    return tuple(np.rint(taken.astype(np.float64) * POOLED_ONE).astype(np.int64).sum(axis=0).tolist())
-
-
 @dataclass(frozen=True)
 class PendingChunks:
     """What comes of a step's chunks, on its way to the host."""
@@ -110,7 +99,7 @@ class PendingChunks:
     tokens: Array | None  # i32[S], row i drawn for chunk i
     logprobs: tuple[Array, Array, Array] | None
     scores: tuple[Array, Array, Array] | None  # of every row
-    states: Array | None = None  # f32[T, hidden] of every row, as the head takes them
+    states: Array | None = None  # i32[3, S, hidden], see `pooling.pooled`
     boundaries: dict[RequestId, BoundaryLogits] = field(default_factory=dict)  # from the chunks before
 
     def read(self) -> tuple[FirstTokens, PromptScores, Pooled]:
@@ -127,12 +116,8 @@ class PendingChunks:
     def _pooled(self) -> Pooled:
         if self.states is None:
             return ()
-        states = np.asarray(self.states)
-        return tuple(
-            (chunk.request_id, pooled(states[first : first + len(chunk.tokens)], chunk.sampling.pooling))
-            for chunk, first in zip(self.plan.chunks, self.first_rows.tolist(), strict=False)
-            if _pools(chunk)
-        )
+        states, chunks = np.asarray(self.states), enumerate(self.plan.chunks)
+        return tuple((chunk.request_id, whole(states[:, index])) for index, chunk in chunks if pools(chunk))
 
     def _prompts(self) -> PromptScores:
         if self.scores is None:
@@ -200,7 +185,9 @@ class Prefiller(FirstDrawPrograms):
             logprobs = self.logprobs(logits, tokens)
         if scored:
             scores = self.layer_groups[-1].score(x, packed.targets)
-        states = self.layer_groups[-1].states(x) if any(map(_pools, plan.chunks)) else None
+        states = None
+        if any(map(pools, plan.chunks)):
+            states = self.layer_groups[-1].pool(x, summed_rows(plan.chunks, self.config.max_chunk_seqs))
         boundaries = {
             chunk.request_id: self._borders[chunk.request_id] for chunk in scored if chunk.request_id in self._borders
         }

@@ -54,7 +54,7 @@ class Adoption:
 
     def _may_adopt(self, row: RequestState, kept: Kept) -> bool:
         """Nobody else works for it, and its client lacks nothing that was drawn elsewhere."""
-        scored = row.request.sampling.whole_prompt and not row.output
+        scored = row.request.sampling.reads_prompt and not row.output
         free = row.waiting is Waiting.KEEPER or (row.waiting is Waiting.RESERVATION and row.phase is Phase.QUEUED)
         return free and not scored and kept.num_output <= len(row.output)
 

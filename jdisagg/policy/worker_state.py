@@ -22,7 +22,7 @@ class Need:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens = request.prompt_tokens + request.sampling.max_tokens
-        self.scored = request.sampling.whole_prompt
+        self.scored = request.sampling.reads_prompt
         self._pages: dict[tuple[int, int], int] = {}
 
     def pages(self, config: WorkerConfig) -> int:

@@ -171,6 +171,15 @@ def test_prompt_logprobs_come_for_every_token_though_its_beginning_is_held(worke
     assert len(world.scored[RequestId("b")]) == len(BEGINNING) and cached_tokens(world, "b") == 0
 
 
+@layouts
+@pytest.mark.parametrize(("pooling", "reuses"), [("last", True), ("mean", False)])
+def test_the_last_state_of_a_prompt_needs_no_more_than_its_end_and_their_mean_needs_all(workers, pooling, reuses):
+    world = World(workers)
+    pooled = SamplingParams(max_tokens=1, pooling=pooling)
+    run_all(world, [asks("a", 1), asks("b", 1, arrival_s=1.0, sampling=pooled)])
+    assert (cached_tokens(world, "b") > 0) == reuses
+
+
 def test_of_two_at_once_the_second_waits_for_what_the_first_computes():
     world = World(pair(**KEPT))
     run_all(world, [asks("a", 1), asks("b", 2, arrival_s=0.0001)])

@@ -54,6 +54,7 @@ def test_a_prompts_states_are_pooled_over_all_its_chunks(client: openai.OpenAI):
 def test_a_prompt_whose_kv_is_held_is_pooled_whole_all_the_same(client: openai.OpenAI):
     client.completions.create(model="toy", prompt=LONG, max_tokens=2)
     assert embed(client, LONG, normalize=False)[0][1] == 99.5
+    assert embed(client, LONG, normalize=False, pooling="last") == [[LONG[-1], 199.0]]
 
 
 def test_vectors_have_length_one_also_where_they_are_shortened(client: openai.OpenAI):
