@@ -13,6 +13,7 @@ the folder says which, each less its own place.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from jax.typing import DTypeLike
 from jdisagg.core.errors import CheckpointError, ConfigError
 from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.checkpoint import read_model, why_no_model
+from jdisagg.model.checkpoint import why_no_model
+from jdisagg.model.files import read_json
+from jdisagg.model.hf_config import parse_config
 from jdisagg.model.names import Index, Leaf, Part, layer_leaves
 from jdisagg.model.network import Attend, Layer, normed, scored
 from jdisagg.model.norms import RMSNorm
@@ -130,7 +133,7 @@ def read_head(folder: Path, model: ModelConfig, said: str) -> HeadConfig:
         raise CheckpointError(f"{said}: {why}")
     if model.latent or model.sinks or model.embedding_scale != 1.0 or model.norms != "before":
         raise ConfigError(f"{said}: heads are for models of plain attention, and this one is a {model.family}")
-    found, source = read_model(folder), HFSource(folder)
+    found, source = _layer_config(folder), HFSource(folder)
     for name in ALIKE:
         own, other = getattr(found, name), getattr(model, name)
         if own != other:
@@ -142,6 +145,15 @@ def read_head(folder: Path, model: ModelConfig, said: str) -> HeadConfig:
     tokens = read_tokens(source, model.vocab_size, said)
     parts = source.shape(FC_BIAS), source.shape(INPUT_NORM), source.shape(NORM)
     return HeadConfig(found, *(part is not None for part in parts), tokens=tokens)
+
+
+def _layer_config(folder: Path) -> ModelConfig:
+    """A head's architecture may be called after its model's, with EAGLE behind."""
+    fields = read_json(folder / "config.json")
+    names = fields.get("architectures")
+    if isinstance(names, list):
+        fields = {**fields, "architectures": [re.sub(r"Eagle\d*$", "", str(name)) for name in names]}
+    return parse_config(fields, str(folder / "config.json"))
 
 
 def read_tokens(source: Source, vocab_size: int, said: str) -> tuple[int, ...] | None:

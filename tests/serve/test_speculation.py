@@ -13,6 +13,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
+from jdisagg.model.draft_head import HeadConfig
 from jdisagg.serve.deployment import EMBEDDED_MODEL
 from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, check_head, own_head, read_draft, read_speculation
 from tests.fixtures import conformance
@@ -68,6 +69,13 @@ def test_the_embedded_model_has_a_small_draft_of_its_own():
     found = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
     assert found is not None and found[0] == EMBEDDED_MODEL / "draft"
     assert isinstance(found[1], ModelConfig) and found[1].num_layers == 1
+    assert sum(path.stat().st_size for path in found[0].iterdir()) < 10_000_000
+
+
+def test_the_embedded_model_has_a_head_of_its_own():
+    found = read_draft("eagle", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
+    assert found is not None and found[0] == EMBEDDED_MODEL / "eagle"
+    assert isinstance(found[1], HeadConfig) and found[1].norm and found[1].tokens is None
     assert sum(path.stat().st_size for path in found[0].iterdir()) < 10_000_000
 
 
