@@ -13,7 +13,9 @@ def features() -> str:
     keys = ("answered", "left", "refused", "429")
     held = sum(report["held"].values())
     row = [f"{report['requests']:,}", *(f"{report['ends'].get(key, 0):,}" for key in keys)]
-    row += [len(report["faults"]), report["tracebacks"], f"{held:g}", f"{report['seconds']:.0f}"]
+    row += [len(report["faults"]), report["tracebacks"], f"{held:g}"]
+    memory = report["memory_mib"]
+    row += [f"{memory[len(memory) // 2]:,} to {memory[-1]:,}", f"{report['seconds']:,.0f}"]
     head = [
         "requests",
         "answered",
@@ -23,6 +25,7 @@ def features() -> str:
         "faults",
         "tracebacks",
         "left over",
+        "MiB, second half",
         "s",
     ]
     return f"{origin(report)}\n\n{rows_of(head, [row])}"
