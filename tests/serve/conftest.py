@@ -11,6 +11,7 @@ from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from tests.serve.chromium import chromium
 from tests.serve.live_http import Front, serving
+from tests.serve.live_tools import tools_front
 from tests.serve.live_toy import ToyStack, toy_stack
 from tests.serve.scripted import ScriptedService, echo
 
@@ -21,6 +22,13 @@ def served() -> Iterator[Front]:
     settings = FrontSettings(served_names=("also-tiny",), max_body_bytes=100_000)
     with serving(create_app(service, settings)) as url:
         yield Front(service, url)
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """One whose model thinks and calls tools."""
+    with tools_front(tmp_path_factory.mktemp("model") / "tiny") as front:
+        yield front
 
 
 @pytest.fixture

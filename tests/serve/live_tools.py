@@ -49,3 +49,8 @@ def tools_front(folder: Path) -> Iterator[Front]:
 def says(served: Front, text: str) -> None:
     """Makes every answer `text`."""
     served.service.script = lambda request: tokens(request, served.service.tokenizer.encode(text, False))
+
+
+def prompt_of(served: Front) -> str:
+    """The last that was asked, as the model reads it."""
+    return served.service.tokenizer.decode(served.service.seen[-1].prompt, skip_special_tokens=False)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from tests.serve.live_http import Front, serving
-from tests.serve.live_tools import ANSWER, TIME, WEATHER, says, tools_front
+from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 from tests.serve.scripted import ScriptedService, tokens
 
 TOOLS: Any = [
@@ -29,25 +29,15 @@ class Answer(BaseModel):
     city: str
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with tools_front(tmp_path_factory.mktemp("model") / "tiny") as front:
-        yield front
-
-
 @pytest.fixture
-def client(served: Front) -> Iterator[anthropic.Anthropic]:
-    says(served, ANSWER)
-    served.service.seen.clear()
-    with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0) as client:
+def client(with_tools: Front) -> Iterator[anthropic.Anthropic]:
+    says(with_tools, ANSWER)
+    with_tools.service.seen.clear()
+    with anthropic.Anthropic(base_url=with_tools.url, api_key="any", max_retries=0) as client:
         yield client
 
 
-def prompt_of(served: Front) -> str:
-    return served.service.tokenizer.decode(served.service.seen[-1].prompt, skip_special_tokens=False)
-
-
-def test_an_answer_is_blocks_of_thoughts_text_and_calls(client: anthropic.Anthropic, served: Front):
+def test_an_answer_is_blocks_of_thoughts_text_and_calls(client: anthropic.Anthropic, with_tools: Front):
     answer = client.messages.create(**ASKED, system="Be brief.", tools=TOOLS)
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
     thought, text, first, second = answer.content
@@ -56,7 +46,9 @@ def test_an_answer_is_blocks_of_thoughts_text_and_calls(client: anthropic.Anthro
     assert first.type == "tool_use" and (first.name, first.input) == ("get_weather", {"city": "Ulm"})
     assert second.type == "tool_use" and second.name == "get_time" and first.id != second.id
     assert answer.stop_reason == "tool_use" and answer.usage.output_tokens > 0
-    assert prompt_of(served).startswith('[{"type": "function"') and "system:Be brief.user:Weather?" in prompt_of(served)
+    assert prompt_of(with_tools).startswith('[{"type": "function"') and "system:Be brief.user:Weather?" in prompt_of(
+        with_tools
+    )
 
 
 def test_a_stream_builds_the_same_message(client: anthropic.Anthropic):
@@ -75,7 +67,7 @@ def test_a_stream_builds_the_same_message(client: anthropic.Anthropic):
     assert final.usage.input_tokens == whole.usage.input_tokens
 
 
-def test_a_conversation_goes_on_with_the_blocks_of_the_last_answer(client: anthropic.Anthropic, served: Front):
+def test_a_conversation_goes_on_with_the_blocks_of_the_last_answer(client: anthropic.Anthropic, with_tools: Front):
     first = client.messages.create(**ASKED, tools=TOOLS)
     call = next(block for block in first.content if block.type == "tool_use")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20 C"}]}
@@ -83,46 +75,46 @@ def test_a_conversation_goes_on_with_the_blocks_of_the_last_answer(client: anthr
     past: Any = [*USER, {"role": "assistant", "content": said}]
     past.append({"role": "user", "content": [result, {"type": "text", "text": "So?"}]})
     client.messages.create(**ASKED | {"messages": past}, tools=TOOLS)
-    assert "assistant:Let me see.get_weather=Ulmtool:20 Cuser:So?" in prompt_of(served)
+    assert "assistant:Let me see.get_weather=Ulmtool:20 Cuser:So?" in prompt_of(with_tools)
 
 
-def test_the_clients_own_runner_calls_tools_until_the_answer(client: anthropic.Anthropic, served: Front):
+def test_the_clients_own_runner_calls_tools_until_the_answer(client: anthropic.Anthropic, with_tools: Front):
     asked: list[str] = []
 
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """The weather."""
         asked.append(city)
-        says(served, "</think>It is 20 C.")
+        says(with_tools, "</think>It is 20 C.")
         return "20 C"
 
-    says(served, '</think><tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>')
+    says(with_tools, '</think><tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>')
     last = client.beta.messages.tool_runner(**ASKED, tools=[get_weather]).until_done()
     assert asked == ["Ulm"] and last.content[0].type == "text" and last.content[0].text == "It is 20 C."
-    assert last.stop_reason == "end_turn" and "tool:20 C" in prompt_of(served)
+    assert last.stop_reason == "end_turn" and "tool:20 C" in prompt_of(with_tools)
 
 
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "get_weather"}, {"type": "any"}])
-def test_a_tool_that_must_be_called_is(client: anthropic.Anthropic, served: Front, choice: Any):
+def test_a_tool_that_must_be_called_is(client: anthropic.Anthropic, with_tools: Front, choice: Any):
     named = choice["type"] == "tool"
     call = {"city": "Ulm"} if named else [{"name": "get_weather", "parameters": {"city": "Ulm"}}]
-    says(served, json.dumps(call))
+    says(with_tools, json.dumps(call))
     answer = client.messages.create(**ASKED, tools=TOOLS, tool_choice=choice)
     (block,) = answer.content
     assert block.type == "tool_use" and block.input == {"city": "Ulm"} and answer.stop_reason == "tool_use"
-    assert served.service.seen[-1].sampling.grammar
+    assert with_tools.service.seen[-1].sampling.grammar
 
 
-def test_a_form_is_asked_for_as_a_class_and_comes_back_as_one(client: anthropic.Anthropic, served: Front):
-    says(served, '</think>{"city": "Ulm"}')
+def test_a_form_is_asked_for_as_a_class_and_comes_back_as_one(client: anthropic.Anthropic, with_tools: Front):
+    says(with_tools, '</think>{"city": "Ulm"}')
     parsed = client.messages.parse(**ASKED, output_format=Answer)
     assert parsed.parsed_output == Answer(city="Ulm")
-    assert "city" in served.service.seen[-1].sampling.grammar
+    assert "city" in with_tools.service.seen[-1].sampling.grammar
 
 
-def test_the_reason_tells_a_limit_from_a_stop_sequence(client: anthropic.Anthropic, served: Front):
+def test_the_reason_tells_a_limit_from_a_stop_sequence(client: anthropic.Anthropic, with_tools: Front):
     assert client.messages.create(**ASKED | {"max_tokens": 3}).stop_reason == "max_tokens"
-    says(served, "</think>one two three")
+    says(with_tools, "</think>one two three")
     answer = client.messages.create(**ASKED, stop_sequences=[" three", "x"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " three")
     assert answer.content[0].type == "text" and answer.content[0].text == "one two"
@@ -138,14 +130,14 @@ def test_tokens_are_counted_as_the_answer_counts_them(client: anthropic.Anthropi
     assert counted == client.messages.create(**ASKED, tools=TOOLS).usage.input_tokens
 
 
-def test_a_stream_that_breaks_is_an_error_of_the_client(client: anthropic.Anthropic, served: Front):
-    ids = served.service.tokenizer.encode("</think>Let me", False)
+def test_a_stream_that_breaks_is_an_error_of_the_client(client: anthropic.Anthropic, with_tools: Front):
+    ids = with_tools.service.tokenizer.encode("</think>Let me", False)
 
     def breaks(request: Any) -> Iterator[Any]:
         yield from [*tokens(request, ids)][:-1]
         raise RuntimeError("gone")
 
-    served.service.script = breaks
+    with_tools.service.script = breaks
     with pytest.raises(anthropic.APIStatusError, match="internal error"):
         list(client.messages.create(**ASKED, stream=True))
 

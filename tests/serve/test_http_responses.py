@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 from pydantic import BaseModel
 
 from tests.serve.live_http import Front
-from tests.serve.live_tools import ANSWER, TIME, WEATHER, says, tools_front
+from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 from tests.serve.scripted import tokens
 
 TOOLS: Any = [{"type": "function", **each["function"]} for each in (WEATHER, TIME)]
@@ -22,24 +21,14 @@ class Answer(BaseModel):
     city: str
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with tools_front(tmp_path_factory.mktemp("model") / "tiny") as front:
-        yield front
-
-
 @pytest.fixture
-def client(served: Front) -> openai.OpenAI:
-    says(served, ANSWER)
-    served.service.seen.clear()
-    return served.client
+def client(with_tools: Front) -> openai.OpenAI:
+    says(with_tools, ANSWER)
+    with_tools.service.seen.clear()
+    return with_tools.client
 
 
-def prompt_of(served: Front) -> str:
-    return served.service.tokenizer.decode(served.service.seen[-1].prompt, skip_special_tokens=False)
-
-
-def test_an_answer_is_reasoning_a_message_and_calls(client: openai.OpenAI, served: Front):
+def test_an_answer_is_reasoning_a_message_and_calls(client: openai.OpenAI, with_tools: Front):
     answer = client.responses.create(model="tiny", input="Weather?", instructions="Be brief.", tools=TOOLS)
     reasoning, message, first, second = answer.output
     assert isinstance(reasoning, ResponseReasoningItem) and reasoning.content is not None
@@ -48,7 +37,7 @@ def test_an_answer_is_reasoning_a_message_and_calls(client: openai.OpenAI, serve
     assert isinstance(first, ResponseFunctionToolCall) and isinstance(second, ResponseFunctionToolCall)
     assert (first.name, json.loads(first.arguments), second.name) == ("get_weather", {"city": "Ulm"}, "get_time")
     assert answer.status == "completed" and answer.id.startswith("resp_")
-    assert "system:Be brief.user:Weather?" in prompt_of(served) and '"name": "get_weather"' in prompt_of(served)
+    assert "system:Be brief.user:Weather?" in prompt_of(with_tools) and '"name": "get_weather"' in prompt_of(with_tools)
     usage = answer.usage
     assert usage is not None and usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
@@ -72,27 +61,27 @@ def test_a_stream_builds_the_very_items_that_it_ends_with(client: openai.OpenAI)
     assert [call.name for call in calls] == ["get_weather", "get_time"]
 
 
-def test_a_conversation_goes_on_with_the_items_of_the_last_answer(client: openai.OpenAI, served: Front):
+def test_a_conversation_goes_on_with_the_items_of_the_last_answer(client: openai.OpenAI, with_tools: Front):
     first = client.responses.create(model="tiny", input="Weather?", tools=TOOLS)
     call = next(item for item in first.output if item.type == "function_call")
     past: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
     past += [item.to_dict() for item in first.output[:-1]]
     past.append({"type": "function_call_output", "call_id": call.call_id, "output": "20 C"})
     client.responses.create(model="tiny", input=past, tools=TOOLS)
-    assert "assistant:Let me see.get_weather=Ulmtool:20 C" in prompt_of(served)
+    assert "assistant:Let me see.get_weather=Ulmtool:20 C" in prompt_of(with_tools)
 
 
-def test_a_form_is_asked_for_as_a_class_and_comes_back_as_one(client: openai.OpenAI, served: Front):
-    says(served, '</think>{"city": "Ulm"}')
+def test_a_form_is_asked_for_as_a_class_and_comes_back_as_one(client: openai.OpenAI, with_tools: Front):
+    says(with_tools, '</think>{"city": "Ulm"}')
     parsed = client.responses.parse(model="tiny", input="Where?", text_format=Answer)
     assert parsed.output_parsed == Answer(city="Ulm")
-    assert "city" in served.service.seen[-1].sampling.grammar
+    assert "city" in with_tools.service.seen[-1].sampling.grammar
     with client.responses.stream(model="tiny", input="Where?", text_format=Answer) as stream:
         assert stream.get_final_response().output_parsed == Answer(city="Ulm")
 
 
-def test_a_tool_that_must_be_called_is(client: openai.OpenAI, served: Front):
-    says(served, '{"city": "Ulm"}')
+def test_a_tool_that_must_be_called_is(client: openai.OpenAI, with_tools: Front):
+    says(with_tools, '{"city": "Ulm"}')
     choice: Any = {"type": "function", "name": "get_weather"}
     answer = client.responses.create(model="tiny", input="Weather?", tools=TOOLS, tool_choice=choice)
     (call,) = answer.output
@@ -107,8 +96,8 @@ def test_an_answer_that_is_cut_short_says_so(client: openai.OpenAI):
     assert events[-1].type == "response.incomplete"
 
 
-def test_logprobs_cover_every_token_of_the_message(client: openai.OpenAI, served: Front):
-    says(served, "</think>Grüße, 世界")
+def test_logprobs_cover_every_token_of_the_message(client: openai.OpenAI, with_tools: Front):
+    says(with_tools, "</think>Grüße, 世界")
     include: Any = ["message.output_text.logprobs"]
     answer = client.responses.create(model="tiny", input="x", include=include, top_logprobs=2)
     (message,) = answer.output
@@ -118,12 +107,12 @@ def test_logprobs_cover_every_token_of_the_message(client: openai.OpenAI, served
     assert all(len(each.top_logprobs) == 2 for each in scores)
 
 
-def test_sampling_fields_and_the_requests_name_are_those_of_chat(client: openai.OpenAI, served: Front):
+def test_sampling_fields_and_the_requests_name_are_those_of_chat(client: openai.OpenAI, with_tools: Front):
     more = {"seed": 7, "top_k": 3, "min_tokens": 2, "stop": ["x"], "priority": 2, "cache_salt": "s"}
     answer = client.responses.with_raw_response.create(
         model="tiny", input="x", temperature=0.5, extra_body=more, extra_headers={"x-request-id": "mine"}
     )
-    request = served.service.seen[-1]
+    request = with_tools.service.seen[-1]
     assert (request.sampling.seed, request.sampling.top_k, request.sampling.min_tokens) == (7, 3, 2)
     assert (request.priority, request.cache_salt) == (2, "s")
     assert answer.headers["x-request-id"] == "mine" and answer.parse().id == "resp_mine"
@@ -136,14 +125,14 @@ def test_tokens_are_counted_as_the_answer_counts_them(client: openai.OpenAI):
     assert usage is not None and counted.input_tokens == usage.input_tokens
 
 
-def test_a_stream_that_breaks_ends_as_failed_with_what_had_come(client: openai.OpenAI, served: Front):
-    ids = served.service.tokenizer.encode("</think>Let me", False)
+def test_a_stream_that_breaks_ends_as_failed_with_what_had_come(client: openai.OpenAI, with_tools: Front):
+    ids = with_tools.service.tokenizer.encode("</think>Let me", False)
 
     def breaks(request: Any) -> Any:
         yield from [*tokens(request, ids)][:-1]
         raise RuntimeError("gone")
 
-    served.service.script = breaks
+    with_tools.service.script = breaks
     last = list(client.responses.create(model="tiny", input="x", stream=True))[-1]
     assert last.type == "response.failed" and last.response.error is not None
     assert last.response.output_text.startswith("Let")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,40 +10,30 @@ import pytest
 
 from jdisagg.serve.tools.choose import Parsers, parsers_of
 from tests.serve.live_http import Front
-from tests.serve.live_tools import ANSWER, TIME, WEATHER, says, tools_front
+from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with tools_front(tmp_path_factory.mktemp("model") / "tiny") as front:
-        yield front
-
-
 @pytest.fixture
-def client(served: Front) -> openai.OpenAI:
-    says(served, ANSWER)
-    served.service.seen.clear()
-    return served.client
+def client(with_tools: Front) -> openai.OpenAI:
+    says(with_tools, ANSWER)
+    with_tools.service.seen.clear()
+    return with_tools.client
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(model="tiny", messages=fields.pop("messages", USER), **fields)
 
 
-def prompt_of(served: Front) -> str:
-    return served.service.tokenizer.decode(served.service.seen[-1].prompt, skip_special_tokens=False)
-
-
-def test_an_answers_reasoning_words_and_calls_are_told_apart(client: openai.OpenAI, served: Front):
+def test_an_answers_reasoning_words_and_calls_are_told_apart(client: openai.OpenAI, with_tools: Front):
     choice = ask(client, tools=[WEATHER, TIME], max_tokens=500).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert (choice.message.content, choice.message.reasoning_content) == ("Let me see.", "Hm, weather.")
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
     assert calls == [("get_weather", {"city": "Ulm"}), ("get_time", {})]
     assert len({call.id for call in choice.message.tool_calls}) == 2
-    assert '"name": "get_weather"' in prompt_of(served)
+    assert '"name": "get_weather"' in prompt_of(with_tools)
 
 
 def test_a_stream_tells_the_same_call_by_call(client: openai.OpenAI):
@@ -59,9 +48,11 @@ def test_a_stream_tells_the_same_call_by_call(client: openai.OpenAI):
     assert deltas[-1].finish_reason == "tool_calls"
 
 
-def test_a_call_that_is_cut_short_is_none(client: openai.OpenAI, served: Front):
-    says(served, ANSWER[:-40])
-    choice = ask(client, tools=[WEATHER, TIME], max_tokens=len(served.service.tokenizer.encode(ANSWER[:-40], False)))
+def test_a_call_that_is_cut_short_is_none(client: openai.OpenAI, with_tools: Front):
+    says(with_tools, ANSWER[:-40])
+    choice = ask(
+        client, tools=[WEATHER, TIME], max_tokens=len(with_tools.service.tokenizer.encode(ANSWER[:-40], False))
+    )
     assert choice.choices[0].finish_reason == "length"
     assert [call.function.name for call in choice.choices[0].message.tool_calls] == ["get_weather"]
 
@@ -73,25 +64,25 @@ def test_reasoning_is_told_apart_without_tools_and_left_out_where_nobody_wants_i
     assert not hasattr(message, "reasoning_content") and message.content.startswith("Let me see.")
 
 
-def test_tools_that_may_not_be_called_are_not_shown(client: openai.OpenAI, served: Front):
+def test_tools_that_may_not_be_called_are_not_shown(client: openai.OpenAI, with_tools: Front):
     assert not ask(client, tools=[WEATHER], tool_choice="none", max_tokens=500).choices[0].message.tool_calls
-    assert "get_weather" not in prompt_of(served)
+    assert "get_weather" not in prompt_of(with_tools)
 
 
-def test_a_conversation_goes_on_with_the_calls_and_what_came_of_them(client: openai.OpenAI, served: Front):
+def test_a_conversation_goes_on_with_the_calls_and_what_came_of_them(client: openai.OpenAI, with_tools: Front):
     call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
     past: Any = [*USER, {"role": "assistant", "tool_calls": [call]}]
     ask(client, messages=[*past, {"role": "tool", "tool_call_id": "1", "content": "20 C"}], max_tokens=500)
-    assert "assistant:get_weather=Ulm" in prompt_of(served) and "tool:20 C" in prompt_of(served)
+    assert "assistant:get_weather=Ulm" in prompt_of(with_tools) and "tool:20 C" in prompt_of(with_tools)
 
 
-def test_a_tool_that_must_be_called_is_by_a_grammar_whatever_the_model_writes(client: openai.OpenAI, served: Front):
-    says(served, '[{"name": "get_weather", "parameters": {"city": "Ulm"}}]')
+def test_a_tool_that_must_be_called_is_by_a_grammar_whatever_the_model_writes(client: openai.OpenAI, with_tools: Front):
+    says(with_tools, '[{"name": "get_weather", "parameters": {"city": "Ulm"}}]')
     choice = ask(client, tools=[WEATHER, TIME], tool_choice="required", max_tokens=500).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     assert choice.message.tool_calls[0].function.arguments == '{"city": "Ulm"}'
-    assert "get_weather" in served.service.seen[-1].sampling.grammar
-    says(served, '{"city": "Ulm"}')
+    assert "get_weather" in with_tools.service.seen[-1].sampling.grammar
+    says(with_tools, '{"city": "Ulm"}')
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     choice = ask(client, tools=[WEATHER, TIME], tool_choice=named, max_tokens=500).choices[0]
     assert choice.finish_reason == "stop" and choice.message.tool_calls[0].function.name == "get_weather"
@@ -119,6 +110,6 @@ def test_what_cannot_be_called_is_refused_by_name(client: openai.OpenAI, fields:
         ask(client, **fields)
 
 
-def test_the_parsers_follow_from_the_template_and_the_vocabulary(served: Front):
-    assert parsers_of(served.service.tokenizer).tools == "hermes"
-    assert parsers_of(served.service.tokenizer, tools="off", reasoning="off") == Parsers()
+def test_the_parsers_follow_from_the_template_and_the_vocabulary(with_tools: Front):
+    assert parsers_of(with_tools.service.tokenizer).tools == "hermes"
+    assert parsers_of(with_tools.service.tokenizer, tools="off", reasoning="off") == Parsers()
