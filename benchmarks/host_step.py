@@ -35,38 +35,41 @@ from rich.table import Table
 from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import LLM, SamplingParams
-from jdisagg.core.events import StepDone
+from jdisagg.core.events import ROUTER, StepDone
 from jdisagg.engine.decode import PendingRows
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.turn_steps import TurnPrograms
+from jdisagg.engine.turns import Drawn, PendingTurns, Slots
 from jdisagg.parallel.submesh import Program
-from jdisagg.policy.router import Router
 from jdisagg.policy.step_results import StepResults
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.driver import LiveDriver
-from jdisagg.serve.local import LocalService
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_list("slots", ["8", "64", "256"], "of the decode worker, all taken", flag_values=FLAGS)
 flags.DEFINE_list("stages", ["2", "1"], "of the decode worker, the most first", flag_values=FLAGS)
+flags.DEFINE_list("turns", ["1", "8"], "--decode_turns of one stage", flag_values=FLAGS)
 flags.DEFINE_integer("layers", 32, "of the model, whose weights are leaves of each program", 1, flag_values=FLAGS)
 flags.DEFINE_integer("steps", 200, "of each round", 1, flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 5, "of each, after one that does not count", 1, flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 
 PLAN, DISPATCH, JAX, READ, DRIVER = "plan", "dispatch", "jax", "read back", "driver"
-TELL, ROUTE, OBSERVE, STREAM = "tell", "route", "observe", "stream"
+TELL, ROUTE, STREAM = "tell", "route", "stream"
+STEPS = "steps"
+CONVERT = "convert"  # of `tell`, on the thread that reads
 BY_STEP = (PLAN, DISPATCH, JAX, READ, DRIVER)
-BY_TOKEN = (TELL, ROUTE, OBSERVE, STREAM)
+BY_TOKEN = (TELL, ROUTE, STREAM)
 TIMED: tuple[tuple[type, str, str], ...] = (
     (Worker, "handle", PLAN),
     (StepResults, "done", TELL),
-    (Router, "handle", ROUTE),
     (MeshExecutor, "run", DISPATCH),
     (Program, "__call__", JAX),
     (PendingRows, "read", READ),
-    (LiveDriver, "_observe", OBSERVE),
-    (LocalService, "_deliver", STREAM),
+    (PendingTurns, "read", READ),
+    (PendingRows, "_rows", CONVERT),
+    (PendingTurns, "_rows", CONVERT),
 )
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
@@ -101,6 +104,35 @@ class Clocks:
         return timed
 
 
+class Actors:
+    """What the driver's thread spends from one actor's event to the next, effects and all: with the router's it is by
+    token, with a worker's by step."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks, self._router, self._since_s = clocks, False, 0.0
+
+    def marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(driver: Any, actor: str, *rest: Any) -> Any:
+            self._mark(router=actor == ROUTER)
+            return function(driver, actor, *rest)
+
+        return marked
+
+    def ended(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def ended(driver: Any) -> Any:
+            more = function(driver)
+            self._mark(router=False)
+            return more
+
+        return ended
+
+    def _mark(self, *, router: bool) -> None:
+        now_s, seconds = time.thread_time(), self._clocks.seconds
+        if self._router:
+            seconds[ROUTE] = seconds.get(ROUTE, 0.0) + now_s - self._since_s
+        self._router, self._since_s = router, now_s
+
+
 @contextmanager
 def null_programs() -> Iterator[None]:
     """Layers that do nothing, called with all that real ones are called with."""
@@ -117,9 +149,19 @@ def null_programs() -> Iterator[None]:
             return pools, both
         return pools, _made(self, state.shape[1]), _made(self, rest[0].shape[1] - 1), both[state.shape[1] :]
 
+    def turns(self: Any, kind: str, leaves: Any, pools: Any, slots: Slots) -> tuple[Any, ...]:
+        drawn = jnp.arange(self.most)[:, None] < jnp.minimum(slots.left, slots.turns)[None, :]
+        return pools, Drawn(drawn.astype(jnp.int32) - 1, None, None, slots.state)
+
+    def draw(logits: Array, state: Array, metadata: Any) -> tuple[Array, Array]:
+        return state, jnp.zeros(state.shape[1], jnp.int32)
+
     with ExitStack() as stack:
         for name, function in {"decode_step": decode, "_prefill": prefill, "_mixed": mixed}.items():
             stack.enter_context(mock.patch.object(LayerGroupPrograms, name, function))
+        stack.enter_context(mock.patch.object(TurnPrograms, "_turns", turns))
+        stack.enter_context(mock.patch("jdisagg.engine.decode.draw_greedy", draw))
+        stack.enter_context(mock.patch("jdisagg.policy.turns.MOST_GAP_S", 10.0))  # the machine may be busy
         yield
 
 
@@ -134,6 +176,7 @@ class Row:
 
     slots: int
     stages: int
+    turns: int  # of a dispatch
     by_step: dict[str, float]
     by_token: dict[str, float]
     rounds: list[dict[str, float]]
@@ -143,14 +186,14 @@ class Row:
         return sum(self.by_step.values())
 
 
-def open_llm(folder: Path, slots: int, stages: int, tokens: int) -> LLM:
+def open_llm(folder: Path, slots: int, stages: int, turns: int, tokens: int) -> LLM:
     settings: dict[str, Any] = {
         "model": str(folder), "tokenizer": str(TOKENIZER), "load_format": "random", "prefix_caching": "off",
         "mesh": f"prefill:tp1,decode:pp{stages}" if stages > 1 else "prefill:tp1,decode:tp1", "max_num_seqs": slots,
         "max_model_len": tokens, "table_buckets": str(tokens), "max_num_batched_tokens": 128, "prefill_buckets": "128",
         "page_size": 128, "kv_tokens": (slots + 4) * tokens, "reserve_tokens": tokens, "stall_timeout_s": 1000.0,
     }  # fmt: skip
-    return LLM(**settings, queue_limit=2 * slots)
+    return LLM(**settings, decode_turns=turns, queue_limit=2 * slots)
 
 
 async def run_all(llm: LLM, slots: int, tokens: int, told: Callable[[], bool]) -> None:
@@ -183,19 +226,25 @@ def cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def measure(folder: Path, slots: int, stages: int) -> Row:
+def measure(folder: Path, slots: int, stages: int, turns: int) -> Row:
     clocks = Clocks()
-    rounds = FLAGS.rounds + 1
-    tokens = -(-(PROMPT_TOKENS + 64 + (rounds + 1) * FLAGS.steps + 2 * slots) // 128) * 128
+    tokens = -(-(PROMPT_TOKENS + 64 + (FLAGS.rounds + 2) * FLAGS.steps + 2 * slots) // 128) * 128
     with ExitStack() as stack:
         stack.enter_context(null_programs())
         for kind, name, part in TIMED:
             stack.enter_context(mock.patch.object(kind, name, clocks.timed(getattr(kind, name), part)))
-        llm = stack.enter_context(open_llm(folder, slots, stages, tokens))
-        return _measured(llm, clocks, slots, stages, tokens, rounds)
+        actors = Actors(clocks)
+        stack.enter_context(mock.patch.object(LiveDriver, "_decide", actors.marked(LiveDriver._decide)))
+        stack.enter_context(mock.patch.object(LiveDriver, "_one_round", actors.ended(LiveDriver._one_round)))
+        llm = stack.enter_context(open_llm(folder, slots, stages, turns, tokens))
+        found = _measured(llm, clocks, slots, stages, tokens)
+    medians = {part: statistics.median(each[part] for each in found) for part in (*BY_STEP, *BY_TOKEN)}
+    by_step, by_token = ({part: medians[part] for part in parts} for parts in (BY_STEP, BY_TOKEN))
+    return Row(slots, stages, turns, by_step, by_token, found)
 
 
-def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, tokens: int, rounds: int) -> Row:
+def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, tokens: int) -> list[dict[str, float]]:
+    """What each round took."""
     threads, marks, over = Threads(llm), list[dict[str, float]](), threading.Event()
     worker = next(name for name in llm.service.driver.executors.by_worker if name.startswith("decode"))
     steps = stages * FLAGS.steps  # each microbatch takes as many
@@ -203,38 +252,39 @@ def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, tokens: int, ro
     def watch(actor: str, item: Any, now_s: float) -> None:
         if actor != worker or not isinstance(item, StepDone) or len(item.decode) < slots // stages:
             return
-        clocks.steps += 1
-        if clocks.steps % steps == 0:
-            marks.append({**clocks.seconds, **{f"thread {k}": v for k, v in threads.seconds().items()}})
-            if len(marks) > rounds:
+        clocks.steps += len(item.decode[0][1] or ())
+        if clocks.steps >= (len(marks) + 1) * steps:
+            spent = {**clocks.seconds, **{f"thread {k}": v for k, v in threads.seconds().items()}}
+            marks.append({**spent, STEPS: float(clocks.steps)})
+            if len(marks) > FLAGS.rounds + 1:
                 over.set()
 
     llm.service.driver._observers = (*llm.service.driver._observers, watch)
     asyncio.run_coroutine_threadsafe(run_all(llm, slots, tokens, over.is_set), llm._loop).result()
-    found = [_round(before, after, steps, stages) for before, after in pairwise(marks[1:])]
-    medians = {part: statistics.median(each[part] for each in found) for part in (*BY_STEP, *BY_TOKEN)}
-    by_step, by_token = ({part: medians[part] for part in parts} for parts in (BY_STEP, BY_TOKEN))
-    return Row(slots, stages, by_step, by_token, found)
+    return [_round(before, after, stages) for before, after in pairwise(marks[1:])][: FLAGS.rounds]
 
 
-def _round(before: dict[str, float], after: dict[str, float], steps: int, stages: int) -> dict[str, float]:
+def _round(before: dict[str, float], after: dict[str, float], stages: int) -> dict[str, float]:
     """Microseconds a step and stage, by part; what the driver's thread does beside the others is its own."""
+    steps = after[STEPS] - before[STEPS]
     spent = {key: (after.get(key, 0.0) - before.get(key, 0.0)) * 1e6 / steps / stages for key in after}
     threads = {key: spent.pop(f"thread {key}") for key in (DRIVER, STREAM)}
     found = {part: spent.get(part, 0.0) for part in (*BY_STEP, *BY_TOKEN)}
-    found[DRIVER] = threads[DRIVER] - sum(found[part] for part in found if part not in (READ, DRIVER))
-    found[STREAM] += threads[STREAM]
+    found[DRIVER] = threads[DRIVER] - sum(found[part] for part in (PLAN, DISPATCH, JAX, TELL, ROUTE))
+    found[TELL] += spent.get(CONVERT, 0.0)
+    found[STREAM] = threads[STREAM]
     return found
 
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(title="microseconds of processor time a step and stage")
-    for name in ("slots", "stages", *BY_STEP, "of a step", *BY_TOKEN, "of a token"):
+    for name in ("slots", "stages", "turns", *BY_STEP, "of a step", *BY_TOKEN, "of a token"):
         shown.add_column(name, justify="right")
     for row in rows:
         by_step, by_token = (list(map("{:.1f}".format, each.values())) for each in (row.by_step, row.by_token))
         of_token = sum(row.by_token.values()) * row.stages / (row.slots / row.stages)
-        shown.add_row(str(row.slots), str(row.stages), *by_step, f"{row.step_us:.0f}", *by_token, f"{of_token:.1f}")
+        sizes = map(str, (row.slots, row.stages, row.turns))
+        shown.add_row(*sizes, *by_step, f"{row.step_us:.0f}", *by_token, f"{of_token:.1f}")
     return shown
 
 
@@ -244,7 +294,8 @@ def main() -> int:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": FLAGS.layers}), encoding="utf-8")
         for stages in map(int, FLAGS.stages):
-            rows += [measure(folder, slots, stages) for slots in map(int, FLAGS.slots)]
+            for turns in map(int, FLAGS.turns if stages == 1 else ["1"]):
+                rows += [measure(folder, slots, stages, turns) for slots in map(int, FLAGS.slots)]
     Console(width=200).print(table(rows))
     if FLAGS.output:
         report = {**about, "layers": FLAGS.layers, "steps": FLAGS.steps, "rows": [asdict(row) for row in rows]}

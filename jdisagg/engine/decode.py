@@ -36,7 +36,7 @@ from jdisagg.engine.sampling import (
     token_logprobs,
     with_row,
 )
-from jdisagg.engine.sampling_metadata import Put, SamplingRows, history_rows, is_plain, sampled_rows
+from jdisagg.engine.sampling_metadata import Asked, Put, SamplingRows, history_rows, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.low_rank import NONE
 from jdisagg.parallel.ring import RingMesh
@@ -93,9 +93,14 @@ class Microbatch:
         empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
         self.counts = Counts(*put(empty))
         self.tables: dict[Submesh | RingMesh, Array] = {}  # page tables as last sent, all of one width
+        self._taken: DecodeRows | None = None
+        self._asked: Asked | None = None  # of the rows that were asked for last
 
     def take(self, plan: DecodeRows) -> np.ndarray | None:
         """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
+        if plan is self._taken and not (plan.admit or plan.grants or plan.retire or plan.read):
+            return None
+        self._taken, self._asked = plan, None
         delta = np.zeros((4, self.size), np.int32)
         for slot in plan.retire:
             self.sampling[slot - self.first_slot] = None
@@ -156,12 +161,14 @@ class Microbatch:
 
     def allowed(self, active: Sequence[int]) -> Array | None:
         """See `GrammarMasks.allowed`."""
-        return self.masks.allowed(slot - self.first_slot for slot in active)
+        return self.masks.allowed(slot - self.first_slot for slot in active) if self.masks.places else None
 
-    def asked(self, active: Sequence[int]) -> list[SamplingParams]:
-        found = [self.sampling[slot - self.first_slot] for slot in active]
-        assert None not in found, f"an active slot of {active} holds no sequence"
-        return found  # pyright: ignore[reportReturnType]
+    def asked(self, active: tuple[int, ...]) -> Asked:
+        if self._asked is None or self._asked.active is not active:
+            found = [sampling for slot in active if (sampling := self.sampling[slot - self.first_slot]) is not None]
+            assert len(found) == len(active), f"an active slot of {active} holds no sequence"
+            self._asked = Asked.of(active, found)
+        return self._asked
 
 
 class Drawing(Protocol):
@@ -188,10 +195,13 @@ class PendingRows:
 
     def read(self) -> DrawnRows:
         """Blocks until they are there; see `StepDone`."""
-        rows = [slot - self.first_slot for slot in self.plan.active]
-        tokens = np.asarray(self.tokens)[rows].tolist()
-        logprobs = None if self.logprobs is None else [np.asarray(part)[rows] for part in self.logprobs]
-        drawn = sampled_rows(tokens, self.wanted, logprobs)
+        logprobs = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
+        return self._rows(np.asarray(self.tokens), logprobs)
+
+    def _rows(self, tokens: np.ndarray, logprobs: list[np.ndarray] | None) -> DrawnRows:
+        rows = np.array(self.plan.active) - self.first_slot
+        scores = None if logprobs is None else [part[rows] for part in logprobs]
+        drawn = sampled_rows(tokens[rows].tolist(), self.wanted, scores)
         told = [None if each.token == MASKED else (each,) for each in drawn]
         return tuple(zip(self.plan.active, told, strict=True))
 
@@ -251,19 +261,16 @@ class Decoder(DrawPrograms):
         """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""
         asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
         tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), asked)
-        wanted = [sampling.logprobs for sampling in asked]
-        logprobs = None
-        if any(number is not None for number in wanted):
-            logprobs = self.logprobs(logits, tokens)
+        logprobs = self.logprobs(logits, tokens) if asked.scored else None
         for array in (tokens, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingRows(plan, batch.first_slot, tokens, wanted, logprobs)
+        return PendingRows(plan, batch.first_slot, tokens, asked.wanted, logprobs)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
-        if all(is_plain(sampling) for sampling in asked):
+    def _draw(self, batch: Microbatch, logits: Array, asked: Asked) -> Array:
+        if asked.plain:
             batch.state, tokens = self.draw_greedy(logits, batch.state, batch.metadata)
             return tokens
         batch.state, tokens = self.draw(logits, batch.state, batch.metadata, batch.counts)
-        if any(sampling.penalised for sampling in asked):
+        if asked.penalised:
             batch.counts = self.count(batch.counts, tokens)
         return tokens

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import DRAFT, GRAMMAR, NGRAM, Admission, DecodeRows
 from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig, bucket
 from jdisagg.engine.declaration import DeclaredProgram
@@ -38,7 +37,7 @@ from jdisagg.engine.draw_declarations import Drawn
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.ngrams import MAX_NGRAM
-from jdisagg.engine.sampling_metadata import is_plain
+from jdisagg.engine.sampling_metadata import Asked, is_plain
 from jdisagg.engine.verification import (
     PendingDrafts,
     counted_drafts,
@@ -244,7 +243,7 @@ class DraftingDecoder(Decoder):
         guesses = self._guesses_of(batch)
         if guesses.wide is None:
             return super().finish(batch, plan, logits)
-        asked = batch.asked(plan.active)
+        asked = batch.asked(plan.active).each
         told = self._verify(batch, guesses, guesses.wide, logits, plan)
         wanted, logprobs = [sampling.logprobs for sampling in asked], None
         if any(number is not None for number in wanted):
@@ -254,7 +253,7 @@ class DraftingDecoder(Decoder):
         kinds = [GRAMMAR if sampling.grammar else self.drafts.guesser for sampling in asked]
         return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: list[SamplingParams]) -> Array:
+    def _draw(self, batch: Microbatch, logits: Array, asked: Asked) -> Array:
         """As the decoder without drafts, by the same programs: what they draw is noted later, many steps at once."""
         tokens, guesses = super()._draw(batch, logits, asked), self._guesses_of(batch)
         guesses.unnoted.append(tokens)
@@ -269,7 +268,7 @@ class DraftingDecoder(Decoder):
             guesses.unnoted.clear()
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
-        asked = batch.asked(plan.active)
+        asked = batch.asked(plan.active).each
         if any(sampling.grammar for sampling in asked):
             rows = [slot - batch.first_slot for slot in plan.active]
             logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, wide.shape[1] // batch.size - 1))

@@ -21,7 +21,6 @@ from jdisagg.engine.gates import Gates
 from jdisagg.engine.grammar_masks import EVERYTHING
 from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import Counts
-from jdisagg.engine.sampling_metadata import is_plain
 from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, PendingTurns, SentWidths, Slots
 from jdisagg.kv.ring_pools import RingPages
 from jdisagg.model.grammars.grammars import Grammars
@@ -117,11 +116,10 @@ class RingRunner:
         self.slots.send_changes(rows, self.ring.steer, self.ring.set_row)
         asked, allowed = self.slots.asked(rows.active), self.slots.allowed(rows.active)
         if self.adapters is not None:
-            self.adapters.here(asked)
+            self.adapters.here(asked.each)
             self.slots.find_adapters(self.adapters, rows.active)
-        wanted = [sampling.logprobs for sampling in asked]
-        kind = SCORED if any(number is not None for number in wanted) else DRAWN
-        kind = PLAIN if kind == DRAWN and allowed is None and all(map(is_plain, asked)) else kind
+        kind = SCORED if asked.scored else DRAWN
+        kind = PLAIN if kind == DRAWN and allowed is None and asked.plain else kind
         drawn = self.ring.dispatch(kind, self._slots(rows, kind, allowed))
         self.slots.state = drawn.state
         if drawn.output is not None:
@@ -129,7 +127,7 @@ class RingRunner:
         for array in (drawn.tokens, *(drawn.logprobs or ())):
             array.copy_to_host_async()
         counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
-        return PendingTurns(plan.step_id, rows, drawn, wanted, counts)
+        return PendingTurns(plan.step_id, rows, drawn, asked.wanted, counts)
 
     def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots

@@ -118,7 +118,7 @@ class Runner:
         """Both as the step finds them, and their adapters there."""
         slots = self.slots(rows)
         if self.adapters is not None:
-            asked = slots.batch.asked(slots.plan.active) if slots else []
+            asked = slots.batch.asked(slots.plan.active).each if slots else []
             self.adapters.here([*asked, *(chunk.sampling for chunk in (chunks.chunks if chunks else ()))])
             if slots is not None:
                 slots.batch.find_adapters(self.adapters, slots.plan.active)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,30 @@ def is_plain(sampling: SamplingParams) -> bool:
     """Whether the argmax of the raw logits is the whole story."""
     holds_stops_back = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
     return sampling.greedy and not sampling.penalised and not sampling.logit_bias and not holds_stops_back
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the active rows of a step ask of drawing: found once for all steps of the same rows."""
+
+    active: tuple[int, ...]
+    each: list[SamplingParams]
+    plain: bool  # all of them
+    penalised: bool  # any of them
+    wanted: list[int | None]  # logprobs
+    scored: bool  # any of them
+
+    @classmethod
+    def of(cls, active: tuple[int, ...], each: list[SamplingParams]) -> Asked:
+        wanted = [sampling.logprobs for sampling in each]
+        plain, penalised = all(map(is_plain, each)), any(sampling.penalised for sampling in each)
+        return cls(active, each, plain, penalised, wanted, any(number is not None for number in wanted))
+
+
+@cache
+def bare(token: int) -> Sampled:
+    """One of which nothing else is asked; there are as many as the vocabulary has."""
+    return Sampled(token)
 
 
 class SamplingRows:
@@ -87,7 +113,7 @@ def sampled_rows(
     `logprobs` are the host copies of what `token_logprobs` gives for the same rows; None where nobody asked.
     """
     if logprobs is None:
-        return [Sampled(token) for token in tokens]
+        return [bare(token) for token in tokens]
     chosen, ids, values = logprobs
     return [
         Sampled(token)

@@ -19,7 +19,6 @@ from jdisagg.engine.decode import MASKED, Microbatch
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
 from jdisagg.engine.sampling import SamplingMetadata
-from jdisagg.engine.sampling_metadata import is_plain
 from jdisagg.engine.turns import DRAWN, PLAIN, Drawn, PendingTurns, SentWidths, Slots, draw_left, with_left
 from jdisagg.kv.pools import POOL_SPEC, pool_format
 from jdisagg.parallel.submesh import WHOLE, Program
@@ -90,13 +89,13 @@ class TurnSteps(TurnPrograms):
     def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingTurns:
         """Dispatches the turns of a microbatch that knows what the plan changes."""
         asked = batch.asked(plan.active)
-        kind = PLAIN if all(map(is_plain, asked)) else DRAWN
+        kind = PLAIN if asked.plain else DRAWN
         drawn = self._dispatch(kind, self._slots(plan, batch))
         batch.state = drawn.state.addressable_data(0)
         drawn.tokens.copy_to_host_async()
         load = self._held.load
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
-        return PendingTurns(step_id, plan, drawn, [sampling.logprobs for sampling in asked], counts)
+        return PendingTurns(step_id, plan, drawn, asked.wanted, counts)
 
     def _dispatch(self, kind: str, slots: Slots) -> Drawn:
         kv = self._held.kv

@@ -54,6 +54,8 @@ class DecodeSide:
     @property
     def expects(self) -> bool:
         """Whether a sequence is held for whose KV is still to come."""
+        if len(self.sequences) == self.slots.num_taken and not self.ahead.used:
+            return False  # whoever sits has its KV
         return any(not (admitted(sequence) or promised(sequence)) for sequence in self.sequences.values())
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jdisagg.core.events import RunStep
-from jdisagg.core.steps import DecodeRows, PageGrant, Read, StepPlan
+from jdisagg.core.steps import DecodeRows, PageGrant, PrefillChunks, Read, StepPlan
 from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admission, admitted
 from jdisagg.policy.decode_side import DecodeSide
@@ -21,6 +21,7 @@ from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.planning import choose_victim
 from jdisagg.policy.prefill_side import PrefillSide
+from jdisagg.policy.steady_rows import Moment, SteadyRows, moment_of, steady_rows
 from jdisagg.policy.turns import most_turns
 
 Row = tuple[int, DecodeSequence]  # its slot, and who sits there
@@ -52,9 +53,13 @@ class Scheduler:
         self.config, self.decode_side, self.prefill_side = config, decode_side, prefill_side
         self.slots, self.shared, self.out, self.new_step_id = decode_side.slots, decode_side.shared, out, new_step_id
         self.steps_since_chunk = 0
+        self._steady: dict[int, SteadyRows] = {}  # by microbatch
+        self._moment = Moment(0, retires=False)  # of the rows that were formed last
+        self.repeats = False  # whether all steps that were dispatched last only repeat those before
 
     def dispatch_all(self, now_s: float) -> None:
         """Dispatches every step that may be dispatched now."""
+        self.repeats = True
         while self._dispatch_one(now_s):
             continue
 
@@ -64,6 +69,8 @@ class Scheduler:
         if due and not (self.config.mixed_steps and self.slots.busy_microbatches) and self._run(None, now_s):
             return True
         rows = self._next_rows()
+        if isinstance(rows, SteadyRows):
+            return self._repeat(rows, now_s)
         if rows is not None:
             return self._run(rows, now_s, mix=due and self.config.mixed_steps and not rows.gates)
         nothing_else = not self.decode_side.steps  # every sequence waits for pages that only prompts can free
@@ -77,6 +84,7 @@ class Scheduler:
         prompts = self.prefill_side.next_chunks(now_s) if mix else None
         if rows is None and prompts is None:
             return False
+        self.repeats = False
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
             rows = replace(rows, table_pages=self.config.table_buckets[-1])  # one mixed program a chunk size
@@ -90,12 +98,11 @@ class Scheduler:
             self.decode_side.draft_choice.dispatched(plan, now_s)
         if rows is not None:
             self.decode_side.turn_times.dispatched(step_id, rows, now_s)
-        if rows is not None:
-            self._book(step_id, rows)
+            self._book(step_id, rows, chunks)
             self.steps_since_chunk += 1
         return True
 
-    def _book(self, step_id: int, rows: DecodeRows) -> None:
+    def _book(self, step_id: int, rows: DecodeRows, chunks: PrefillChunks | None) -> None:
         """The rows are dispatched: who has nothing more to feed leaves its slot, for the steps behind this one."""
         seats = dict(self.slots.seated(rows.microbatch))
         sequences = {slot: seats[slot] for slot in rows.active}
@@ -105,13 +112,36 @@ class Scheduler:
             sequence.dispatch(widths[slot], self.config.least_drawn(widths[slot]))
             if sequence.drained:
                 self.decode_side.drain(sequence)
+        self._steady.pop(rows.microbatch, None)
+        alone = chunks is None and not self.decode_side.ahead.used
+        step = self.decode_side.steps[step_id]
+        if alone and len(sequences) == len(seats) and (steady := steady_rows(rows, step, self._moment, self.config)):
+            self._steady[rows.microbatch] = steady
+
+    def _repeat(self, steady: SteadyRows, now_s: float) -> bool:
+        """Dispatches another of these."""
+        step_id = self.new_step_id()
+        self.out.put(RunStep(StepPlan(step_id, steady.rows)))
+        self.slots.begin_step(steady.rows.microbatch)
+        self.decode_side.turn_times.dispatched(step_id, steady.rows, now_s)
+        self.decode_side.steps[step_id] = steady.step
+        steady.book(self.config.least_drawn(steady.tokens))
+        self.steps_since_chunk += 1
+        return True
 
     # ------------------------------------------------------------ decode rows
 
-    def _next_rows(self) -> DecodeRows | None:
+    def _next_rows(self) -> DecodeRows | SteadyRows | None:
         """Those of the next microbatch that has any."""
         due = self.slots.due(self.decode_side.ahead.under_way)
-        return next((rows for microbatch in due if (rows := self._rows(microbatch)) is not None), None)
+        return next((rows for microbatch in due if (rows := self._rows_of(microbatch)) is not None), None)
+
+    def _rows_of(self, microbatch: int) -> DecodeRows | SteadyRows | None:
+        steady, prompts = self._steady.get(microbatch), self.prefill_side.waiting.tokens > 0
+        self._moment = moment_of(self.decode_side, microbatch, prompts=prompts)
+        if steady is not None and not (prompts and self.config.mixed_steps) and steady.goes_on(self._moment):
+            return steady
+        return self._rows(microbatch)
 
     def _rows(self, microbatch: int) -> DecodeRows | None:
         seated = [(slot, sequence) for slot, sequence in self.slots.seated(microbatch) if self._may_draw(sequence)]

@@ -18,6 +18,7 @@ class Slots(Generic[T]):
         self.steps_in_flight = config.steps_in_flight
         self.per_microbatch = config.slots_per_microbatch
         self.in_flight = [0] * config.num_microbatches
+        self.seatings = 0  # changes of who sits where, so far
         self._seats: list[T | None] = [None] * config.num_slots
         self._taken = [0] * config.num_microbatches
         self._seated: list[list[tuple[int, T]] | None] = [None] * config.num_microbatches  # as last asked for
@@ -42,6 +43,7 @@ class Slots(Generic[T]):
     def seat(self, slot: int, sequence: T) -> None:
         assert self._seats[slot] is None, f"slot {slot} is taken"
         self._seats[slot] = sequence
+        self.seatings += 1
         self._taken[self.microbatch_of(slot)] += 1
         self._seated[self.microbatch_of(slot)] = None
 
@@ -50,6 +52,7 @@ class Slots(Generic[T]):
         assert self._seats[slot] is not None, f"slot {slot} is free already"
         microbatch = self.microbatch_of(slot)
         self._seats[slot] = None
+        self.seatings += 1
         self._taken[microbatch] -= 1
         self._seated[microbatch] = None
         if on_device:

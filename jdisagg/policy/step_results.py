@@ -16,6 +16,7 @@ class StepResults:
 
     def __init__(self, decode_side: DecodeSide) -> None:
         self.config, self.decode_side, self.out = decode_side.config, decode_side, decode_side.out
+        self.quiet = False  # whether the last step's end gave each of its sequences tokens, and did nothing else
 
     def done(self, event: StepDone, now_s: float) -> None:
         step = self.decode_side.steps.pop(event.step_id)
@@ -25,13 +26,14 @@ class StepResults:
         if choice is not None:
             choice.done(event.step_id, [len(drawn) for _, drawn in event.decode if drawn], now_s)
         draws: list[TokenDelta] = []
+        first_steps = 0
         over: list[tuple[DecodeSequence, FinishReason]] = []
         for slot, drawn in event.decode:
             sequence = step.sequences.get(slot)
             if sequence is None or sequence.handoff.over:
                 continue  # it stopped, was preempted or aborted, or stepped back, while this step was in flight
             assert drawn, f"slot {slot} masked itself though its sequence goes on"
-            self._first_step(sequence, now_s)
+            first_steps += self._first_step(sequence, now_s)
             kept, reason = self._until_end(sequence, drawn)
             if choice is not None:
                 choice.read(sequence, step.widths[slot], len(drawn))
@@ -45,6 +47,7 @@ class StepResults:
             elif sequence.drained and sequence.slot is not None:
                 self.decode_side.drain(sequence)  # more of a draft was accepted than was certain
         self.out.draw(draws)
+        self.quiet = not over and len(draws) == len(event.decode) == len(step.sequences) and not first_steps
         for sequence, reason in over:
             num_output = sequence.num_output + len(sequence.output)
             self.out.end(sequence.owner, reason, num_output, now_s, sequence.sampling)
@@ -60,10 +63,13 @@ class StepResults:
                 return drawn[: count - sampled.broken], reason
         return drawn, None
 
-    def _first_step(self, sequence: DecodeSequence, now_s: float) -> None:
-        if not sequence.stepped:
-            sequence.stepped = True
-            self.out.reach(sequence.owner, Mark.FIRST_STEP, now_s)
+    def _first_step(self, sequence: DecodeSequence, now_s: float) -> bool:
+        """Whether it was."""
+        if sequence.stepped:
+            return False
+        sequence.stepped = True
+        self.out.reach(sequence.owner, Mark.FIRST_STEP, now_s)
+        return True
 
     def failed(self, step_id: int, reason: str) -> None:
         step = self.decode_side.steps.pop(step_id)

@@ -97,13 +97,24 @@ class Worker:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
         refused = self._take(event, now_s)
         self.scheduler.dispatch_all(now_s)
+        if not (isinstance(event, StepDone) and self._only_goes_on):
+            self._look_round(now_s, refused=refused)
+        return self.keeping.noted(self.out.drain())
+
+    @property
+    def _only_goes_on(self) -> bool:
+        """After the end of a step: it gave tokens, the next one is as the last, and so is all that depends on more."""
+        quiet = self.results.quiet and self.scheduler.repeats and not self.config.has_tiers
+        return quiet and self.leaving.standing is Standing.SERVING
+
+    def _look_round(self, now_s: float, *, refused: bool) -> None:
+        """Whoever waits for what may have come free gets it, and whoever is to know of it is told."""
         self.reservations.claims.grant()
         if self.leaving.standing is Standing.SERVING:
             self.tiers.tend(now_s)
         self.leaving.look(self.out, idle=self.idle)
         self._tell_view(again=refused)
         tell_changes(self)
-        return self.keeping.noted(self.out.drain())
 
     def _take(self, event: Event, now_s: float) -> bool:
         """Books the event; whether the router must hear the view again."""
@@ -145,11 +156,13 @@ class Worker:
     def _step_done(self, event: StepDone, now_s: float) -> None:
         """A mixed step's rows first: a prompt that ends with it takes part in the next step."""
         of_rows, of_chunks = self.decode_side.steps, self.prefill_side.steps
+        self.results.quiet = False
         assert event.step_id in of_rows or event.step_id in of_chunks, f"step {event.step_id} is not under way"
         if event.step_id in of_rows:
             self.results.done(event, now_s)
         if event.step_id in of_chunks:
             self.prefill_side.step_done(event, now_s)
+            self.results.quiet = False
 
     def _hear(self, sender: WorkerId, message: Message, now_s: float) -> None:
         if self.leaving.refuses(self.out, message):

@@ -33,6 +33,11 @@ LEFT_OUT = frozenset(
         "_last_finish_s",
         "_counts",  # a sum of what `_owners` says
         "new_step_id",  # a view of the counter
+        "_steady",  # rows as they would be formed anyway
+        "repeats",  # so
+        "quiet",  # of the step that ended in this very event
+        "seatings",  # changes of who sits where: only compared with what `_steady` knows
+        "_moment",  # so
         "turn_times",  # never told of a step here, so that all turns are within the gap
         "note",  # where decisions are told, for people
         "wait_told",  # whether they were
