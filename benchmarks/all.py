@@ -112,6 +112,12 @@ ALL = (
     Benchmark("products_smollm2_cpu", "benchmarks.products", "--model=smollm2"),
     Benchmark("calibration_cpu", "benchmarks.calibration"),
     Benchmark("mixed_steps", "benchmarks.mixed_steps", "--model={models}/small --rounds=5"),
+    Benchmark(
+        "host_step_cpu",
+        "benchmarks.host_step",
+        "--slots=8,256 --rounds=3 --steps=64",
+        "--slots=2 --stages=1 --turns=2 --layers=1 --rounds=1 --steps=8",
+    ),
     Benchmark("ring", "benchmarks.ring", "--rounds=7"),
     Benchmark("aot_pods", "benchmarks.aot_pods", "", "--pods=h100_2"),
     Benchmark("compiler_flags", "benchmarks.compiler_flags", "", "--targets=h100:8 --layers=1"),

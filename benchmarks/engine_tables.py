@@ -5,6 +5,21 @@ from __future__ import annotations
 from benchmarks.stored import origin, result, rows_of
 
 
+def host_step() -> str:
+    """Microseconds of the host's a step and stage, and of a token."""
+    report = result("host_step_cpu")
+    parts = list(report["rows"][0]["by_step"])
+    rows = []
+    for each in report["rows"]:
+        of_step, of_tokens = each["by_step"], sum(each["by_token"].values())
+        of_token = of_tokens * each["stages"] ** 2 / each["slots"]
+        figures = [f"{of_step[part]:.0f}" for part in parts]
+        sizes = each["slots"], each["stages"], each["turns"]
+        rows.append([*sizes, *figures, f"{sum(of_step.values()):.0f}", f"{of_token:.1f}"])
+    head = ["slots", "stages", "turns", *parts, "a step and stage", "a token"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def ring() -> str:
     """A token's time, and of a ring its share of the stages' in pairs."""
     report = result("ring")

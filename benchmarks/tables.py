@@ -318,6 +318,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         group_stream,
         simulated_tables.simulator,
         simulated_tables.topology,
+        engine_tables.host_step,
         engine_tables.ring,
         engine_tables.prefill_stages,
         engine_tables.speculation,

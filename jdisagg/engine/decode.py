@@ -93,14 +93,12 @@ class Microbatch:
         empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
         self.counts = Counts(*put(empty))
         self.tables: dict[Submesh | RingMesh, Array] = {}  # page tables as last sent, all of one width
-        self._taken: DecodeRows | None = None
-        self._asked: Asked | None = None  # of the rows that were asked for last
 
     def take(self, plan: DecodeRows) -> np.ndarray | None:
         """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
-        if plan is self._taken and not (plan.admit or plan.grants or plan.retire or plan.read):
+        if plan is self.rows.taken and not (plan.admit or plan.grants or plan.retire or plan.read):
             return None
-        self._taken, self._asked = plan, None
+        self.rows.taken, self.rows.asked = plan, None
         delta = np.zeros((4, self.size), np.int32)
         for slot in plan.retire:
             self.sampling[slot - self.first_slot] = None
@@ -164,11 +162,11 @@ class Microbatch:
         return self.masks.allowed(slot - self.first_slot for slot in active) if self.masks.places else None
 
     def asked(self, active: tuple[int, ...]) -> Asked:
-        if self._asked is None or self._asked.active is not active:
+        if self.rows.asked is None or self.rows.asked.active is not active:
             found = [sampling for slot in active if (sampling := self.sampling[slot - self.first_slot]) is not None]
             assert len(found) == len(active), f"an active slot of {active} holds no sequence"
-            self._asked = Asked.of(active, found)
-        return self._asked
+            self.rows.asked = Asked.of(active, found)
+        return self.rows.asked
 
 
 class Drawing(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdisagg.core.events import Sampled
 from jdisagg.core.request import SamplingParams
-from jdisagg.core.steps import History
+from jdisagg.core.steps import DecodeRows, History
 from jdisagg.engine.sampling import (
     BIASED,
     BIASES,
@@ -72,6 +72,8 @@ class SamplingRows:
         self.ints = np.full((rows, INT_COLUMNS), -1, np.int32)
         self.floats = np.zeros((rows, FLOAT_COLUMNS), np.float32)
         self.floats[:, [TOP_P, REPETITION]] = 1.0
+        self.taken: DecodeRows | None = None  # the step that they are as
+        self.asked: Asked | None = None  # of the step that was asked for last
         self.adapters: np.ndarray | None = None  # i32[rows]: slots of their adapters, where they may have any
 
     def set(self, row: int, sampling: SamplingParams, output_start: int) -> None:

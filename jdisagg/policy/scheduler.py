@@ -225,7 +225,7 @@ class Scheduler:
         """Whether the sequence may take this step: it has, or gets, pages for the tokens that the step feeds."""
         slot, sequence = row
         while sequence.slot == slot and self.config.pages_for(self._end_of(sequence, most)) > len(sequence.pages):
-            page = self._page_for(sequence)
+            page = page_for(self.decode_side, sequence)
             if page is None:
                 return False
             if sequence.on_device:
@@ -233,19 +233,20 @@ class Scheduler:
             sequence.pages.append(page)
         return sequence.slot == slot  # or it was a victim a moment ago
 
-    def _page_for(self, sequence: DecodeSequence) -> int | None:
-        """A page, if need be of whoever ranks lowest; None where nobody gives way, or that is the sequence itself."""
-        while (page := self.shared.take(1, sequence.owner, PageState.HELD)) is None:
-            if self.decode_side.take_from_drained():
-                continue
-            if not admitted(sequence):
-                return None  # nobody gives way to who waits for KV
-            holding = [each for each in self.decode_side.sequences.values() if each.pages and admitted(each)]
-            victim = choose_victim(holding)
-            assert victim is not None, "whoever grows is admitted"
-            if victim is sequence and len(holding) == 1:
-                return None  # alone among sequences that are still to be filled: those will end, or run out
-            self.decode_side.preempt(victim)
-            if victim is sequence:
-                return None
-        return page[0]
+
+def page_for(decode_side: DecodeSide, sequence: DecodeSequence) -> int | None:
+    """A page, if need be of whoever ranks lowest; None where nobody gives way, or that is the sequence itself."""
+    while (page := decode_side.shared.take(1, sequence.owner, PageState.HELD)) is None:
+        if decode_side.take_from_drained():
+            continue
+        if not admitted(sequence):
+            return None  # nobody gives way to who waits for KV
+        holding = [each for each in decode_side.sequences.values() if each.pages and admitted(each)]
+        victim = choose_victim(holding)
+        assert victim is not None, "whoever grows is admitted"
+        if victim is sequence and len(holding) == 1:
+            return None  # alone among sequences that are still to be filled: those will end, or run out
+        decode_side.preempt(victim)
+        if victim is sequence:
+            return None
+    return page[0]

@@ -97,15 +97,9 @@ class Worker:
         """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
         refused = self._take(event, now_s)
         self.scheduler.dispatch_all(now_s)
-        if not (isinstance(event, StepDone) and self._only_goes_on):
+        if not (isinstance(event, StepDone) and only_goes_on(self)):
             self._look_round(now_s, refused=refused)
         return self.keeping.noted(self.out.drain())
-
-    @property
-    def _only_goes_on(self) -> bool:
-        """After the end of a step: it gave tokens, the next one is as the last, and so is all that depends on more."""
-        quiet = self.results.quiet and self.scheduler.repeats and not self.config.has_tiers
-        return quiet and self.leaving.standing is Standing.SERVING
 
     def _look_round(self, now_s: float, *, refused: bool) -> None:
         """Whoever waits for what may have come free gets it, and whoever is to know of it is told."""
@@ -268,6 +262,12 @@ class Worker:
         """Nothing waits, runs or is held."""
         busy = any(side.sequences or side.steps for side in (self.prefill_side, self.decode_side))
         return not (busy or self.reservations.waiting or self.tiers.busy)
+
+
+def only_goes_on(worker: Worker) -> bool:
+    """After the end of a step: it gave tokens, the next one is as the last, and so is all that depends on more."""
+    quiet = worker.results.quiet and worker.scheduler.repeats and not worker.config.has_tiers
+    return quiet and worker.leaving.standing is Standing.SERVING
 
 
 def changes_of(worker: Worker) -> tuple[CacheChanges, ...]:

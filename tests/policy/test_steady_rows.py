@@ -1,6 +1,7 @@
 """Steps that repeat are formed without a look at their sequences, and are those that a look would have formed."""
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -64,7 +65,8 @@ def test_what_is_said_and_done_is_the_same_as_if_every_step_were_looked_at(clust
     asked = []
     for i in range(draw(st.integers(1, 7))):
         tokens, length = draw(st.integers(1, 30)), draw(st.integers(1, 40))
-        what = draw(st.sampled_from([{}, {}, {"synchronous": True}, {"presence_penalty": 0.5}]))
+        asks: list[dict[str, Any]] = [{}, {}, {"synchronous": True}, {"presence_penalty": 0.5}]
+        what = draw(st.sampled_from(asks))
         one = request(f"r{i}", tokens, max_tokens=length, **what)
         if draw(st.booleans()):
             whole = definition(one)
