@@ -108,6 +108,7 @@ ALL = (
     Benchmark("processes_cpu", "benchmarks.processes", "--rounds=4 --num_requests=8"),
     Benchmark("compression", "benchmarks.compression"),
     Benchmark("digests_cpu", "benchmarks.digests", "--rounds=40", "--rounds=1"),
+    Benchmark("kv_loss_embedded", "benchmarks.kv_loss"),
     Benchmark("weight_loss_smollm2", "benchmarks.weight_loss", "--model=smollm2"),
     Benchmark("products_smollm2_cpu", "benchmarks.products", "--model=smollm2"),
     Benchmark("calibration_cpu", "benchmarks.calibration"),

@@ -105,6 +105,17 @@ def digests() -> str:
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 
+def kv_loss() -> str:
+    report = result("kv_loss_embedded")
+    plain = [[name, f"{held:,}", "", ""] for name, held in report["plain_bytes_per_token"].items()]
+    rows = [
+        [each["pages"], f"{each['bytes_per_token']:,}", small(each["kl"]), percent(each["agreement"], 1)]
+        for each in report["rows"]
+    ]
+    heads = ["pages", "bytes a token", "mean KL, nats", "same greedy token"]
+    return f"{origin(report)}\n\n{rows_of(heads, plain + rows)}"
+
+
 def weight_loss() -> str:
     report = result("weight_loss_smollm2")
     rows = [
@@ -305,6 +316,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         transfer,
         compression,
         digests,
+        kv_loss,
         weight_loss,
         products,
         calibration,

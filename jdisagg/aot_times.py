@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from jdisagg.core.collectives import Collective, Sent
-from jdisagg.core.kv_layout import DTYPE_BYTES
 from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.roofline import Shard, Work, ring_tick
 from jdisagg.core.schedule import Waited, waited
@@ -41,7 +40,7 @@ class StepTimes:
     def shard(self, place: WorkerMesh, layers: range) -> Shard:
         kept = self.deployment
         held = kept.model, layers, place.tp
-        return Shard(*held, number_bytes(*held, kept.dtype, kept.weights), DTYPE_BYTES[kept.kv.dtype])
+        return Shard(*held, number_bytes(*held, kept.dtype, kept.weights), kept.kv.row_bytes / kept.kv.head_dim)
 
     def work(self, each: Checked) -> Work | None:
         """Of one device; None for programs whose floor says nothing."""

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from jdisagg import command, flags
 from jdisagg.core.default_sizes import decode_slots, page_size, step_tokens
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import SCALE_BYTES, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import CHIPS, Target
@@ -148,7 +148,8 @@ def sizes_lines(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, de
 
 def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
     """Everything there is to print."""
-    size, a_token = (config.kv_bytes(count, number_bytes(dtype)) for count in (tokens, 1))
+    scale_bytes = SCALE_BYTES / config.head_dim if dtype in ("int8", "fp8") else 0.0  # of a row of numbers
+    size, a_token = (config.kv_bytes(count, number_bytes(dtype) + scale_bytes) for count in (tokens, 1))
     prefill = prefill_s(config, tokens, chip, devices)
     pays = least_disaggregation_bytes_per_s(size, prefill)
     reuse = least_reuse_bytes_per_s(config, tokens, chip.flops * devices, dtype)

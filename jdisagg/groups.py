@@ -17,10 +17,10 @@ from rich.console import Console
 
 from jdisagg import banner, devices, interrupts
 from jdisagg.cluster.membership import GroupPlace
-from jdisagg.core.errors import JdisaggError
+from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.worker_process import WorkerProcess
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deployment import Deployment, resolve_deployment
 from jdisagg.serve.group.assembly import GroupUnfilled
 from jdisagg.serve.group.build import LeaderStart, MemberStart
 from jdisagg.serve.group.member import GroupEnded
@@ -55,6 +55,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def check_whole(settings: Settings, deployment: Deployment) -> None:
+    """Raises ConfigError for what is not shipped from several processes."""
+    if deployment.kv.scaled or deployment.prefill_kv.scaled:
+        raise ConfigError(
+            f"--group={settings.group} and --kv_dtype={settings.kv_dtype}: several processes keep no quantised pages"
+        )
+
+
 def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
     start = LeaderStart(settings, place, end)
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -63,6 +71,7 @@ def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: 
         found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
         device_bytes = devices.memory_bytes(found[0])
         deployment = resolve_deployment(settings, found[0].platform, device_bytes, chip=devices.chip_of(found[0]))
+        check_whole(settings, deployment)
         banner.show(console, deployment, found[0].platform, settings.load_format)
         bar, on_progress = banner.compile_bar(console)
         with bar:

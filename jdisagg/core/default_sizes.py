@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import LANES, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.targets import CHIPS, GIB, Chip
 
@@ -84,7 +84,8 @@ def page_size(platform: str, kv: KVLayout, tp: int, longest: int) -> Size:
         return Size(32, "pages of 32 tokens: a GPU gathers rows of any, and smaller ones are named more often")
     token_bytes = replace(kv, page_size=LARGEST_PAGE).layer_page_bytes(tp) / LARGEST_PAGE
     wanted = _power_near(PAGE_BYTES / token_bytes, up=True)
-    size = max(LEAST_PAGE, min(wanted, LARGEST_PAGE, _power_near(longest / 8)))
+    least = LANES // 2 if kv.scaled else LEAST_PAGE  # scales of K and V fill a row of a tile
+    size = max(least, min(wanted, LARGEST_PAGE, _power_near(longest / 8)))
     taken = f"{size * token_bytes / 1024:.0f} KiB of a layer in one copy"
     return Size(size, f"pages of {size} tokens: {taken}, of {PAGE_BYTES >> 10} that hide what asking for it takes")
 

@@ -31,7 +31,8 @@ class ModelSettings:
         " dtype; dtype: as --dtype; auto: what is measured to be the fastest of those that lose less than 0.001"
         " nats a token, on the CPU; int8, fp8: a scale a channel, activations rounded by token",
         ("dtype", "auto", "float32", "bfloat16", "int8", "fp8", "stored"))  # fmt: skip
-    kv_dtype: str = setting("auto", "model", "of the KV pages; auto: as dtype", ("auto", "float32", "bfloat16"))
+    kv_dtype: str = setting("auto", "model", "of the KV pages; auto: as dtype; int8, fp8: a scale a token and head",
+                            ("auto", "float32", "bfloat16", "int8", "fp8"))  # fmt: skip
     tool_call_parser: str = setting("auto", "model", "how calls are written; auto: by the template", TOOL_PARSERS)
     reasoning_parser: str = setting("auto", "model", "how reasoning is marked; auto: as above", REASONING_PARSERS)
     embeddings: str = setting("off", "model", "also answer /v1/embeddings and /v1/score, by the last token's state or"
@@ -73,7 +74,7 @@ class SizeSettings:
     prefill_dtype: str = setting("auto", "sizes", "of prefill workers' weights and activations; auto: as dtype",
                                  ("auto", "float32", "bfloat16"))  # fmt: skip
     prefill_kv_dtype: str = setting("auto", "sizes", "of prefill workers' KV pages; auto: as kv_dtype",
-                                    ("auto", "float32", "bfloat16"))  # fmt: skip
+                                    ("auto", "float32", "bfloat16", "int8", "fp8"))  # fmt: skip
     table_buckets: str = setting("", "sizes", "declared page-table widths in tokens, as 256,1024; empty: chosen")
 
 

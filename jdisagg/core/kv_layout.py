@@ -22,6 +22,8 @@ from jdisagg.core.tensor_cut import heads_per_shard
 NULL_PAGE = 0
 LANES, SUBLANES = 128, 8  # of a TPU's tile: numbers of a row, rows
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+SCALED = ("int8", "float8_e4m3fn")  # of pages whose rows have a scale each, beside them: f32 [Hkv, parts * page_size]
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,19 @@ class KVLayout:
         return KVLayout(model.num_layers, heads, size, page_size, dtype, 1 if model.latent else 2, tiled)
 
     @property
+    def scaled(self) -> bool:
+        """Whether numbers are quantised."""
+        return self.dtype in SCALED
+
+    @property
+    def row_bytes(self) -> int:
+        """K or V of one token and head, its scale included."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.scaled else 0)
+
+    @property
     def bytes_per_token(self) -> int:
         """K and V of all layers and heads, one token."""
-        return self.parts * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.parts * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def bytes_per_page(self) -> int:
@@ -63,11 +75,23 @@ class KVLayout:
 
     def layer_page_bytes(self, tp: int) -> int:
         """What a page of one layer takes of one device of `tp`, padding included."""
-        *outer, rows, numbers = self.page_shape(tp)
+        return self._held(self.page_shape(tp), DTYPE_BYTES[self.dtype]) + self.layer_scale_bytes(tp)
+
+    def layer_scale_bytes(self, tp: int) -> int:
+        """Of those, what the scales take."""
+        return self._held(self.scales_shape(tp), SCALE_BYTES) if self.scaled else 0
+
+    def scales_shape(self, tp: int = 1) -> tuple[int, int]:
+        """Those of one page of one layer on one of `tp` shards: K's of a head and then V's."""
+        heads, parts, tokens, _ = self.page_shape(tp)
+        return heads, parts * tokens
+
+    def _held(self, shape: tuple[int, ...], number_bytes: int) -> int:
+        *outer, rows, numbers = shape
         if self.tiled:
-            tile = max(min(SUBLANES, 1 << (rows - 1).bit_length()), 4 // DTYPE_BYTES[self.dtype])
+            tile = max(min(SUBLANES, 1 << (rows - 1).bit_length()), 4 // number_bytes)
             rows, numbers = -(-rows // tile) * tile, -(-numbers // LANES) * LANES
-        return prod(outer) * rows * numbers * DTYPE_BYTES[self.dtype]
+        return prod(outer) * rows * numbers * number_bytes
 
     def held_page_bytes(self, tp: int) -> int:
         """One page of all layers on `tp` shards together: heads that are padding or held twice included."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm
 
-from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.kv_layout import DTYPE_BYTES, SCALE_BYTES, SCALED
 from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 
 TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
@@ -246,7 +246,8 @@ class Reshard:
             route, held = move.route, self.source[move.route.source_stage]
             heads = route.heads.num_sent * route.heads.slice_heads
             tokens = move.span.groups * route.group.source * held.page_size
-            total += len(route.layers) * tokens * heads * row_size * DTYPE_BYTES[route.dtype]
+            scales = 2 * SCALE_BYTES if route.dtype in SCALED else 0  # of K and of V
+            total += len(route.layers) * tokens * heads * (row_size * DTYPE_BYTES[route.dtype] + scales)
             puts += route.heads.num_sent
         return Cost(total, 2 * len(self.moves), puts)
 

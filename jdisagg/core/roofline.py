@@ -46,7 +46,7 @@ class Shard:
     layers: range
     tp: int
     weight_bytes: float  # of the mean number
-    kv_bytes: int
+    kv_bytes: float
 
     @property
     def held_bytes(self) -> float:
@@ -76,7 +76,7 @@ class Shard:
         return self.layers.stop == self.model.num_layers
 
     @property
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self) -> float:
         """Of one layer."""
         return self.model.layer_kv_size(self.tp) * self.kv_bytes
 

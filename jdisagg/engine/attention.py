@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,7 +11,9 @@ from jdisagg.core.model_config import AttentionOptions
 from jdisagg.engine.latent_prefill import prefill_latents
 from jdisagg.model.latents import LatentQueries
 from jdisagg.model.network import Attend, OptionsOf
-from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
+from pallas_kernels import QuantizedPages, paged_attention, prefill_attention, write_kv_pages
+from pallas_kernels.quantized import stored
+from pallas_kernels.wire_format import Pool
 
 
 def fit_to_keep(k: Array, v: Array | None, value_size: int | None) -> tuple[Array, Array | None]:
@@ -64,9 +66,7 @@ def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) ->
     return DecodeRows(table, lengths, jnp.where(alive, pages, 0), positions % page_size)
 
 
-def paged_attend(
-    pools: list[Array], rows: DecodeRows | None, chunks: ChunkRows | None, options_of: OptionsOf
-) -> Attend:
+def paged_attend(pools: list[Pool], rows: DecodeRows | None, chunks: ChunkRows | None, options_of: OptionsOf) -> Attend:
     """Attention of a step's rows, those of slots before those of chunks; `pools` (a list of this program's own) is
     updated in place. No row reads what another of the same step writes, but for a chunk its own.
     """
@@ -77,10 +77,11 @@ def paged_attend(
 
     def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None) -> Array:
         options = options_of(layer)
-        if v is not None and pools[layer].shape[2] == 1:
+        if v is not None and stored(pools[layer]).shape[2] == 1:
             assert not isinstance(q, LatentQueries), "latents have no V of their own"
             q, k, v, options = *sharing_rows(q, k, v), None, options._replace(value_size=v.shape[-1])
-        pool = pools[layer] = write_kv_pages(pools[layer], *fit_to_keep(k, v, options.value_size), pages, offsets)
+        held: Any = pools[layer]
+        pool = pools[layer] = write_kv_pages(held, *fit_to_keep(k, v, options.value_size), pages, offsets)
         mixed = []
         if rows is not None:
             mixed.append(attend_slots(_rows_of(q, slice(slots)), pool, rows, options, sinks))
@@ -92,7 +93,7 @@ def paged_attend(
 
 
 def attend_slots(
-    q: Array | LatentQueries, pool: Array, rows: DecodeRows, options: AttentionOptions, sinks: Array | None
+    q: Array | LatentQueries, pool: Pool, rows: DecodeRows, options: AttentionOptions, sinks: Array | None
 ) -> Array:
     """One token a slot; latents are attended to as they are kept."""
     named = {**options._asdict(), "sinks": sinks}
@@ -102,10 +103,11 @@ def attend_slots(
 
 
 def attend_chunks(
-    q: Array | LatentQueries, pool: Array, chunks: ChunkRows, options: AttentionOptions, sinks: Array | None
+    q: Array | LatentQueries, pool: Pool, chunks: ChunkRows, options: AttentionOptions, sinks: Array | None
 ) -> Array:
     spans = chunks.table, chunks.kv_lens, chunks.cu_q_lens
     if isinstance(q, LatentQueries):
+        assert not isinstance(pool, QuantizedPages), "latents are kept as they are"
         return prefill_latents(q, pool, *spans, options)
     return prefill_attention(q, pool, *spans, **options._asdict(), sinks=sinks)
 

@@ -42,6 +42,7 @@ from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Program, Submesh
+from pallas_kernels.wire_format import Pool
 
 LATELY = 8  # tokens of a slot that one guess reads at most, besides those it guesses
 PRIMED = 256  # tokens of a prompt that one program reads
@@ -107,7 +108,7 @@ class DraftLayers(LayerGroup):
     def _guess(
         self,
         leaves: list[Array],
-        pools: list[Array],
+        pools: list[Pool],
         table: Array,
         history: Array,
         state: Array,
@@ -115,7 +116,7 @@ class DraftLayers(LayerGroup):
         widths: Array,
         given: Array,
         metadata: SamplingMetadata,
-    ) -> tuple[list[Array] | Array, ...]:
+    ) -> tuple[list[Pool] | Array, ...]:
         """fed i32[B]: tokens whose KV is there, unless they were guesses and others were drawn."""
         position, wanted = state[POSITION], running(state) & (widths > 1)
         fed = jnp.minimum(fed, position)
@@ -135,13 +136,13 @@ class DraftLayers(LayerGroup):
     def _read_lately(
         self,
         leaves: list[Array],
-        pools: list[Array],
+        pools: list[Pool],
         table: Array,
         history: Array,
         position: Array,
         fed: Array,
         wanted: Array,
-    ) -> tuple[list[Array], Array, Array]:
+    ) -> tuple[list[Pool], Array, Array]:
         """Reads up to LATELY tokens a slot: the pools, logits f32[B, V] behind the last one read, and how many tokens
         have been read i32[B]."""
         places = fed[:, None] + jnp.arange(LATELY)[None, :]
@@ -238,9 +239,9 @@ def open_draft(place: Beside, worker: WorkerConfig, submesh: Submesh) -> DraftLa
         return None
     source, config = place.draft.source, place.draft.config
     params = load_stage(source, StageSpec(config, range(config.num_layers), submesh.mesh, place.dtype))
-    return DraftLayers(
-        params, config, submesh, KVLayout.of(config, worker.page_size, place.layout.dtype, place.layout.tiled), worker
-    )
+    dtype = str(jnp.dtype(place.dtype)) if place.layout.scaled else place.layout.dtype  # it is small: no scales
+    layout = KVLayout.of(config, worker.page_size, dtype, place.layout.tiled)
+    return DraftLayers(params, config, submesh, layout, worker)
 
 
 def primed(layers: DraftLayers, fed: Array, row: int, admission: Admission) -> Array:

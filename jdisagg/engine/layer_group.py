@@ -36,6 +36,8 @@ from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.model.products import layout_of
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
+from pallas_kernels.quantized import stored
+from pallas_kernels.wire_format import Pool
 
 SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
 
@@ -67,10 +69,13 @@ class LayerGroupPrograms:
         submesh: Submesh,
         params: StageParams,
         room: AdapterCapacity | None = None,
+        *,
+        scaled: bool = False,
     ) -> None:
-        """room: for adapters of rows; None where rows have none."""
+        """room: for adapters of rows; None where rows have none. scaled: whether pages are quantised."""
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
         self.adapters: SlotPrograms | None = None
+        self.pool_format = pool_format(submesh, scaled=scaled)
         if room is not None:
             self.params = adapted = with_room(self.params, config, layers, room, submesh)
             self.adapters = SlotPrograms(adapted, submesh)
@@ -110,7 +115,7 @@ class LayerGroupPrograms:
     def _program(self, function: Callable[..., Any], arguments: int, results: int) -> Program:
         """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
         specs = (self.params.specs, POOL_SPEC, *[WHOLE] * arguments)
-        formats = (pool_format(self.submesh), *[None] * results)
+        formats = (self.pool_format, *[None] * results)
         written = POOL_SPEC, *[WHOLE] * results
         return self.submesh.program(function, specs, written, (1,), formats, as_stored=self.params.in_f32)
 
@@ -144,7 +149,7 @@ class LayerGroupPrograms:
     def _run_layers(
         self,
         stage: Stage,
-        pools: list[Array],
+        pools: list[Pool],
         kinds: tuple[DecodeRows | None, ChunkRows | None],
         live: Array,
         adapters: list[Array],
@@ -161,29 +166,29 @@ class LayerGroupPrograms:
         layers = PagedLayers(pools, *kinds, stage.attention, self.config.experts, live, slots)
         return stage.run_layers(x, positions, layers), layers
 
-    def _slots(self, pools: list[Array], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:
+    def _slots(self, pools: list[Pool], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
         slots, whose rows (a token and its draft) lie one behind the other. Adapters' slots are its last column."""
         adapters = []
         if self.adapters:
             table, last = table[:, :-1], table[:, -1]
             adapters = [jnp.repeat(last, state.shape[1] // table.shape[0])]
-        return decode_rows(table, state[1], running(state), pools[0].shape[3]), adapters
+        return decode_rows(table, state[1], running(state), stored(pools[0]).shape[3]), adapters
 
-    def _chunks(self, pools: list[Array], rows: Array, spans: Array, table: Array) -> ChunkRows:
-        return ChunkRows(table, spans[0, :-1], spans[1], rows[2], rows[1] % pools[0].shape[3])
+    def _chunks(self, pools: list[Pool], rows: Array, spans: Array, table: Array) -> ChunkRows:
+        return ChunkRows(table, spans[0, :-1], spans[1], rows[2], rows[1] % stored(pools[0]).shape[3])
 
     def decode_step(
-        self, leaves: list[Array], pools: list[Array], table: Array, state: Array, x: Array | None
-    ) -> tuple[list[Array] | Array, ...]:
+        self, leaves: list[Array], pools: list[Pool], table: Array, state: Array, x: Array | None
+    ) -> tuple[list[Pool] | Array, ...]:
         stage, x = self._run(leaves, x, state[0])
         slots, adapters = self._slots(pools, table, state)
         x, layers = self._run_layers(stage, pools, (slots, None), running(state), adapters, x, state[1])
         return layers.pools, stage.logits(x) if self.is_last else x, *layers.counts
 
     def _prefill(
-        self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
-    ) -> tuple[list[Array] | Array, ...]:
+        self, leaves: list[Array], pools: list[Pool], rows: Array, spans: Array, table: Array, x: Array | None
+    ) -> tuple[list[Pool] | Array, ...]:
         stage, x = self._run(leaves, x, rows[0])
         kinds = None, self._chunks(pools, rows, spans, table)
         x, layers = self._run_layers(stage, pools, kinds, in_chunks(rows, spans), [*rows[3:]], x, rows[1])
@@ -192,14 +197,14 @@ class LayerGroupPrograms:
     def _mixed(
         self,
         leaves: list[Array],
-        pools: list[Array],
+        pools: list[Pool],
         slot_table: Array,
         state: Array,
         rows: Array,
         spans: Array,
         table: Array,
         x: Array | None,
-    ) -> tuple[list[Array] | Array, ...]:
+    ) -> tuple[list[Pool] | Array, ...]:
         """Activations [B + T, hidden] of slots and chunks; of the last group the logits of the slots [B, V] and after
         each chunk [S, V], and the activations [T, hidden] of the chunks."""
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
@@ -261,7 +266,7 @@ class LayerGroup(LayerGroupPrograms):
         num_pages: int,
         room: AdapterCapacity | None = None,
     ) -> None:
-        super().__init__(config, layers, submesh, params, room)
+        super().__init__(config, layers, submesh, params, room, scaled=layout.scaled)
         self.kv = StagePages(layout, self.kv_layers, num_pages, submesh, joined=self.joined)
         self.load = ExpertLoad(self.sparse, config.experts)
 

@@ -17,6 +17,8 @@ from jdisagg.core.experts import Experts
 from jdisagg.engine.attention import ChunkRows, DecodeRows
 from jdisagg.engine.paged_layers import run_layer
 from jdisagg.model.network import Layer, Stage
+from pallas_kernels.quantized import stored
+from pallas_kernels.wire_format import Pool
 
 Rows = TypeVar("Rows", DecodeRows | None, ChunkRows | None)
 
@@ -29,7 +31,7 @@ class LoopedLayers:
 
     def __init__(
         self,
-        pool: Array,
+        pool: Pool,
         rows: DecodeRows | None,
         chunks: ChunkRows | None,
         num_layers: int,
@@ -38,11 +40,11 @@ class LoopedLayers:
     ) -> None:
         self.pool, self.experts = pool, experts
         self._rows, self._chunks, self._live = rows, chunks, live
-        self._pages = pool.shape[0] // num_layers  # of one layer
+        self._pages = stored(pool).shape[0] // num_layers  # of one layer
         self._sent: list[Array] = []  # i32[layers, experts]
 
     @property
-    def pools(self) -> list[Array]:
+    def pools(self) -> list[Pool]:
         return [self.pool]
 
     @property
@@ -55,13 +57,13 @@ class LoopedLayers:
         assert stage.repeat is not None
         repeat, rotation_of = stage.repeat, stage.rotations(positions)
 
-        def one(place: int, layer: Layer, number: Array | int, x: Array, pool: Array) -> tuple[Array, Array, Any]:
+        def one(place: int, layer: Layer, number: Array | int, x: Array, pool: Pool) -> tuple[Array, Pool, Any]:
             graph, leaves = nnx.split(layer)
             rows, chunks = shifted(self._rows, number * self._pages), shifted(self._chunks, number * self._pages)
             kind = graph, stage.attention(place), self.experts
             return run_layer(*kind, leaves, pool, x, rotation_of(place), rows, chunks, self._live, None)
 
-        def turn(carry: tuple[Array, Array], inputs: tuple[list[Any], Array]) -> tuple[tuple[Array, Array], Any]:
+        def turn(carry: tuple[Array, Pool], inputs: tuple[list[Any], Array]) -> tuple[tuple[Array, Pool], Any]:
             (x, pool), (leaves, number), sent = carry, inputs, []
             for offset in range(repeat.period):
                 layer = nnx.merge(graphs[offset], leaves[offset])

@@ -159,7 +159,7 @@ class MeshExecutor:
             self.layer_groups = [
                 self._group(load(source, spec), run, submesh) for spec, (run, submesh) in zip(specs, cuts, strict=True)
             ]
-        self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups])
+        self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups], layout)
         self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)
         self.runner = self._runner()
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder

@@ -23,6 +23,7 @@ from jdisagg.engine.expert_load import tokens_sent
 from jdisagg.model.low_rank import give_rows
 from jdisagg.model.network import Layer, OptionsOf
 from jdisagg.model.rope import Rotation
+from pallas_kernels.wire_format import Pool
 
 
 class PagedLayers:
@@ -34,7 +35,7 @@ class PagedLayers:
 
     def __init__(
         self,
-        pools: list[Array],
+        pools: list[Pool],
         rows: DecodeRows | None,
         chunks: ChunkRows | None,
         options_of: OptionsOf,
@@ -45,7 +46,7 @@ class PagedLayers:
         """adapters: i32[T], the slot of each row's (`low_rank.py`), where rows may have any."""
         self.pools, self.options_of, self.experts = list(pools), options_of, experts
         self._inputs = rows, chunks, live, adapters
-        self._kinds: dict[Any, Callable[..., tuple[Array, Array, list[Array]]]] = {}
+        self._kinds: dict[Any, Callable[..., tuple[Array, Pool, list[Array]]]] = {}
         self._sent: list[Array] = []
 
     def __call__(self, layer: Layer, x: Array, rotation: Rotation, index: int) -> Array:
@@ -68,14 +69,14 @@ def run_layer(
     options: AttentionOptions,
     experts: Experts | None,
     leaves: nnx.State[Any, Any],
-    pool: Array,
+    pool: Pool,
     x: Array,
     rotation: Rotation,
     rows: DecodeRows | None,
     chunks: ChunkRows | None,
     live: Array,
     adapters: Array | None,
-) -> tuple[Array, Array, list[Array]]:
+) -> tuple[Array, Pool, list[Array]]:
     """Activations and pool after one layer, and of one with experts the tokens each was sent."""
     pools, sent = [pool], []
 

@@ -275,13 +275,15 @@ def abstract_table(
     submeshes, room = submeshes_of(config, len(layers), devices), room_of(config, dtype)
     outline = abstract_for_platform if room is None else abstract_stage_params  # rows' adapters go layer by layer
     groups = [
-        LayerGroupPrograms(model, run, submesh, outline(StageSpec(model, run, submesh.mesh, dtype, weights)), room)
-        for run, submesh in zip(layers, submeshes, strict=True)
+        LayerGroupPrograms(
+            model, run, at, outline(StageSpec(model, run, at.mesh, dtype, weights)), room, scaled=layout.scaled
+        )
+        for run, at in zip(layers, submeshes, strict=True)
     ]
     first_draws = FirstDrawPrograms() if config.computes_prompts else None
     draws = DrawPrograms() if config.role.decodes else None
     drafts = DraftPrograms() if config.role.decodes and config.draft_tokens else None
-    transfers = transfer_programs_of(config, submeshes)
+    transfers = transfer_programs_of(config, submeshes, layout)
     turns = TurnPrograms(groups[0], config.decode_turns) if config.takes_turns else None
     return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts, turns=turns)
 
@@ -307,8 +309,11 @@ def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device
     return [Submesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]
 
 
-def transfer_programs_of(config: WorkerConfig, submeshes: Sequence[Submesh]) -> dict[Submesh, TransferPrograms]:
-    return {submesh: TransferPrograms(submesh, config.digests, config.error_bound) for submesh in submeshes}
+def transfer_programs_of(
+    config: WorkerConfig, submeshes: Sequence[Submesh], layout: KVLayout
+) -> dict[Submesh, TransferPrograms]:
+    checked = config.digests, config.error_bound
+    return {submesh: TransferPrograms(submesh, *checked, scaled=layout.scaled) for submesh in submeshes}
 
 
 def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:

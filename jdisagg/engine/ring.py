@@ -34,12 +34,14 @@ from jdisagg.model.params import StageParams
 from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.ring import RING, RingMesh
 from jdisagg.parallel.submesh import WHOLE, Program
+from pallas_kernels.quantized import stored
+from pallas_kernels.wire_format import Pool
 
 
 class Carry(NamedTuple):
     """From tick to tick, on one device."""
 
-    pools: list[Array]
+    pools: list[Pool]
     x: Array  # [B, hidden]: what this stage is about to take
     state: Array  # i32[4, pp, B]
     left: Array  # i32[pp, B]
@@ -92,7 +94,7 @@ class RingPrograms:
 
     # ------------------------------------------------------------ what one device runs
 
-    def _turns(self, kind: str, leaves: list[Array], pools: list[Array], slots: Slots) -> tuple[Any, ...]:
+    def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: Slots) -> tuple[Any, ...]:
         pp, stage = self.ring.pp, self.params.merge(leaves)
         split = self._split(slots)
         carry = self._begin(kind, pools, split, stage)
@@ -115,7 +117,7 @@ class RingPrograms:
             None if slots.allowed is None else slots.allowed.reshape(*shape, -1),
         )
 
-    def _begin(self, kind: str, pools: list[Array], slots: Slots, stage: Stage) -> Carry:
+    def _begin(self, kind: str, pools: list[Pool], slots: Slots, stage: Stage) -> Carry:
         most, shape, experts = self.most_turns, (self.ring.pp, self.rows), self.model.experts
         top = min(NUM_TOP, self.model.vocab_size)
         kept = [((), jnp.float32), ((top,), jnp.int32), ((top,), jnp.float32)] if kind == SCORED else []
@@ -150,7 +152,7 @@ class RingPrograms:
 
     def _layers(
         self, stage: Stage, slots: Slots, t: Array, carry: Carry, x: Array
-    ) -> tuple[list[Array], Array, Array | None]:
+    ) -> tuple[list[Pool], Array, Array | None]:
         """This stage's layers, for its microbatch of this tick; where there is none, nothing is kept."""
         pp, here = self.ring.pp, jax.lax.axis_index(RING)
         mine, age = (t - here) % pp, t - here
@@ -158,7 +160,7 @@ class RingPrograms:
         alive = running(state) & (_at(carry.left, mine) > 0) & (age >= 0) & (age < slots.turns * pp)
         table = _at(slots.table, mine)
         table, adapters = (table[:, :-1], table[:, -1]) if self.adapters else (table, None)
-        rows = decode_rows(table, state[POSITION], alive, carry.pools[0].shape[3])
+        rows = decode_rows(table, state[POSITION], alive, stored(carry.pools[0]).shape[3])
         held = jnp.array([[layer is not None for layer in row] for row in self.cut.places])[here]
         layers = PagedLayers(carry.pools, rows, None, stage.attention, self.model.experts, alive, adapters)
         x = stage.run_layers(x, state[POSITION], layers, held)

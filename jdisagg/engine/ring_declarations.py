@@ -158,5 +158,5 @@ def abstract_ring_table(
     sizes = config.num_slots, config.decode_turns, room_of(config, dtype)
     programs = RingPrograms(model, cut, ring, params, *sizes)
     stages: Any = [AbstractStage(cut, ring, stage) for stage in range(ring.pp)]
-    transfers = transfer_programs_of(config, ring.stages)
+    transfers = transfer_programs_of(config, ring.stages, layout)
     return RingTable(config, model, layout, dtype, stages, transfers, None, None, programs)

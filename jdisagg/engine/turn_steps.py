@@ -20,14 +20,15 @@ from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
 from jdisagg.engine.sampling import SamplingMetadata
 from jdisagg.engine.turns import DRAWN, PLAIN, Drawn, PendingTurns, SentWidths, Slots, draw_left, with_left
-from jdisagg.kv.pools import POOL_SPEC, pool_format
+from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import WHOLE, Program
+from pallas_kernels.wire_format import Pool
 
 
 class Carry(NamedTuple):
     """From turn to turn, on one shard."""
 
-    pools: list[Array]
+    pools: list[Pool]
     state: Array  # i32[4, S]
     left: Array  # i32[S]
     tokens: Array  # i32[most, S]
@@ -50,12 +51,12 @@ class TurnPrograms:
         submesh = self.group.submesh
         specs = (self.group.params.specs, POOL_SPEC, WHOLE)
         results = [WHOLE] * (2 if self.group.sparse else 1)
-        formats = (pool_format(submesh), *[None] * len(results))
+        formats = (self.group.pool_format, *[None] * len(results))
         return submesh.program(partial(self._turns, kind), specs, (POOL_SPEC, *results), (1,), formats)
 
     # ------------------------------------------------------------ what one shard runs
 
-    def _turns(self, kind: str, leaves: list[Array], pools: list[Array], slots: Slots) -> tuple[Any, ...]:
+    def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: Slots) -> tuple[Any, ...]:
         experts = self.group.config.experts
         load = [jnp.zeros((len(self.group.sparse), experts.number), jnp.int32)] if self.group.sparse and experts else []
         tokens = jnp.full((self.most, len(slots.left)), MASKED, jnp.int32)

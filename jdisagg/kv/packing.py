@@ -8,15 +8,19 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from jdisagg.core.kv_layout import SCALED
 from jdisagg.core.worker_config import RAW, Digests
-from pallas_kernels import PackedPages, digest_pages, pack_kv_pages, unpack_kv_pages, wire_error
+from pallas_kernels import PackedPages, QuantizedPages, digest_pages, pack_kv_pages, unpack_kv_pages, wire_error
+from pallas_kernels.quantized import stored
+from pallas_kernels.wire_format import Pool, bits_of
 
 SAMPLE = 8  # pages a digest, where they are sampled
+PAGE_WIRES = {"int8": "int8", "float8_e4m3fn": "fp8"}  # whose numbers pages of these dtypes hold
 
 
 class HeadSlices(NamedTuple):
@@ -46,18 +50,21 @@ def by_kind(arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
 
 
 def pack_shard(
-    pools: Sequence[Array], pages: Array, *, slice_heads: int, wire: str, dtype: str, digests: Digests
+    pools: Sequence[Pool], pages: Array, *, slice_heads: int, wire: str, dtype: str, digests: Digests
 ) -> HeadSlices:
     """Pools of some layers and i32[n], or one pool of all of them and i32[layers, n] -> head slices of `slice_heads`
     heads.
 
-    dtype: of raw numbers on their way, no wider than the pools'.
+    dtype: of raw numbers on their way, no wider than the pools'. Numbers for quantised pages are made what these hold
+    before they leave: nobody asks what that loses. Those of quantised pages travel with scales, whoever takes them.
     """
     lost = None if wire == RAW else _lost(pools, pages, wire)
-    if wire == RAW and pools[0].dtype != dtype:
+    if dtype in SCALED and not isinstance(pools[0], QuantizedPages):
+        wire = PAGE_WIRES[dtype]
+    elif wire == RAW and stored(pools[0]).dtype != dtype:
         count = jnp.arange(pages.size, dtype=jnp.int32)
-        pools, pages = [pool[pages.reshape(-1)].astype(dtype) for pool in pools], count.reshape(pages.shape)
-    packed = _packed(pools, pages, wire, digests=digests is Digests.FULL)
+        pools, pages = [stored(pool)[pages.reshape(-1)].astype(dtype) for pool in pools], count.reshape(pages.shape)
+    packed = as_bytes(_packed(pools, pages, wire, digests=digests is Digests.FULL))
     sums = packed.digests
     if digests is Digests.SAMPLED:
         sums = _packed(pools, pages[..., ::SAMPLE], wire, digests=True).digests
@@ -67,7 +74,13 @@ def pack_shard(
     return HeadSlices(*([] if each is None else jnp.split(each, heads // slice_heads, axis=2) for each in whole))
 
 
-def _packed(pools: Sequence[Array], pages: Array, wire: str, *, digests: bool) -> PackedPages:
+def as_bytes(packed: PackedPages) -> PackedPages:
+    """Numbers of fp8 as their bits: not everything on the way knows the type."""
+    values = packed.values
+    return packed._replace(values=bits_of(values)) if values.dtype == jnp.float8_e4m3fn else packed
+
+
+def _packed(pools: Sequence[Pool], pages: Array, wire: str, *, digests: bool) -> PackedPages:
     packed = pack_kv_pages(pools, pages.reshape(-1), wire=wire, digests=digests)
     if pages.ndim == 1:
         return packed
@@ -81,7 +94,7 @@ def reshaped(packed: PackedPages, leading: tuple[int, ...]) -> PackedPages:
     return PackedPages(values, scales, digests)
 
 
-def _lost(pools: Sequence[Array], pages: Array, wire: str) -> Array:
+def _lost(pools: Sequence[Any], pages: Array, wire: str) -> Array:
     """f32[layers]."""
     if pages.ndim == 1:
         return wire_error(pools, pages, wire)
@@ -104,15 +117,16 @@ def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
     return good[None]
 
 
-def insert_shard(pools: list[Array], pages: Array, slices: HeadSlices) -> list[Array]:
+def insert_shard(pools: list[Pool], pages: Array, slices: HeadSlices) -> list[Pool]:
     """Joins the head slices of a shard, cuts them into pages of the pools' size and writes those in place; pools and
     pages as `pack_shard` takes them."""
-    page_size = pools[0].shape[3]
+    page_size = stored(pools[0]).shape[3]
     packed = PackedPages(_joined(slices.values), _joined(slices.scales) if slices.scales else None, None)
     packed = recut(packed, page_size)
     if pages.ndim > 1:
         packed = reshaped(packed, (1, pages.size))
-    return unpack_kv_pages(pools, packed, pages.reshape(-1), digests=False)[0]
+    held: Any = pools
+    return unpack_kv_pages(held, packed, pages.reshape(-1), digests=False)[0]
 
 
 def _joined(slices: list[Array]) -> Array:

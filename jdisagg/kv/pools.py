@@ -1,30 +1,34 @@
 """KV pages on the devices: one pool a layer, head-major, sharded on heads; page 0 is the null page.
 
 Of a stage whose programs go round their layers (`engine/looped_layers.py`) all layers lie in one pool, one behind the
-other: page p of its i-th layer is page i * (num_pages + 1) + p.
+other: page p of its i-th layer is page i * (num_pages + 1) + p. Quantised, a pool is `QuantizedPages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.experimental.layout import Format
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.parallel.submesh import AXIS, Submesh
+from pallas_kernels.quantized import QuantizedPages, stored
 
 POOL_SPEC = PartitionSpec(None, AXIS)
 
 
-def pool_format(submesh: Submesh) -> Format:
-    """A page is one run of memory: kernels take pools so, and would get a copy of one that is laid out otherwise."""
-    return submesh.row_major(POOL_SPEC, 5)
+def pool_format(submesh: Submesh, *, scaled: bool = False) -> Format | Sharding:
+    """A page is one run of memory: kernels take pools so, and would get a copy of one that is laid out otherwise.
+
+    Scaled pages, numbers and scales, are only taken of sizes that every platform lays out so by itself.
+    """
+    return submesh.sharding(POOL_SPEC) if scaled else submesh.row_major(POOL_SPEC, 5)
 
 
 class PagesOfStage(Protocol):
@@ -38,7 +42,7 @@ class PagesOfStage(Protocol):
     @property
     def submesh(self) -> Submesh: ...
     @property
-    def pools(self) -> list[Array]: ...
+    def pools(self) -> list[Any]: ...
     @property
     def num_bytes(self) -> int: ...
 
@@ -57,26 +61,35 @@ class StagePages:
         """joined: all layers in one pool."""
         self.layout, self.layers, self.submesh = layout, layers, submesh
         pool, *_ = pools = abstract_pools(layout, len(layers), num_pages, submesh, joined=joined)
-        make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool_format(submesh))
+        zeros = partial(jax.tree.map, lambda part: jnp.zeros(part.shape, part.dtype), pool)
+        make = jax.jit(zeros, out_shardings=pool_format(submesh, scaled=layout.scaled))
         # Each by its own call, so that no two pools share a buffer; awaited, so that the calls never pile up.
-        self.pools: list[Array] = [jax.block_until_ready(make()) for _ in pools]
+        self.pools: list[Any] = [jax.block_until_ready(make()) for _ in pools]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all shards together."""
-        return sum(pool.nbytes for pool in self.pools)
+        return sum(part.nbytes for part in jax.tree.leaves(self.pools))
 
 
-def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh, layers: int = 1) -> jax.ShapeDtypeStruct:
+def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh, layers: int = 1) -> Any:
     """The shape and sharding of a pool of so many layers; nothing is allocated."""
+    number, cut = layers * (num_pages + 1), pool_format(submesh, scaled=layout.scaled)
     heads, *page = layout.page_shape(submesh.tp)
-    shape = (layers * (num_pages + 1), heads * submesh.tp, *page)
-    return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=pool_format(submesh))
+    shape, scales = (number, heads * submesh.tp, *page), (number, heads * submesh.tp, layout.scales_shape()[1])
+    return pool_of(layout, shape, scales, cut)
 
 
-def abstract_pools(
-    layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh, *, joined: bool
-) -> list[jax.ShapeDtypeStruct]:
+def pool_of(layout: KVLayout, shape: tuple[int, ...], scales: tuple[int, ...], cut: Any = None) -> Any:
+    """Numbers of such a shape as the layout's dtype is kept: alone, or with scales."""
+    numbers: Any = jax.ShapeDtypeStruct(shape, layout.dtype, sharding=cut)
+    if not layout.scaled:
+        return numbers
+    held: Any = jax.ShapeDtypeStruct(scales, jnp.float32, sharding=cut)
+    return QuantizedPages(numbers, held)
+
+
+def abstract_pools(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh, *, joined: bool) -> list[Any]:
     """Of a whole stage."""
     if joined:
         return [abstract_pool(layout, num_pages, submesh, num_layers)]
@@ -96,7 +109,7 @@ def places_in(stage: PagesOfStage, layers: range, pages: Sequence[int] | np.ndar
     if not is_joined(stage):
         return pages
     places = np.arange(layers.start - stage.layers.start, layers.stop - stage.layers.start, dtype=np.int32)
-    each = stage.pools[0].shape[0] // len(stage.layers)
+    each = stored(stage.pools[0]).shape[0] // len(stage.layers)
     return np.where(pages == 0, 0, pages + places[:, None] * np.int32(each))
 
 

@@ -24,9 +24,10 @@ from jdisagg.core.reshard import HeadPlan, Move, PageGroup, StageShape, narrower
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
-from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, places_in, pool_format, pools_of
+from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, places_in, pool_format, pool_of, pools_of
 from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, shards_here
 from pallas_kernels.platforms import traced_for
+from pallas_kernels.wire_format import Pool
 
 SLICE_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what head slices are
 
@@ -44,11 +45,14 @@ class LandedKV:
 class TransferPrograms:
     """One submesh's programs for sending and taking pages; stages that share a submesh share them."""
 
-    def __init__(self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0) -> None:
-        """error_bound: the relative error of a layer over which what was quantised for the way is not intact."""
+    def __init__(
+        self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0, *, scaled: bool = False
+    ) -> None:
+        """error_bound: the relative error of a layer over which what was quantised for the way is not intact. scaled:
+        whether pages are quantised."""
         self.submesh, self.digests = submesh, digests
         self._packs: dict[tuple[int, str, str], Program] = {}
-        formats = pool_format(submesh), None
+        formats = pool_format(submesh, scaled=scaled), None
         self.insert_program = submesh.program(
             insert_pages,
             (POOL_SPEC, WHOLE, SLICE_SPEC),
@@ -61,7 +65,7 @@ class TransferPrograms:
             partial(are_intact, error_bound=error_bound), (SLICE_SPEC,), PartitionSpec(AXIS), as_stored=True
         )
 
-    def pack(self, pools: Sequence[Array], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
+    def pack(self, pools: Sequence[Pool], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
         """Pools of some layers, and pages as `pools.places_in` -> head slices, each array one slice of every source
         shard."""
         return self.pack_program(slice_heads, wire, dtype)(list(pools), self.submesh.put(pages))
@@ -73,7 +77,7 @@ class TransferPrograms:
             self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), SLICE_SPEC, as_stored=True)
         return self._packs[key]
 
-    def insert(self, pools: Sequence[Array], pages: np.ndarray, landed: LandedKV) -> list[Array]:
+    def insert(self, pools: Sequence[Pool], pages: np.ndarray, landed: LandedKV) -> list[Pool]:
         """The pools of `landed.layers`, donated, and its pages as `pools.places_in` -> the same with them written."""
         return self.insert_program(list(pools), self.submesh.put(pages), landed.slices.numbers)[0]
 
@@ -87,7 +91,7 @@ class TransferPrograms:
         return [self.insert_program, self.check_program, *self._packs.values()]
 
 
-def insert_pages(pools: list[Array], pages: Array, slices: HeadSlices) -> tuple[list[Array], Array]:
+def insert_pages(pools: list[Pool], pages: Array, slices: HeadSlices) -> tuple[list[Pool], Array]:
     """`insert_shard`; the second result only says that it is done."""
     return insert_shard(pools, pages, slices), pages.reshape(-1)[:1]
 
@@ -211,7 +215,7 @@ def slice_shapes(
     layout: of the source; dtype: of the destination's pages.
     """
     shape = (2, heads.slice_heads, layout.parts, layout.page_size, layout.head_dim)
-    pools = [jax.ShapeDtypeStruct(shape, layout.dtype)] * layers
+    pools = [pool_of(layout, shape, (*shape[:2], layout.parts * layout.page_size))] * layers
     ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
     dtype = narrower(layout.dtype, dtype)
     pack = partial(pack_shard, slice_heads=heads.slice_heads, wire=wire, dtype=dtype, digests=digests)

@@ -7,8 +7,9 @@ token's distribution from that of the full model, and how often both think the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +22,13 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
-from jdisagg.model.network import Layer, RMSNorm, Weight, dense_attend, scored, soft_capped
+from jdisagg.model.network import Attend, Layer, OptionsOf, RMSNorm, Weight, dense_attend, scored, soft_capped
 from jdisagg.model.params import dotted
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
 from jdisagg.model.rope import inverse_frequencies, rotations
 from jdisagg.model.shards import shard_of_leaf
 from jdisagg.model.sources import Source
+from pallas_kernels.quantized import quantize_rows
 
 WORST_ERROR = 0.1  # of what a layer adds, by one matrix alone
 TEXT = (
@@ -69,6 +71,38 @@ def measure_loss(
     return Loss(weights, *_compared(*_logits(source, config, dtype, full, rounded)), errors)
 
 
+def measure_kv_loss(source: Source, config: ModelConfig, dtype: str, tokens: Sequence[int]) -> tuple[float, float]:
+    """What pages of "int8" or "float8_e4m3fn" lose of a model in f32: KL in nats a token, greedy agreement."""
+    full = other = embedded(source, config, tokens)
+    programs = dict[Any, tuple[LayerPrograms, LayerPrograms]]()
+    for layer in range(config.num_layers):
+        kind = config.window(layer), config.is_sparse(layer)
+        if kind not in programs:
+            outline = _outline(config, layer, AS_ACTIVATIONS)
+            held = config, layer, outline, AS_ACTIVATIONS
+            programs[kind] = LayerPrograms(*held), LayerPrograms(*held, partial(attend_to_rounded, dtype))
+        exact, rounded = programs[kind]
+        rules = exact.outline.rules(config, layer)
+        leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in rules]
+        full, other = exact.run(leaves, full, None), rounded.run(leaves, other, None)
+    return _compared(*_logits(source, config, "float32", full, other))
+
+
+def attend_to_rounded(dtype: str, options_of: OptionsOf) -> Attend:
+    """`dense_attend`, of keys and values as pages of `dtype` hold them."""
+    attend = dense_attend(options_of)
+
+    def held(rows: Array) -> Array:
+        values, scales = quantize_rows(rows, jnp.dtype(dtype))
+        return (values.astype(jnp.float32) * scales[..., None]).astype(rows.dtype)
+
+    def rounded(layer: int, q: Any, k: Array, v: Array | None, sinks: Array | None = None) -> Array:
+        assert v is not None, "latents are kept as they are"
+        return attend(layer, q, held(k), held(v), sinks)
+
+    return rounded
+
+
 def embedded(source: Source, config: ModelConfig, tokens: Sequence[int]) -> Array:
     """f32[T, hidden]."""
     table = _leaf(source, config, range(1), "embed")
@@ -108,8 +142,16 @@ def _matrices(layer: Layer) -> dict[str, Weight]:
 class LayerPrograms:
     """What is compiled once for all layers that are alike."""
 
-    def __init__(self, config: ModelConfig, layer: int, outline: LayerOutline, dtype: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        outline: LayerOutline,
+        dtype: str,
+        attend_by: Callable[[OptionsOf], Attend] = dense_attend,
+    ) -> None:
         self._config, self._layer, self.outline, self._dtype = config, layer, outline, dtype
+        self._attend_by = attend_by
         self.run = jax.jit(self._run, static_argnums=2)
         self.errors = jax.jit(self._errors)
 
@@ -125,7 +167,7 @@ class LayerPrograms:
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         local = config.window(self._layer) is not None and config.local_rope_theta is not None
         rotation = rotations(jnp.arange(x.shape[0]), inverse_frequencies(config, local=local), factor)
-        return layer(x, rotation, 0, dense_attend(lambda _: config.attention(self._layer)))
+        return layer(x, rotation, 0, self._attend_by(lambda _: config.attention(self._layer)))
 
     def _errors(self, leaves: list[Array], x: Array) -> dict[str, Array]:
         """For each matrix, the relative change of what the layer adds to x when it alone is rounded."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jdisagg.core.default_sizes import Size
 from jdisagg.core.errors import CheckpointError, ConfigError
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import LANES, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
@@ -30,6 +30,7 @@ from jdisagg.serve.worker_sizes import kv_runs, shipping_of, worker_config
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
 AUTO, STORED = "auto", "stored"
+PAGE_DTYPES = {"fp8": "float8_e4m3fn"}  # as --kv_dtype calls it
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
 
 log = logging.getLogger(__name__)
@@ -146,16 +147,40 @@ def layouts_of(
     settings: Settings, model: ModelConfig, mesh: MeshSpec, devices: Devices, dtypes: tuple[str, str]
 ) -> tuple[Size, KVLayout, KVLayout]:
     """The size of pages, and how decode and prefill workers hold KV. dtypes: of their activations."""
-    kv_dtype = settings.kv_dtype if settings.kv_dtype != AUTO else dtypes[0]
+    kv_dtype = PAGE_DTYPES.get(settings.kv_dtype, settings.kv_dtype) if settings.kv_dtype != AUTO else dtypes[0]
     tiled = "tpu" in (mesh.platforms or (devices.platform,))
     page = page_of(settings, mesh, devices, KVLayout.of(model, 1, kv_dtype, tiled), longest_of(settings, model))
     kv = KVLayout.of(model, page.value, kv_dtype, tiled)
-    prefill_kv = replace(
-        kv,
-        page_size=settings.prefill_page_size or page.value,
-        dtype=next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO),
-    )
-    return page, kv, prefill_kv
+    asked = next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO)
+    sent = replace(kv, page_size=settings.prefill_page_size or page.value, dtype=PAGE_DTYPES.get(asked, asked))
+    check_scaled(settings, model, mesh, kv, sent)
+    return page, kv, sent
+
+
+def check_scaled(settings: Settings, model: ModelConfig, mesh: MeshSpec, kv: KVLayout, sent: KVLayout) -> None:
+    """Raises ConfigError where pages are to be quantised and cannot be. sent: of prefill workers."""
+    own = [each for each in (kv, sent) if each.scaled]
+    if not own:
+        return
+    said = f"--kv_dtype={settings.kv_dtype}, --prefill_kv_dtype={settings.prefill_kv_dtype}"
+    if mesh.is_ring:
+        raise ConfigError(f"{said} and --mesh={mesh}: a ring's pages are not quantised")
+    if model.latent:
+        raise ConfigError(f"{said} and a model of {model.family}: latents are not quantised")
+    if "eagle" in settings.speculative:
+        raise ConfigError(
+            f"{said} and --speculative={settings.speculative}: a head's keys and values are not quantised"
+        )
+    if len({each.dtype for each in own}) > 1:
+        raise ConfigError(f"{said}: pages of one cannot become the other's; give both the same, or one of them a float")
+    for name in ("transfer_compress", "tier_compress"):
+        if getattr(settings, name) != "none":
+            raise ConfigError(f"{said} and --{name}={getattr(settings, name)}: quantised pages travel as they are")
+    for each in own:
+        if each.tiled and (each.parts == 1 or each.head_dim % LANES):
+            raise ConfigError(f"{said} and heads of {model.head_dim} on a TPU: quantised rows are of {LANES} numbers")
+        if each.tiled and 2 * each.page_size % LANES:
+            raise ConfigError(f"{said} and pages of {each.page_size} tokens on a TPU: say --page_size={LANES // 2}")
 
 
 def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:

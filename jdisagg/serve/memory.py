@@ -91,7 +91,8 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
             page_bytes += kv.layer_page_bytes(place.tp)
         elif isinstance(budget.draft, ModelConfig) and place.role.decodes and number == len(stages):
             of_draft = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
-            small = KVLayout.of(budget.draft, kv.page_size, kv.dtype, kv.tiled)
+            dtype = budget.dtype if kv.scaled else kv.dtype
+            small = KVLayout.of(budget.draft, kv.page_size, dtype, kv.tiled)
             page_bytes += small.held_page_bytes(place.tp) // place.tp
         found.append(((allowed - held_bytes - of_draft) // page_bytes, held_bytes + of_draft))
     pages, held_bytes = min(found)

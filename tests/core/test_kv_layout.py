@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.model_config import Latent, ModelConfig
 
 
@@ -53,4 +53,21 @@ def test_latents_stay_as_they_are_and_fill_whole_rows():
 )
 def test_a_page_takes_whole_tiles_of_a_tpu(dtype: str, page_size: int, head_dim: int, times: float):
     layout = KVLayout(1, 2, head_dim, page_size, dtype, tiled=True)
-    assert layout.layer_page_bytes(1) == pytest.approx(layout.bytes_per_page * times)
+    numbers = 2 * 2 * page_size * head_dim * DTYPE_BYTES[dtype]
+    assert layout.layer_page_bytes(1) - layout.layer_scale_bytes(1) == pytest.approx(numbers * times)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_pages_have_four_bytes_more_a_row(dtype: str):
+    layout = KVLayout(3, 8, 128, 64, dtype)
+    assert layout.bytes_per_token == 3 * 8 * 2 * (128 + 4)
+    assert layout.scales_shape(2) == (4, 128)
+    assert layout.held_page_bytes(2) == layout.bytes_per_page
+    assert KVLayout(3, 8, 128, 64, "bfloat16").bytes_per_page / layout.bytes_per_page == pytest.approx(1.94, abs=0.01)
+
+
+# A row of scales is one of 128 lanes, and eight of them (fewer where there are fewer heads) are a tile.
+@pytest.mark.parametrize(("heads", "page_size", "times"), [(8, 64, 1), (8, 16, 4), (2, 64, 1), (3, 64, 4 / 3)])
+def test_scales_take_whole_tiles_of_a_tpu(heads: int, page_size: int, times: float):
+    layout = KVLayout(1, heads, 128, page_size, "int8", tiled=True)
+    assert layout.layer_scale_bytes(1) == pytest.approx(heads * 2 * page_size * 4 * times)

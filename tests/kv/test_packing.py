@@ -1,6 +1,7 @@
 """What one shard runs: pages cut anew, narrowed, compressed and checked, by the programs alone."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, recut
-from pallas_kernels import PackedPages
+from pallas_kernels import PackedPages, QuantizedPages, dequantize, quantize_pages
 
 LAYERS, PAGES, HEADS, SIZE, D = 2, 12, 4, 16, 8
 WIRES = ("raw", "int8", "fp8", "int4")
@@ -32,7 +33,7 @@ def packed_slices(pools, pages, wire="raw", dtype="float32", digests=Digests.FUL
     return jax.jit(pack)(pools, jnp.asarray(pages, jnp.int32))
 
 
-def inserted(pools, slices, pages) -> list[jax.Array]:
+def inserted(pools, slices, pages) -> list[Any]:
     return jax.jit(insert_shard)(pools, jnp.asarray(pages, jnp.int32), slices.numbers)
 
 
@@ -57,6 +58,50 @@ def test_compressed_pages_cut_anew_are_the_same_numbers(wire: str):
         wanted = tokens_of(one, [5, 6, 7, 8])
         np.testing.assert_array_equal(tokens_of(two, [9, 2]), wanted)
         np.testing.assert_array_equal(tokens_of(three, list(range(1, 9))), wanted)
+
+
+def quantised(pools: list[jax.Array], dtype: str) -> list[QuantizedPages]:
+    return [quantize_pages(pool, jnp.dtype(dtype)) for pool in pools]
+
+
+PAGES_OF = ("int8", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("dtype", PAGES_OF)
+@pytest.mark.parametrize("theirs", [SIZE, 2 * SIZE])
+def test_quantised_pages_travel_with_their_scales_bit_for_bit(dtype: str, theirs: int):
+    source, destination = quantised(make_pools(), dtype), quantised(make_pools(theirs, seed=1), dtype)
+    slices = packed_slices(source, [1, 2, 3, 4], dtype=dtype)
+    assert not slices.errors and np.asarray(are_intact(slices, error_bound=0.0)).all()
+    to = list(range(5, 5 + 4 * SIZE // theirs))
+    for sent, got in zip(source, inserted(destination, slices, to), strict=True):
+        assert got.values.dtype == dtype
+        wanted = tokens_of(dequantize(sent), [1, 2, 3, 4])
+        np.testing.assert_array_equal(tokens_of(dequantize(got), to), wanted)
+
+
+@pytest.mark.parametrize("dtype", PAGES_OF)
+def test_floats_leave_as_what_quantised_pages_hold_and_the_other_way_about(dtype: str):
+    floats, small = make_pools(), quantised(make_pools(seed=1), dtype)
+    slices = packed_slices(floats, [1, 2, 3], dtype=dtype)
+    assert not slices.errors, "nobody refuses what was asked for"
+    there = inserted(small, slices, [7, 8, 9])
+    back = inserted(make_pools(seed=2), packed_slices(there, [7, 8, 9], dtype=dtype), [1, 2, 3])
+    for sent, got, again in zip(floats, there, back, strict=True):
+        held, wanted = tokens_of(dequantize(got), [7, 8, 9]), tokens_of(sent, [1, 2, 3])
+        assert np.abs(held - wanted).max() < np.abs(wanted).max() * {"int8": 1 / 200, "float8_e4m3fn": 1 / 14}[dtype]
+        np.testing.assert_allclose(tokens_of(again, [1, 2, 3]), held, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", PAGES_OF)
+def test_a_flipped_bit_of_a_number_or_a_scale_of_quantised_pages_is_caught(dtype: str):
+    slices = packed_slices(quantised(make_pools(), dtype), [1, 2, 3], dtype=dtype)
+    for kind in ("values", "scales"):
+        arrays = [np.array(each) for each in getattr(slices, kind)]
+        arrays[0].view(np.uint8).reshape(-1)[5] ^= 4
+        assert not np.asarray(
+            are_intact(slices._replace(**{kind: list(map(jnp.asarray, arrays))}), error_bound=1.0)
+        ).all()
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("float32", "bfloat16"), ("bfloat16", "float32")])

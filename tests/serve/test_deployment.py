@@ -1,5 +1,6 @@
 """The sizes of a stack, worked out from settings and the devices' memory."""
 
+import json
 import logging
 from math import prod
 from pathlib import Path
@@ -159,3 +160,58 @@ def test_a_router_of_accelerators_that_are_elsewhere_agrees_about_pages():
     known = resolve_deployment(settings, "tpu", chip.memory_bytes, chip=chip)
     alone = resolve_deployment(settings, "tpu", None, sized=False)
     assert known.kv == alone.kv and known.kv.page_size == 64
+
+
+def test_quantised_pages_are_those_of_both_sides_unless_another_dtype_is_said():
+    both = resolved("prefill:tp1,decode:tp1", None, kv_dtype="fp8")
+    assert both.kv.dtype == both.prefill_kv.dtype == "float8_e4m3fn"
+    one = resolved("prefill:tp1,decode:tp1", None, kv_dtype="int8", prefill_kv_dtype="float32")
+    assert (one.prefill_kv.dtype, one.kv.dtype) == ("float32", "int8")
+
+
+def test_int8_pages_hold_almost_four_times_the_tokens_of_f32_and_their_scales_are_counted():
+    plain, small = (resolved("prefill:tp1,decode:tp1", dtype="float32", kv_dtype=each) for each in ("float32", "int8"))
+    ratio = small.workers[1].num_pages / plain.workers[1].num_pages
+    size = plain.model.head_dim
+    assert ratio == pytest.approx(4 * size / (size + 4), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"mesh": "prefill:tp1,decode:ring2"}, "--mesh=prefill:tp1,decode:ring2: a ring's pages are not quantised"),
+        ({"prefill_kv_dtype": "fp8"}, "--kv_dtype=int8, --prefill_kv_dtype=fp8: pages of one cannot become"),
+        ({"transfer_compress": "fp8"}, "--transfer_compress=fp8: quantised pages travel as they are"),
+        ({"speculative": "eagle"}, "--speculative=eagle: a head's keys and values are not quantised"),
+        ({"tier_compress": "int4"}, "--tier_compress=int4: quantised pages travel as they are"),
+    ],
+)
+def test_what_quantised_pages_do_not_go_with_is_refused_in_one_line(settings: dict, says: str):
+    with pytest.raises(ConfigError) as error:
+        resolved(**{"mesh": "prefill:tp1,decode:tp1", "device_bytes": None, "kv_dtype": "int8", **settings})
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"head_dim": 64}, "heads of 64 on a TPU: quantised rows are of 128 numbers"),
+        ({"head_dim": 128, "page_size": 32}, "pages of 32 tokens on a TPU: say --page_size=64"),
+        ({"head_dim": 128}, ""),
+    ],
+)
+def test_a_tpu_takes_quantised_pages_that_fill_its_tiles(sizes: dict, says: str, tmp_path):
+    config = json.loads((ROOT / "configs" / "llama3_8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": sizes["head_dim"]}))
+    settings = Settings(
+        mesh="prefill:tp1,decode:tp1",
+        model=str(tmp_path),
+        load_format="random",
+        kv_dtype="int8",
+        page_size=sizes.get("page_size", 0),
+    )
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            resolve_deployment(settings, "tpu", 95 * GIB)
+    else:
+        assert resolve_deployment(settings, "tpu", 95 * GIB).kv.page_size == 64

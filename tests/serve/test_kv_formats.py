@@ -88,3 +88,20 @@ def test_auto_is_told_what_packing_costs_and_ships_what_pays():
         assert set(costs) == {RAW, "int8"} and costs["int8"].page_bytes < costs[RAW].page_bytes
         assert all(event.intact and event.transfer.wire in costs for event in events(llm, KVArrived))
         assert llm.service.recompiles() == 0
+
+
+def test_quantised_pages_answer_the_same_on_one_mesh_and_on_two():
+    with running(kv_dtype="int8") as llm:
+        apart = answers(llm)
+        assert llm.service.recompiles() == 0
+    with running(kv_dtype="int8", mesh="colocated:tp1") as llm:
+        assert answers(llm) == apart
+    assert agreement(apart) > 0.8
+
+
+def test_pages_in_f32_become_quantised_ones_of_another_size_and_stages_on_the_way():
+    sizes = {"prefill_page_size": 16, "page_size": 32, "max_num_batched_tokens": 32}
+    kinds = {"prefill_kv_dtype": "float32", "kv_dtype": "fp8"}
+    with running(mesh="prefill:tp1,decode:pp2", transfer="layer", **sizes, **kinds) as llm:
+        assert agreement(answers(llm)) > 0.8
+        assert llm.service.recompiles() == 0
