@@ -79,7 +79,6 @@ class LayerGroupPrograms:
         if room is not None:
             self.params = adapted = with_room(self.params, config, layers, room, submesh)
             self.adapters = SlotPrograms(adapted, submesh)
-        self.sparse = [layer for layer in layers if config.is_sparse(layer)]
         counts = 1 if self.sparse else 0  # i32[layers with experts, experts], see `expert_load.py`
         self.decode_program = self._program(self.decode_step, 3, 1 + counts)
         self.prefill_program = self._program(self._prefill, 4, 1 + counts)
@@ -94,6 +93,11 @@ class LayerGroupPrograms:
             program(self._pool, (specs, WHOLE, WHOLE), WHOLE),
             program(self._score, (specs, WHOLE, WHOLE), WHOLE),
         )
+
+    @property
+    def sparse(self) -> list[int]:
+        """Layers that have experts."""
+        return [layer for layer in self.layers if self.config.is_sparse(layer)]
 
     @property
     def is_first(self) -> bool:

@@ -168,9 +168,7 @@ def check_scaled(settings: Settings, model: ModelConfig, mesh: MeshSpec, kv: KVL
     if model.latent:
         raise ConfigError(f"{said} and a model of {model.family}: latents are not quantised")
     if "eagle" in settings.speculative:
-        raise ConfigError(
-            f"{said} and --speculative={settings.speculative}: a head's keys and values are not quantised"
-        )
+        raise ConfigError(f"{said} and --speculative={settings.speculative}: a head's pages are not quantised")
     if len({each.dtype for each in own}) > 1:
         raise ConfigError(f"{said}: pages of one cannot become the other's; give both the same, or one of them a float")
     for name in ("transfer_compress", "tier_compress"):
