@@ -55,13 +55,15 @@ class Scheduler:
         self.steps_since_chunk = 0
         self._steady: dict[int, SteadyRows] = {}  # by microbatch
         self._moment = Moment(0, retires=False)  # of the rows that were formed last
-        self.repeats = False  # whether all steps that were dispatched last only repeat those before
+        self.repeats = False  # whether steps were dispatched last, and all of them only repeat those before
+        self._looked = False
 
     def dispatch_all(self, now_s: float) -> None:
         """Dispatches every step that may be dispatched now."""
-        self.repeats = True
+        self._looked, before = False, self.steps_since_chunk
         while self._dispatch_one(now_s):
             continue
+        self.repeats = self.steps_since_chunk > before and not self._looked
 
     def _dispatch_one(self, now_s: float) -> bool:
         self.decode_side.seat_ready()
@@ -84,7 +86,7 @@ class Scheduler:
         prompts = self.prefill_side.next_chunks(now_s) if mix else None
         if rows is None and prompts is None:
             return False
-        self.repeats = False
+        self._looked = True
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
             rows = replace(rows, table_pages=self.config.table_buckets[-1])  # one mixed program a chunk size

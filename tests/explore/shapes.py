@@ -35,6 +35,7 @@ LEFT_OUT = frozenset(
         "new_step_id",  # a view of the counter
         "_steady",  # rows as they would be formed anyway
         "repeats",  # so
+        "_looked",  # so
         "quiet",  # of the step that ended in this very event
         "seatings",  # changes of who sits where: only compared with what `_steady` knows
         "_moment",  # so
