@@ -33,6 +33,8 @@ from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import Submesh
+from pallas_kernels.quantized import stored
+from pallas_kernels.wire_format import Pool
 
 Kinds = tuple[DecodeRows | None, ChunkRows | None]
 
@@ -114,8 +116,8 @@ class HeadedGroup(LayerGroup):
     # ------------------------------------------------------------ what one shard runs
 
     def decode_step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, leaves: list[Array], pools: list[Array], table: Array, state: Array, kept: Array, x: Array | None
-    ) -> tuple[list[Array] | Array, ...]:
+        self, leaves: list[Array], pools: list[Pool], table: Array, state: Array, kept: Array, x: Array | None
+    ) -> tuple[list[Pool] | Array, ...]:
         """kept [B, hidden]: the state before each slot's first row. Beside the logits the states of all rows."""
         stage, x = self._run(leaves, x, state[TOKEN])
         kinds: Kinds = self._slots(pools, table, state)[0], None
@@ -126,8 +128,8 @@ class HeadedGroup(LayerGroup):
         return pools, stage.scores(states), states, *layers.counts
 
     def _prefill(
-        self, leaves: list[Array], pools: list[Array], rows: Array, spans: Array, table: Array, x: Array | None
-    ) -> tuple[list[Array] | Array, ...]:
+        self, leaves: list[Array], pools: list[Pool], rows: Array, spans: Array, table: Array, x: Array | None
+    ) -> tuple[list[Pool] | Array, ...]:
         kinds: Kinds = None, self._chunks(pools, rows, spans, table)
         results: Any = super()._prefill(leaves, pools, rows, spans, table, x)
         stage = self.params.merge(leaves)
@@ -137,7 +139,7 @@ class HeadedGroup(LayerGroup):
     def _mixed(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         leaves: list[Array],
-        pools: list[Array],
+        pools: list[Pool],
         slot_table: Array,
         state: Array,
         kept: Array,
@@ -145,7 +147,7 @@ class HeadedGroup(LayerGroup):
         spans: Array,
         table: Array,
         x: Array | None,
-    ) -> tuple[list[Array] | Array, ...]:
+    ) -> tuple[list[Pool] | Array, ...]:
         tokens, positions = (jnp.concatenate([state[row], rows[row]]) for row in (TOKEN, POSITION))
         stage, x = self._run(leaves, x, tokens)
         kinds: Kinds = self._slots(pools, slot_table, state)[0], self._chunks(pools, rows, spans, table)
@@ -162,12 +164,12 @@ class HeadedGroup(LayerGroup):
         self,
         leaves: list[Array],
         stage: Stage,
-        pools: list[Array],
+        pools: list[Pool],
         kinds: Kinds,
         tokens: Array,
         positions: Array,
         before: Array,
-    ) -> list[Array]:
+    ) -> list[Pool]:
         """The pools with the head's keys and values of these rows."""
         return self._through_head(leaves, stage, pools, kinds, tokens, positions, before)[0]
 
@@ -175,15 +177,15 @@ class HeadedGroup(LayerGroup):
         self,
         leaves: list[Array],
         stage: Stage,
-        pools: list[Array],
+        pools: list[Pool],
         kinds: Kinds,
         tokens: Array,
         positions: Array,
         before: Array,
-    ) -> tuple[list[Array], Array]:
+    ) -> tuple[list[Pool], Array]:
         """The pools, and what the states of these rows are going to be."""
         head, last = self.params.merge_head(leaves), [pools[-1]]
-        offset = (len(self.kv_layers) - 1) * (pools[-1].shape[0] // len(self.kv_layers)) if self.joined else 0
+        offset = (len(self.kv_layers) - 1) * (stored(pools[-1]).shape[0] // len(self.kv_layers)) if self.joined else 0
         rows, chunks = (shifted(kinds[0], offset), shifted(kinds[1], offset)) if offset else kinds
         attend = paged_attend(last, rows, chunks, lambda _: self.head_config.layer.attention(0))
         embed = stage.embed if head.embed is None else head.embed
@@ -204,20 +206,20 @@ class HeadedGroup(LayerGroup):
     def _guess(
         self,
         leaves: list[Array],
-        pools: list[Array],
+        pools: list[Pool],
         table: Array,
         state: Array,
         kept: Array,
         widths: Array,
         given: Array,
         metadata: SamplingMetadata,
-    ) -> tuple[list[Array] | Array, ...]:
+    ) -> tuple[list[Pool] | Array, ...]:
         """Where a slot guesses anew, its row's state is what the head made of the row before."""
         stage, head = self.params.merge(leaves), self.params.merge_head(leaves)
         token, states, found = state[TOKEN], kept, []
         for ahead in range(given.shape[1]):
             wanted, positions = running(state) & (widths > ahead + 1), state[POSITION] + ahead
-            rows = decode_rows(table, positions, wanted, pools[-1].shape[3])
+            rows = decode_rows(table, positions, wanted, stored(pools[-1]).shape[3])
             pools, states = self._through_head(leaves, stage, pools, (rows, None), token, positions, states)
             token = self._drawn(stage, head, states, metadata, positions + 1)
             found.append(jnp.where(wanted, token, FREE))

@@ -163,10 +163,13 @@ def attend_block(
         queries = q_smem.at[warpgroup]
         queries[...] = chip.load(rows_smem.at[warpgroup], plgpu.Layout.WGMMA)
         plgpu.commit_smem()
-        sinks = chip.load(sinks_ref.at[head], plgpu.Layout.WGMMA.reduce(1))
         at = position + warpgroup * rule.tokens
-        total, mixed = attend_tiles(queries, sinks, rooms, (first, stop, at), blocks, rule, chip)
-        found = mixed / per_row(jnp.where(total > 0, total, 1.0), mixed.shape)
+        top, total, mixed = attend_tiles(queries, rooms, (first, stop, at), blocks, rule, chip)
+        sinks = chip.load(sinks_ref.at[head], plgpu.Layout.WGMMA.reduce(1))
+        higher = jnp.maximum(top, sinks)
+        share = jnp.exp2(top - higher)
+        total = total * share + jnp.exp2(sinks - higher)
+        found = mixed * per_row(share / jnp.where(total > 0, total, 1.0), mixed.shape)
         rows_smem.at[warpgroup][...] = found.astype(jnp.bfloat16)
         plgpu.commit_smem()
         own.leave(end - warpgroup * rule.tokens, rule)
@@ -243,8 +246,10 @@ def bring(pages: Pages, span: tuple[Array, Array], rooms: Any, blocks: Blocks) -
     pl.loop(jnp.maximum(stop - first - blocks.stages, 0), stop - first)(freed)
 
 
-def attend_tiles(queries, sinks, rooms, span, blocks: Blocks, rule: Rule, chip: type[Chip]):
-    """Total and mixture of a warpgroup's rows after the tiles from first to stop; `at` is its first row's place."""
+def attend_tiles(queries, rooms, span, blocks: Blocks, rule: Rule, chip: type[Chip]):
+    """The greatest logit, total and mixture of a warpgroup's rows after the tiles from first to stop; `at` is its first
+    row's place. Sinks are left to the caller: within a `shard_map` that checks they are each shard's own, as nothing
+    here is said to be."""
     first, stop, at = span
     (keys, k_arrived, k_done), (values, v_arrived, v_done) = rooms
     shape = ROWS, blocks.tile
@@ -276,10 +281,11 @@ def attend_tiles(queries, sinks, rooms, span, blocks: Blocks, rule: Rule, chip: 
         plgpu.barrier_arrive(v_done.at[buffer])
         return higher, total, mixed
 
-    total = jnp.where(sinks > NEVER, 1.0, 0.0)
+    reduced = plgpu.Layout.WGMMA.reduce(1)
+    top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), reduced)
+    total = chip.lay(jnp.zeros((ROWS,), jnp.float32), reduced)
     mixed = chip.lay(jnp.zeros((ROWS, queries.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
     # Tiles that every row sees whole take no masks; a window hides some of any.
     whole = first if rule.window is not None else jnp.clip(lax.div(at + 1, blocks.tile), first, stop)
-    carry = lax.fori_loop(first, whole, partial(step, masked=False), (sinks, total, mixed))
-    _, total, mixed = lax.fori_loop(whole, stop, partial(step, masked=True), carry)
-    return total, mixed
+    carry = lax.fori_loop(first, whole, partial(step, masked=False), (top, total, mixed))
+    return lax.fori_loop(whole, stop, partial(step, masked=True), carry)

@@ -8,7 +8,7 @@ attribute of every object, private ones too: what it leaves out is listed here, 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class _Walk:
         if isinstance(value, Attempt):
             self.epochs.append(value.epoch)
             return ("attempt", value.request_id)
-        if isinstance(value, tuple | list | set | frozenset):
+        if isinstance(value, tuple | list | deque | set | frozenset):
             each = sorted(value) if isinstance(value, set | frozenset) else value
             return (type(value).__name__, *[self.walk(one, name) for one in each])
         if isinstance(value, dict):
