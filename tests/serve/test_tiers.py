@@ -107,6 +107,19 @@ def test_a_restarted_pair_of_workers_reads_what_the_last_ones_left_on_disk(plain
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_pages_that_are_quantised_in_hbm_come_back_from_a_pool_with_their_scales(tmp_path, kind):
+    answers: list[list[list[int]]] = []
+    for _ in range(2):
+        with started(COLOCATED, pool=f"file://{tmp_path}/pool", kv_dtype=kind) as llm:
+            found, cached = asked(llm)
+            answers += [found, asked(llm)[0]]
+            checked_at_rest(llm)
+            assert llm.service.recompiles() == 0
+    assert cached > 0 and answers[1:] == answers[:-1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", ["int8", "fp8"])
 def test_a_pool_serves_a_process_that_never_saw_the_prompt_and_quantised_pages_are_taken(plain, tmp_path, compress):
     settings = {"pool": f"file://{tmp_path}/pool", "tier_compress": compress, "transfer_error_bound": 1.0}
