@@ -5,6 +5,7 @@ All get the same checkpoint, the same prompts and all cores; a prefill/decode pa
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -99,11 +100,17 @@ def ours(model: str, mesh: str, dtype: str, slots: int, more: Sequence[str] = ()
     return Served(f"jdisagg {mesh}", (Command(argv, port, "/ready", MALLOC),))
 
 
-def vllm(python: str, model: str, dtype: str, cache: str, *, eager: bool) -> Served:
+def vllm(python: str, model: str, dtype: str, cache: str, *, eager: bool, more: Sequence[str] = ()) -> Served:
     """vLLM's CPU build; eager, or compiled as it is by default."""
-    more = ("--enforce-eager",) if eager else ()
     name = "vLLM " + ("eager" if eager else "default")
+    more = ("--enforce-eager", *more) if eager else more
     return Served(name, (_vllm_command(python, model, dtype, cache, more, {}),))
+
+
+def vllm_ngrams(guessed: int) -> tuple[str, ...]:
+    """Drafts of `guessed` tokens, found by the longest of the last one to three tokens that stood before."""
+    drafts = {"method": "ngram", "num_speculative_tokens": guessed, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    return "--speculative-config", json.dumps(drafts)
 
 
 def vllm_pair(python: str, model: str, dtype: str, cache: str, cores: Sequence[int]) -> Served:
