@@ -197,7 +197,7 @@ class PendingRows:
         return self._rows(np.asarray(self.tokens), logprobs)
 
     def _rows(self, tokens: np.ndarray, logprobs: list[np.ndarray] | None) -> DrawnRows:
-        rows = np.array(self.plan.active) - self.first_slot
+        rows = np.array(self.plan.active, np.int64) - self.first_slot  # of nobody too
         scores = None if logprobs is None else [part[rows] for part in logprobs]
         drawn = sampled_rows(tokens[rows].tolist(), self.wanted, scores)
         told = [None if each.token == MASKED else (each,) for each in drawn]
