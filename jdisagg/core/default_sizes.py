@@ -109,6 +109,15 @@ def decode_slots(
     return Size(fed * stages, f"{fed * stages} slots: {room}; {meets}{each}")
 
 
+def beside_chunks(slots: Size, stages: int, tokens: int) -> Size:
+    """Slots of a worker whose steps have a row for each of one of its stages, and chunks, in so many tokens that
+    somebody said: half of them at most."""
+    most = stages * _power_near(tokens / 2, down=True)
+    if slots.value <= most:
+        return slots
+    return Size(most, f"{most} slots: half of the {tokens:,} tokens of a step, the rest are for prompts")
+
+
 def step_tokens(model: ModelConfig, tp: int, platform: str, chip: Chip | None, device_bytes: int | None) -> Size:
     """Of a chunk of prompts, or of rows and chunks where steps mix both."""
     if platform == "cpu":

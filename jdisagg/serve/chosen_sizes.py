@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jdisagg.core.default_sizes import (
     Buckets,
     Size,
+    beside_chunks,
     buckets_of,
     chunk_sequences,
     decode_slots,
@@ -75,6 +76,8 @@ def sizes_of(
     if not slots.value:
         held = room[decoding.worker]
         slots = decode_slots(model, decoding.tp, decoding.pp, here.platform, here.chip, held, longest)
+        if tokens.value and decoding.role is Role.COLOCATED and settings.mixed_steps == "on" and here.platform != "cpu":
+            slots = beside_chunks(slots, decoding.pp, tokens.value)
     if not tokens.value:
         tokens = step_tokens(model, prefilling.tp, there.platform, there.chip, there.memory_bytes)
     prompts = Size(settings.max_chunk_seqs, "")

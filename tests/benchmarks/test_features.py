@@ -20,7 +20,12 @@ from tests.serve.live_http import serving
 @pytest.mark.timeout(600)
 def test_requests_with_random_features_are_answered_as_they_ask_or_refused_and_nothing_is_left():
     sizes: dict[str, Any] = {"max_model_len": 512, "kv_tokens": 2048, "page_size": 16, "max_num_seqs": 8}
-    few: dict[str, Any] = {"prefill_buckets": "128", "table_buckets": "512", "short_prompt_tokens": 0}
+    few: dict[str, Any] = {
+        "prefill_buckets": "128",
+        "table_buckets": "512",
+        "short_prompt_tokens": 0,
+        "embeddings": "mean",
+    }
     drafting: dict[str, Any] = {"mesh": "prefill:tp1,decode:tp1", "speculative": "ngram", "queue_limit": 256}
     with jdisagg.LLM(**drafting, **sizes, **few) as llm, serving(create_app(llm.service)) as url:
         book = asyncio.run(drive(url, 60, 8, seed=7))

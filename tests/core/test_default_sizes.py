@@ -13,6 +13,8 @@ from jdisagg.core.default_sizes import (
     LEAST_PAGE,
     PAGE_BYTES,
     Buckets,
+    Size,
+    beside_chunks,
     buckets_of,
     chunk_sequences,
     critical_rows,
@@ -126,3 +128,9 @@ def test_jax_names_of_devices_find_their_sheets():
     assert [chip.name if chip else "" for chip in found.values()] == ["v5e", "v5p", "v5p", "v6e", "v7x"]
     assert chip_called("NVIDIA H100 80GB HBM3") is H100
     assert chip_called("NVIDIA H100 PCIe") is None and chip_called("cpu") is None
+
+
+def test_rows_of_a_stage_take_half_of_the_tokens_that_somebody_said_at_most():
+    assert beside_chunks(Size(256, "chosen"), 1, 2048) == Size(256, "chosen")
+    assert beside_chunks(Size(256, "chosen"), 1, 100).value == 32
+    assert beside_chunks(Size(512, "chosen"), 2, 100).value == 2 * 32

@@ -153,6 +153,13 @@ def test_what_nobody_says_follows_from_the_chip_and_what_its_memory_holds():
     assert smaller.workers[1].num_slots < 512
 
 
+def test_slots_that_nobody_said_leave_room_for_prompts_in_the_tokens_that_somebody_did():
+    chip, folder = CHIPS["v5e"], str(ROOT / "configs" / "llama3_8b")
+    settings = Settings(mesh="colocated:tp4", model=folder, load_format="random", max_num_batched_tokens=256)
+    (worker,) = resolve_deployment(settings, "tpu", chip.memory_bytes, chip=chip).workers
+    assert (worker.num_slots, worker.prefill_buckets[-1]) == (128, 128)
+
+
 def test_a_router_of_accelerators_that_are_elsewhere_agrees_about_pages():
     """Its identity names them, and it knows of no memory and no chip."""
     chip, folder = CHIPS["v5p"], str(ROOT / "configs" / "llama3_70b")
