@@ -12,8 +12,11 @@ import jdisagg
 from benchmarks.asked import CHAT, COMPLETIONS, PERSON, Asked, asked, wrong_of
 from benchmarks.asked_elsewhere import EMBEDDINGS, MESSAGES, RESPONSES, SCORE, Items, Vectors, asked_elsewhere
 from benchmarks.features import Book, drive, left_held
+from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.http.app import create_app
 from tests.serve.live_http import serving
+
+VECTORS_TOO = FrontSettings(embeddings="mean")
 
 
 @pytest.mark.slow
@@ -27,7 +30,7 @@ def test_requests_with_random_features_are_answered_as_they_ask_or_refused_and_n
         "embeddings": "mean",
     }
     drafting: dict[str, Any] = {"mesh": "prefill:tp1,decode:tp1", "speculative": "ngram", "queue_limit": 256}
-    with jdisagg.LLM(**drafting, **sizes, **few) as llm, serving(create_app(llm.service)) as url:
+    with jdisagg.LLM(**drafting, **sizes, **few) as llm, serving(create_app(llm.service, VECTORS_TOO)) as url:
         book = asyncio.run(drive(url, 60, 8, seed=7))
         held = left_held(url, 60.0)
     assert not book.faults and not held
