@@ -148,11 +148,6 @@ ALL = (
         " '--meshes=colocated:1xtp1;prefill:tp1,decode:tp1' --rounds=1 --repeats=3 --vocab_size=40000",
     ),
     Benchmark(
-        "peers_drafts_smollm2_cpu",
-        "benchmarks.peers.speculation",
-        "--model={models}/smollm2 --vllm_python={vllm_python} --kinds=ngram:3,auto",
-    ),
-    Benchmark(
         "kernels_cpu",
         "benchmarks.kernels",
         f"--rounds=20 '--only={KERNELS}'",
