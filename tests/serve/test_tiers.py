@@ -110,6 +110,7 @@ def test_a_restarted_pair_of_workers_reads_what_the_last_ones_left_on_disk(plain
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_pages_that_are_quantised_in_hbm_come_back_from_a_pool_with_their_scales(tmp_path, kind):
     answers: list[list[list[int]]] = []
+    cached = 0
     for _ in range(2):
         with started(COLOCATED, pool=f"file://{tmp_path}/pool", kv_dtype=kind) as llm:
             found, cached = asked(llm)
