@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jdisagg.core.request import FinishReason
 from jdisagg.policy import scheduler
 from jdisagg.policy.scheduler import Scheduler
-from tests.sim.cases import check_outputs, colocated, definition, pair, request, ring, run_all, turning
+from jdisagg.policy.step_results import StepResults
+from tests.sim.cases import check_ended, check_outputs, colocated, definition, pair, request, ring, turning
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 
@@ -90,7 +92,13 @@ def test_what_is_said_and_done_is_the_same_as_if_every_step_were_looked_at(clust
         check_outputs(repeated, asked)
 
 
-def test_a_failed_step_is_not_repeated():
+def test_rows_repeat_between_steps_that_fail_and_every_answer_is_whole():
     world = World(colocated(), faults=Faults(seed=3, fail_plan=0.05))
     asked = [request(f"r{n}", max_tokens=40) for n in range(4)]
-    run_all(world, asked)
+    for each in asked:
+        world.submit(each, each.arrival_s)
+    with mock.patch.object(StepResults, "failed", autospec=True, side_effect=StepResults.failed) as failed:
+        _, repeated = formed(world)
+    assert failed.call_count and repeated, f"{failed.call_count} steps failed, {repeated} repeat"
+    check_ended(world, asked)
+    assert all(end.reason is FinishReason.LENGTH for ends in world.finished.values() for end in ends)
