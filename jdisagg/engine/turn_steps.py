@@ -52,7 +52,9 @@ class TurnPrograms:
         specs = (self.group.params.specs, POOL_SPEC, WHOLE)
         results = [WHOLE] * (2 if self.group.sparse else 1)
         formats = (self.group.pool_format, *[None] * len(results))
-        return submesh.program(partial(self._turns, kind), specs, (POOL_SPEC, *results), (1,), formats)
+        stored = self.group.params.in_f32  # as in single steps, so that a CPU writes narrow pages in place here too
+        turns = partial(self._turns, kind)
+        return submesh.program(turns, specs, (POOL_SPEC, *results), (1,), formats, as_stored=stored)
 
     # ------------------------------------------------------------ what one shard runs
 
