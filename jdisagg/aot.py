@@ -144,7 +144,7 @@ def every_program(tables: Sequence[ProgramTable]) -> Iterator[DeclaredProgram]:
     """What all workers warm: their steps, what they move below HBM, and shipments between all pairs."""
     for table in tables:
         yield from table.steps()
-        yield from table.tier_moves()
+        yield from table.transfers.tier_moves()
         for other in tables:
             if (table.config.role, other.config.role) == (Role.PREFILL, Role.DECODE):
                 yield from table.departures(other.shapes)

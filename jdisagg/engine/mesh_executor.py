@@ -34,11 +34,12 @@ from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.headed_group import HeadedGroup
 from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.programs import ProgramTable, room_of, submeshes_of, transfer_programs_of
+from jdisagg.engine.programs import ProgramTable, room_of, submeshes_of
 from jdisagg.engine.ring_declarations import RingTable
 from jdisagg.engine.ring_runner import Ring, RingRunner
 from jdisagg.engine.runner import Runner
 from jdisagg.engine.tier_pages import PackedPages, TierPages
+from jdisagg.engine.transfer_declarations import transfer_programs_of
 from jdisagg.engine.warmup import Progress, null_batch, run_null
 from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import PagesOfStage
@@ -262,7 +263,7 @@ class MeshExecutor:
         `peers` are the executors this one ships to (their inserts are compiled too). `progress(label, done, total)` is
         called before each program and once after the last, with done == total. What is warm already is not run again.
         """
-        declared = [(self, each) for each in [*self.table.steps(), *self.table.tier_moves(), *more]]
+        declared = [(self, each) for each in [*self.table.steps(), *self.table.transfers.tier_moves(), *more]]
         for peer in peers:
             declared += [(self, each) for each in self.table.departures(peer.table.shapes)]
             declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]

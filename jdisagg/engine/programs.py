@@ -9,7 +9,7 @@ mixed load by machines that were never warmed and holds what they compile to thi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.reshard import Route, StageShape, plan_routes
+from jdisagg.core.reshard import StageShape
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
-from jdisagg.core.worker_config import RAW, WorkerConfig
+from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
@@ -29,12 +29,10 @@ from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_fir
 from jdisagg.engine.head_declarations import declared_heads, gathers_of
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
+from jdisagg.engine.transfer_declarations import Kept, TransferTable, pools_for, transfer_programs_of
 from jdisagg.engine.turn_declarations import declared_turns
 from jdisagg.engine.turn_steps import TurnPrograms
-from jdisagg.kv.packing import HeadSlices
-from jdisagg.kv.pools import abstract_pools
-from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
-from jdisagg.kv.tiers.records import RecordLayout, kept_slices
+from jdisagg.kv.shipping import TransferPrograms
 from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.low_rank import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
@@ -68,8 +66,12 @@ class ProgramTable:
     @property
     def shapes(self) -> tuple[StageShape, ...]:
         """What the other end of a shipment must know."""
-        held = self.layout.page_size, self.layout.dtype
-        return tuple(StageShape(each.kv_layers, each.submesh.tp, *held) for each in self.layer_groups)
+        return self.transfers.shapes
+
+    @property
+    def transfers(self) -> TransferTable:
+        kept = [Kept(group, self.layout) for group in self.layer_groups]
+        return TransferTable(self.config, kept, self.transfer_programs)
 
     def steps(self) -> list[DeclaredProgram]:
         """Every step that the worker may take, layer group by layer group, and what is drawn after it."""
@@ -89,32 +91,12 @@ class ProgramTable:
         return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
-        """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
-        return [
-            self._pack(route, wire, groups)
-            for route in plan_routes(self.shapes, tuple(shapes), self.layout.num_kv_heads)
-            for wire in wires or self.config.wires
-            for groups in route.group.buckets()
-        ]
+        """See `TransferTable`; wires: those of the config, unless said."""
+        return self.transfers.departures(shapes, wires or self.config.wires)
 
-    def arrivals(
-        self, shapes: Sequence[StageShape], wires: Sequence[str] = (), *, records: bool = False
-    ) -> list[DeclaredProgram]:
-        """Checks and inserts of what leaves stages of these shapes, or of what records of them keep."""
-        return [
-            each
-            for route in plan_routes(tuple(shapes), self.shapes, self.layout.num_kv_heads)
-            for wire in wires or self.config.wires
-            for groups in route.group.buckets()
-            for each in self._inserts(shapes[route.source_stage], route, wire, groups, records=records)
-        ]
-
-    def tier_moves(self) -> list[DeclaredProgram]:
-        """What brings pages below HBM and back, where the worker has tiers."""
-        if not self.config.has_tiers:
-            return []
-        records, wires = (RecordLayout(self.layout).shape,), (self.config.tier_wire,)
-        return [*self.departures(records, wires), *self.arrivals(records, wires, records=True)]
+    def arrivals(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
+        """See `TransferTable`."""
+        return self.transfers.arrivals(shapes, wires or self.config.wires)
 
     def weight_bytes(self, stage: int) -> int:
         """Of one device of the group."""
@@ -197,69 +179,10 @@ class ProgramTable:
     def _drawn(self, rows: int) -> Drawn:
         return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)
 
-    def _pack(self, route: Route, wire: str, groups: int) -> DeclaredProgram:
-        held, pages = self.layer_groups[route.source_stage], groups * route.group.source
-        submesh = held.submesh
-        program = self.transfer_programs[submesh].pack_program(route.heads.slice_heads, wire, route.dtype)
-        number = len(route.layers)
-        return DeclaredProgram(
-            "pack",
-            route.source_stage,
-            pages,
-            program,
-            (places_for(held, number, pages),),
-            submesh,
-            route.layers,
-            pools=pools_for(held, self.layout, self.config.num_pages, number),
-            traits=_traits(wire),
-            batch_bytes=2 * pages * self.pool_bytes(route.source_stage, number) // (self.config.num_pages + 1),
-        )
-
-    def _inserts(
-        self, source: StageShape, route: Route, wire: str, groups: int, *, records: bool
-    ) -> Iterator[DeclaredProgram]:
-        stage, pages = route.destination_stage, groups * route.group.source
-        held, number = self.layer_groups[stage], len(route.layers)
-        submesh = held.submesh
-        form = replace(self.layout, page_size=source.page_size, dtype=source.dtype)
-        cut = slice_shapes(form, self.layout.dtype, number, pages, route.heads, self.config.digests, wire)
-        if records:
-            cut = kept_slices(cut, self.config.digests)
-        programs, slices = self.transfer_programs[submesh], landed(cut, submesh)
-        taken, donated = groups * route.group.destination, self.pool_bytes(stage, number)
-        moved = donated * taken // (self.config.num_pages + 1)
-        place, traits = (submesh, route.layers), _traits(wire)
-        if slices.digests or slices.errors:
-            program = programs.check_program
-            yield DeclaredProgram("check", stage, pages, program, (slices,), *place, traits=traits, batch_bytes=moved)
-        yield DeclaredProgram(
-            "insert",
-            stage,
-            pages,
-            programs.insert_program,
-            (places_for(held, number, taken), slices.numbers),
-            *place,
-            pools=pools_for(held, self.layout, self.config.num_pages, number),
-            traits=traits,
-            batch_bytes=2 * moved,
-            donated_bytes=donated,
-        )
-
 
 def activations(group: LayerGroupPrograms, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct | None:
     """That the group before hands on."""
     return None if group.is_first else whole(group.submesh, (rows, group.config.hidden_size), dtype)
-
-
-def pools_for(group: LayerGroupPrograms, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
-    """Those that `layers` of the group's layers lie in."""
-    held = len(group.kv_layers) if group.joined else layers
-    return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
-
-
-def places_for(group: LayerGroupPrograms, layers: int, pages: int) -> jax.ShapeDtypeStruct:
-    """As `pools.places_in`."""
-    return whole(group.submesh, (layers, pages) if group.joined else (pages,))
 
 
 def abstract_table(
@@ -309,28 +232,6 @@ def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device
     return [Submesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]
 
 
-def transfer_programs_of(
-    config: WorkerConfig, submeshes: Sequence[Submesh], layout: KVLayout
-) -> dict[Submesh, TransferPrograms]:
-    checked = config.digests, config.error_bound
-    return {submesh: TransferPrograms(submesh, *checked, scaled=layout.scaled) for submesh in submeshes}
-
-
-def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
-    """Shapes for one shard as the submesh holds them: cut on heads, axis 2."""
-    cut = submesh.sharding(SLICE_SPEC)
-
-    def whole(each: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (*each.shape[:2], each.shape[2] * submesh.tp, *each.shape[3:])
-        return jax.ShapeDtypeStruct(shape, each.dtype, sharding=cut)
-
-    return jax.tree.map(whole, slices)
-
-
 def activation_bytes(model: ModelConfig, dtype: DTypeLike, rows: int, tp: int) -> int:
     """Four copies of the residual stream in f32, and two of the widest product of a layer."""
     return rows * (4 * 4 * model.hidden_size + 2 * model.widest_row(tp) * jnp.dtype(dtype).itemsize)
-
-
-def _traits(wire: str) -> tuple[str, ...]:
-    return () if wire == RAW else (wire,)

@@ -74,7 +74,7 @@ Owned = tuple[MeshExecutor, DeclaredProgram]
 
 def programs_with(machine: MeshExecutor, others: Sequence[MeshExecutor]) -> Iterator[Owned]:
     """Its own steps, and what it and the others need to ship KV to each other; each with the machine that runs it."""
-    yield from ((machine, each) for each in [*machine.table.steps(), *machine.table.tier_moves()])
+    yield from ((machine, each) for each in [*machine.table.steps(), *machine.table.transfers.tier_moves()])
     for other in others:
         roles = machine.config.role, other.config.role
         if roles == (Role.PREFILL, Role.DECODE):

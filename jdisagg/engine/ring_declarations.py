@@ -16,9 +16,10 @@ from jdisagg.core.stages import RingCut, ring_cut
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes
-from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of, transfer_programs_of
+from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of
 from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
+from jdisagg.engine.transfer_declarations import transfer_programs_of
 from jdisagg.engine.turns import PLAIN, Slots
 from jdisagg.kv.ring_pools import abstract_ring_pool
 from jdisagg.model.grammars.grammars import mask_words
