@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
+from jdisagg.model.products import TILE_ROWS
 
 
 def declared_heads(
@@ -37,3 +38,10 @@ def gathers_of(group: LayerGroupPrograms) -> dict[str, int]:
     """The head's logits, gathered where the vocabulary is split."""
     shards = group.submesh.tp
     return {"all-gather": 1} if shards > 1 and group.config.vocab_size % shards == 0 else {}
+
+
+def scored_bytes(group: LayerGroupPrograms, rows: int) -> int:
+    """Of the logits of a step that makes them: with the rows that fill up a product's tiles, and where the vocabulary
+    is split as each shard makes them, as they are gathered, and in order."""
+    copies = 3 if gathers_of(group) else 1
+    return copies * (rows + 2 * TILE_ROWS) * group.config.vocab_size * 4

@@ -21,12 +21,12 @@ from jdisagg.core.reshard import StageShape
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
-from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
+from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.draft_declarations import declared_drafts
 from jdisagg.engine.drafting import DraftPrograms, history_length
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
-from jdisagg.engine.head_declarations import declared_heads, gathers_of
+from jdisagg.engine.head_declarations import declared_heads, gathers_of, scored_bytes
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.transfer_declarations import Kept, TransferTable, pools_for, transfer_programs_of
@@ -37,8 +37,6 @@ from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.low_rank import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
-
-DRAWN_FROM = ("decode", "verify", "mixed")  # first words of kinds whose last layer group makes logits
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,15 @@ class ProgramTable:
         pages = (self.config.num_pages + 1) * (len(group.kv_layers) if layers is None else layers)
         return pages * self.layout.layer_page_bytes(group.submesh.tp)
 
-    def _layers(self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple) -> DeclaredProgram:
+    def _layers(
+        self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple, scored: int = 0
+    ) -> DeclaredProgram:
+        """scored: how many rows the last layer group makes logits of."""
         group = self.layer_groups[stage]
+        scored = scored if group.is_last else 0
         windows = tuple({self.model.window(layer) for layer in group.layers})
         sums = group.params.num_reductions * group.parts(rows) if group.submesh.tp > 1 else 0
-        gathers = gathers_of(group) if kind.split(maxsplit=1)[0] in DRAWN_FROM and group.is_last else {}
+        gathers = gathers_of(group) if scored else {}
         return DeclaredProgram(
             kind,
             stage,
@@ -125,7 +127,7 @@ class ProgramTable:
             pools_for(group, self.layout, self.config.num_pages, len(group.kv_layers)),
             (group.is_first, group.is_last, windows),
             activation_bytes(self.model, self.dtype, rows, group.submesh.tp)
-            + (logit_bytes(self.model, rows) if gathers else 0),
+            + (scored_bytes(group, scored) if scored else 0),
             self.pool_bytes(stage),
             {**({"all-reduce": sums} if sums else {}), **gathers},
             group.turns,
@@ -149,7 +151,7 @@ class ProgramTable:
                 *group.carried(slots),
                 activations(group, rows, self.dtype),
             )
-            yield self._layers(kind, stage, width, rows, group.decode_program, batch)
+            yield self._layers(kind, stage, width, rows, group.decode_program, batch, rows)
 
     @property
     def _row_counts(self) -> list[int]:
@@ -174,7 +176,8 @@ class ProgramTable:
             for stage, group in enumerate(self.layer_groups):
                 held, chunks = ([whole(group.submesh, shape) for shape in each] for each in (of_slots, of_chunks))
                 batch = (*held, *group.carried(slots), *chunks, activations(group, number, self.dtype))
-                yield self._layers(kind, stage, tokens, number, group.mixed_program, batch)
+                scored = slots * rows + config.max_chunk_seqs
+                yield self._layers(kind, stage, tokens, number, group.mixed_program, batch, scored)
 
     def _drawn(self, rows: int) -> Drawn:
         return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)

@@ -63,17 +63,18 @@ def devices(target: Target) -> tuple[Device, ...]:
 
 def few_layers(
     model: str, role: Role, target: str, tp: int, stages: int, layers: int, num_pages: int, chunk_tokens: int = 128,
-    weights: WeightFormat = AS_MADE,
+    weights: WeightFormat = AS_MADE, kv_dtype: str = "bfloat16", **sizes: int | bool,
 ) -> ProgramTable:  # fmt: skip
-    """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups."""
+    """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups. sizes: of
+    its `WorkerConfig`, where others."""
     config = replace(MODELS[model], num_layers=stages * layers)
-    layout = KVLayout.of(config, PAGE_SIZE, "bfloat16", tiled=Target.parse(target).chip.platform == "tpu")
+    layout = KVLayout.of(config, PAGE_SIZE, kv_dtype, tiled=Target.parse(target).chip.platform == "tpu")
     runs = [range(stage * layers, (stage + 1) * layers) for stage in range(stages)]
     buckets = (chunk_tokens,), (WIDEST_PAGES,)
     places = stages if role.decodes else 1
-    sizes = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, places, *buckets, 4)
+    worker = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, places, *buckets, 4)
     chips = devices(Target.parse(target))[: tp * places]
-    return abstract_table(sizes, config, layout, runs, chips, jnp.bfloat16, weights)
+    return abstract_table(replace(worker, **sizes), config, layout, runs, chips, jnp.bfloat16, weights)
 
 
 def checked_kinds(table: ProgramTable, declared: Sequence[DeclaredProgram], *kinds: str) -> list[Checked]:
