@@ -1,5 +1,6 @@
 """Steps beyond the plain one, compiled to the end for chips that are not there: several turns, chunks beside them, and
-pages that are quantised. `checked_kinds` holds that pools are written in place and nothing as large as a matrix copied."""
+pages that are quantised. `checked_kinds` holds that pools are written in place and no matrix copied.
+"""
 
 import pytest
 
