@@ -16,6 +16,7 @@ from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.step_times import StepTimes
 
 MOST_GAP_S = 0.04  # between two bunches of tokens of a stream: a reader sees no halt
+FEW = 8  # turns at most while none has been timed, or while somebody waits for a row that may end at any of them
 KEPT = 17  # last times; their lower quartile counts, for what else a machine does only adds
 
 
@@ -44,8 +45,8 @@ class TurnTimes:
 
     @property
     def within_gap(self) -> float:
-        """Turns that end within the gap; at least one."""
-        return MOST_GAP_S / self.turn_s if self.turn_s else float("inf")
+        """Turns that end within the gap."""
+        return MOST_GAP_S / self.turn_s if self.turn_s else FEW
 
 
 def one_by_one(sampling: SamplingParams, config: WorkerConfig) -> bool:
@@ -62,12 +63,13 @@ def most_turns(
 ) -> int:  # fmt: skip
     """Turns that nothing else is wanted for. left: tokens that each of `seated` may still draw.
 
-    Where somebody is `ready` for a slot, until the first is sure to come free; where the worker `expects` KV, a
-    quarter; where `prompts` wait to be computed between its steps, one.
+    Where somebody is `ready` for a slot, until the first is sure to come free, and a few where one may at any turn;
+    where the worker `expects` KV, a quarter; where `prompts` wait to be computed between its steps, one.
     """
     if not seated or prompts or any(one_by_one(sequence.sampling, config) for sequence in seated):
         return 1
     turns = int(max(1, min(config.decode_turns, times.within_gap)))
     if ready:
-        return min(turns, *left)
+        may_stop = any(sequence.sampling.stop_token_ids for sequence in seated)
+        return min(turns, FEW if may_stop else turns, *left)
     return max(1, turns // 4) if expects else turns

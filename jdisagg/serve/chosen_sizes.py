@@ -24,6 +24,7 @@ from jdisagg.core.targets import Chip
 from jdisagg.core.worker_config import Role
 
 MOST_TURNS = 8  # where nothing else is said, and on the CPU of a ring alone: there single steps take no longer
+FORESEEN_TURNS = 32  # of one stage that hears of each sequence before its KV comes; a prompt comes unannounced
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,16 @@ def sizes_of(
         prompts = chunk_sequences(there.platform, tokens.value)
     reasons = tuple(each.reason for each in (slots, tokens, prompts, page) if each.reason)
     buckets = buckets_of(there.platform, tokens.value)
-    turns = settings.decode_turns or (1 if here.platform == "cpu" else MOST_TURNS)
+    turns = settings.decode_turns or one_stage_turns(here.platform, decoding.role)
     ring_turns = settings.decode_turns or MOST_TURNS
     return ChosenSizes(slots.value, tokens.value, prompts.value, turns, ring_turns, buckets, reasons)
+
+
+def one_stage_turns(platform: str, role: Role) -> int:
+    """The most of a dispatch."""
+    if platform == "cpu":
+        return 1
+    return FORESEEN_TURNS if role is Role.DECODE else MOST_TURNS
 
 
 def _of_role(mesh: MeshSpec, *, decodes: bool) -> WorkerMesh:

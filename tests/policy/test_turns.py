@@ -1,5 +1,6 @@
 """How many turns a dispatch takes: as many as nobody could use better, and as no reader would notice."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,10 +25,13 @@ class Seated:
         self.sampling = SamplingParams(**sampling)
 
 
-def chosen(*left: int, times: TurnTimes | None = None, **waits: bool) -> int:
+def chosen(
+    *left: int, times: TurnTimes | None = None, most: int = 8, stops: tuple[int, ...] = (), **waits: bool
+) -> int:
     asked = {"ready": False, "expects": False, "prompts": False, **waits}
-    seated: Any = [Seated() for _ in left]
-    return most_turns(ONE_STAGE, seated, left, times or TurnTimes(ONE_STAGE), **asked)
+    seated: Any = [Seated(stop_token_ids=stops) for _ in left]
+    config = replace(ONE_STAGE, decode_turns=most)
+    return most_turns(config, seated, left, times or TurnTimes(ONE_STAGE), **asked)
 
 
 def ended(*seconds: float, turns: int = 1) -> TurnTimes:
@@ -56,6 +60,18 @@ def test_a_prompt_that_waits_to_be_computed_is_behind_one_turn_at_most():
 
 def test_who_is_ready_waits_until_the_first_slot_is_sure_to_come_free():
     assert chosen(20, 3, ready=True) == 3
+
+
+def test_who_is_ready_waits_for_a_few_turns_where_a_row_may_stop_at_any():
+    fast = ended(*[0.001] * 3)
+    assert chosen(60, 70, most=32, times=fast, ready=True) == 32
+    assert chosen(60, 70, most=32, times=fast, ready=True, stops=(2,)) == 8
+    assert chosen(60, 5, most=32, times=fast, ready=True, stops=(2,)) == 5
+
+
+def test_few_turns_are_taken_until_one_has_been_timed():
+    assert chosen(60, most=32) == 8
+    assert chosen(60, most=32, times=ended(0.001)) == 32
 
 
 def test_kv_that_is_on_its_way_finds_a_dispatch_of_a_quarter():
