@@ -120,7 +120,7 @@ ALL = (
         "--slots=2 --stages=1 --turns=2 --layers=1 --rounds=1 --steps=8",
     ),
     Benchmark("ring", "benchmarks.ring", "--rounds=7"),
-    Benchmark("aot_pods", "benchmarks.aot_pods", "", "--pods=h100_2"),
+    Benchmark("aot_pods", "benchmarks.aot_pods", "", "--pods=h100_2 --layers=4"),
     Benchmark("compiler_flags", "benchmarks.compiler_flags", "", "--targets=h100:8 --layers=1"),
     Benchmark(
         "speculation",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from rich.table import Table
 
 from benchmarks import entry
 from benchmarks.machine import described
+from benchmarks.shallow import shallow
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "configs/llama3_70b", "folder with a config.json", flag_values=FLAGS)
-flags.DEFINE_string("reports", "", "folder of the reports of each pod; it is made", flag_values=FLAGS)
+flags.DEFINE_string("reports", "", "folder to keep the report of each pod in; it is made", flag_values=FLAGS)
 flags.DEFINE_list("pods", [], "names of those to do; empty: all", flag_values=FLAGS)
+flags.DEFINE_integer("layers", 0, "of the model; 0: as many as it has", flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 PODS = {
     "h100_2": ("h100:2x8", "prefill:pp2tp4,decode:ring2tp4"),
@@ -61,13 +64,13 @@ class Step:
     limit_bytes: int
 
 
-def report_of(pod: str) -> dict[str, Any]:
+def report_of(pod: str, folder: Path) -> dict[str, Any]:
     """What was found, now or before. Raises RuntimeError where it does not compile or fit."""
-    folder = Path(FLAGS.reports or "aot_reports")
     folder.mkdir(parents=True, exist_ok=True)
     path, (target, mesh) = folder / f"{pod}.json", PODS[pod]
     if not path.exists():
-        given = [f"--model={FLAGS.model}", f"--mesh={mesh}", f"--target={target}", f"--json={path}", *SIZES]
+        model = shallow(Path(FLAGS.model), FLAGS.layers, folder) if FLAGS.layers else FLAGS.model
+        given = [f"--model={model}", f"--mesh={mesh}", f"--target={target}", f"--json={path}", *SIZES]
         done = subprocess.run([sys.executable, "-m", "jdisagg.aot", *given], check=False)
         if done.returncode:
             raise RuntimeError(f"{pod}: jdisagg.aot ended with {done.returncode}")
@@ -110,7 +113,9 @@ def table(steps: list[Step]) -> Table:
 
 def main() -> int:
     about = described()
-    steps = [step for pod in FLAGS.pods or PODS for step in steps_of(pod, report_of(pod))]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(FLAGS.reports or scratch)
+        steps = [step for pod in FLAGS.pods or PODS for step in steps_of(pod, report_of(pod, folder))]
     Console().print(table(steps))
     if FLAGS.output:
         report = {**about, "model": Path(FLAGS.model).name, "steps": [asdict(each) for each in steps]}

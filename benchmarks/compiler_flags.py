@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks import entry
 from benchmarks.machine import described
+from benchmarks.shallow import shallow
 from jdisagg import aot
 from jdisagg.aot_times import StepTimes
 from jdisagg.core.request import WorkerId
@@ -121,13 +122,6 @@ def write(path: Path, about: dict[str, Any], found: list[Told]) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def shallow(folder: Path) -> Path:
-    """The model with fewer layers."""
-    config = json.loads((Path(FLAGS.model) / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": FLAGS.layers}), encoding="utf-8")
-    return folder
-
-
 def table(found: list[Told]) -> Table:
     shown = Table("target", "step", "without", "collectives us", "exposed us", "temp MiB", "compile s")
     for each in found:
@@ -142,7 +136,7 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     about, found = described(), list[Told]()
     with tempfile.TemporaryDirectory() as name:
-        folder = shallow(Path(name))
+        folder = shallow(Path(FLAGS.model), FLAGS.layers, Path(name))
         for target in FLAGS.targets:
             for each in told(folder, Target.parse(target)):
                 found.append(each)

@@ -89,7 +89,7 @@ class Stack:
         secret.write_text("the secret of a benchmark on one machine")
         both = ",".join(f"127.0.0.1:{each.control}" for each in self.routers)
         self._shared = [*SIZES, "--mesh=prefill:tp1,decode:tp1", f"--secret_file={secret}", f"--router={both}"]
-        self._shared += [f"--compile_cache_dir={folder / 'compiled'}", f"--peer_silence_s={FLAGS.peer_silence_s}"]
+        self._shared += [f"--peer_silence_s={FLAGS.peer_silence_s}"]
         self.processes = {router: self.start_router(router) for router in self.routers}
         self._start("--role=front", f"--http_port={self.front}", "--grpc_port=-1")
         for role in ("prefill", "decode"):
