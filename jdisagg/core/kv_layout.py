@@ -96,3 +96,16 @@ class KVLayout:
     def held_page_bytes(self, tp: int) -> int:
         """One page of all layers on `tp` shards together: heads that are padding or held twice included."""
         return tp * self.num_layers * self.layer_page_bytes(tp)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPages:
+    """The KV of a draft model: in pages with the numbers of the model's, its layers numbered behind the model's."""
+
+    name: str  # tells drafts and their weights apart
+    layout: KVLayout
+    first_layer: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.layout.num_layers)

@@ -8,6 +8,9 @@ sent: the destination writes zeros there.
 Pages: where the two ends have pages of different sizes, as many pages of the one as hold the same tokens as some pages
 of the other make a *group*. Pages travel as they are at the source, in whole groups (the null page fills them up), and
 the destination cuts them anew. Numbers travel in the narrower of the two dtypes.
+
+Layers: those of a draft model are numbered behind the model's, in a stage of their own. They have heads of their own,
+and go nowhere but to the same draft's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm
 
-from jdisagg.core.kv_layout import DTYPE_BYTES, SCALE_BYTES, SCALED
+from jdisagg.core.kv_layout import DTYPE_BYTES, SCALE_BYTES, SCALED, DraftPages
 from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 
 TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
@@ -31,6 +34,14 @@ class StageShape:
     tp: int
     page_size: int
     dtype: str = "float32"
+    draft: str = ""  # the draft model whose pages these are: others' never become its own; "": the model's
+    draft_heads: int = 0  # its KV heads
+
+
+def draft_shape(draft: DraftPages, tp: int) -> StageShape:
+    """A draft's pages as a stage."""
+    layout = draft.layout
+    return StageShape(draft.layers, tp, layout.page_size, layout.dtype, draft.name, layout.num_kv_heads)
 
 
 # ------------------------------------------------------------------ heads
@@ -265,7 +276,9 @@ def plan_routes(
     routes = list[Route]()
     for run in plan_layers(cut, tuple(stage.layers for stage in destination)):
         here, there = source[run.source_stage], destination[run.destination_stage]
-        heads = plan_heads(num_kv_heads, here.tp, there.tp)
+        if here.draft != there.draft:
+            continue
+        heads = plan_heads(here.draft_heads or num_kv_heads, here.tp, there.tp)
         group = group_pages(here.page_size, there.page_size)
         dtype = narrower(here.dtype, there.dtype)
         routes.append(Route(run.source_stage, run.destination_stage, run.layers, heads, group, dtype))

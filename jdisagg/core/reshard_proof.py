@@ -6,7 +6,7 @@ page. A plan that is wrong is named with its first culprit.
 
 from __future__ import annotations
 
-from jdisagg.core.reshard import HeadSlice, Move, Reshard, Route, layers_within, shards_with
+from jdisagg.core.reshard import HeadSlice, Move, Reshard, Route, StageShape, layers_within, shards_with
 from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
 
 
@@ -65,7 +65,10 @@ def _layers(plan: Reshard, route: Route) -> range:
 
 def _heads(plan: Reshard, route: Route, shard: int, place: int, head_slice: HeadSlice) -> range:
     """The heads of a slice that exist, numbered over the model, which are those that belong where it goes."""
-    number, size = plan.num_kv_heads, route.heads.slice_heads
+    drafts = plan.source[route.source_stage].draft, plan.destination[route.destination_stage].draft
+    if len(set(drafts)) > 1:
+        raise BrokenPlan(f"pages of {drafts[0] or 'the model'} are to land in those of {drafts[1] or 'the model'}")
+    number, size = heads_of(plan, plan.destination[route.destination_stage]), route.heads.slice_heads
     source_tp = plan.source[route.source_stage].tp
     destination_tp = plan.destination[route.destination_stage].tp
     held = heads_per_shard(number, source_tp)
@@ -83,12 +86,17 @@ def _heads(plan: Reshard, route: Route, shard: int, place: int, head_slice: Head
     return here
 
 
+def heads_of(plan: Reshard, stage: StageShape) -> int:
+    """KV heads of the model whose pages a stage has."""
+    return stage.draft_heads or plan.num_kv_heads
+
+
 def _prove_whole(plan: Reshard, landed: dict[tuple[int, int, int, int], list[tuple[int, int]]]) -> None:
     """Every place is filled from the first token to the last, none twice, and nothing goes elsewhere."""
     for index, stage in enumerate(plan.destination):
         for shard in range(stage.tp):
             for layer in layers_within(stage.layers, plan.layers):
-                for head in kv_heads_of_shard(plan.num_kv_heads, stage.tp, shard):
+                for head in kv_heads_of_shard(heads_of(plan, stage), stage.tp, shard):
                     where = f"layer {layer}, head {head} of shard {shard} of stage {index}"
                     _prove_row(where, landed.pop((index, shard, layer, head), []), plan.num_tokens)
     for index, shard, layer, head in landed:
@@ -110,7 +118,7 @@ def _prove_shared(plan: Reshard, sent: dict[tuple[int, int, int], dict[int, int]
     """Shards that hold the same head send it equally often, but for one move's slices."""
     for (stage, layer, head), by in sent.items():
         source = next(each for each in plan.source if layer in each.layers)
-        holders = shards_with(head, plan.num_kv_heads, source.tp)
+        holders = shards_with(head, heads_of(plan, source), source.tp)
         counts = [by.get(shard, 0) for shard in holders]
         moves = sum(move.route.destination_stage == stage and layer in move.route.layers for move in plan.moves)
         if max(counts) - min(counts) > moves:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.kv_layout import NULL_PAGE, DraftPages
 from jdisagg.core.reshard import plan_transfer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.kv.pools import PagesOfStage
@@ -35,15 +35,20 @@ class TierPages:
     """Of one worker."""
 
     def __init__(
-        self, config: WorkerConfig, stages: Sequence[PagesOfStage], programs: Mapping[Submesh, TransferPrograms]
+        self,
+        config: WorkerConfig,
+        stages: Sequence[PagesOfStage],
+        programs: Mapping[Submesh, TransferPrograms],
+        draft: DraftPages | None = None,
     ) -> None:
+        """draft: whose pages the last of the stages has."""
         self.config, self.stages, self.programs = config, stages, dict(programs)
-        self.form = RecordLayout(stages[0].layout, config.tier_wire, config.digests)
+        self.form = RecordLayout(stages[0].layout, config.tier_wire, config.digests, draft)
 
     def pack(self, pages: Sequence[int]) -> PackedPages:
         """Packs the pages now, in program order; returns at once."""
         wire = self.config.tier_wire
-        packed = pack_pages(self.stages, self.programs, (self.form.shape,), pages, pages, wire=wire)
+        packed = pack_pages(self.stages, self.programs, self.form.shapes, pages, pages, wire=wire)
         return PackedPages(self.form, packed, len(pages), self.config.error_bound)
 
     def land(self, pages: Sequence[int], records: np.ndarray, good: Sequence[bool]) -> list[LandedKV]:
@@ -52,5 +57,5 @@ class TierPages:
         if not all(good):
             records[np.flatnonzero(~np.array(good))] = 0
         shapes, number = shapes_of(self.stages), len(pages)
-        plan = plan_transfer((self.form.shape,), shapes, self.form.layout.num_kv_heads, (number, number))
+        plan = plan_transfer(self.form.shapes, shapes, self.form.layout.num_kv_heads, (number, number))
         return land_records(self.form, records, places, self.stages, plan.moves)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import jax
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.reshard import Route, StageShape, plan_routes
+from jdisagg.core.kv_layout import DraftPages, KVLayout
+from jdisagg.core.reshard import Route, StageShape, draft_shape, plan_routes
 from jdisagg.core.worker_config import RAW, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, whole
 from jdisagg.kv.packing import HeadSlices
@@ -36,11 +36,15 @@ class Kept:
 
     group: Keeper
     layout: KVLayout
+    draft: DraftPages | None = None  # whose pages these are; None: the model's
 
     @property
     def shape(self) -> StageShape:
         """What the other end of a shipment must know."""
-        return StageShape(self.group.kv_layers, self.group.submesh.tp, self.layout.page_size, self.layout.dtype)
+        tp = self.group.submesh.tp
+        if self.draft is not None:
+            return draft_shape(self.draft, tp)
+        return StageShape(self.group.kv_layers, tp, self.layout.page_size, self.layout.dtype)
 
     def page_bytes(self, layers: int) -> int:
         """One page of `layers` layers on one device."""
@@ -88,7 +92,8 @@ class TransferTable:
         """What brings pages below HBM and back, where the worker has tiers."""
         if not self.config.has_tiers:
             return []
-        records, wires = (RecordLayout(self.kept[0].layout).shape,), (self.config.tier_wire,)
+        form = RecordLayout(self.kept[0].layout, draft=self.kept[-1].draft)
+        records, wires = form.shapes, (self.config.tier_wire,)
         return [*self.departures(records, wires), *self.arrivals(records, wires, records=True)]
 
     def _pack(self, route: Route, wire: str, groups: int) -> DeclaredProgram:

@@ -42,6 +42,8 @@ class PagesOfStage(Protocol):
     @property
     def submesh(self) -> Submesh: ...
     @property
+    def draft(self) -> str: ...  # see `StageShape`
+    @property
     def pools(self) -> list[Any]: ...
     @property
     def num_bytes(self) -> int: ...
@@ -56,10 +58,17 @@ class StagePages:
     """
 
     def __init__(
-        self, layout: KVLayout, layers: range, num_pages: int, submesh: Submesh, *, joined: bool = False
+        self,
+        layout: KVLayout,
+        layers: range,
+        num_pages: int,
+        submesh: Submesh,
+        *,
+        joined: bool = False,
+        draft: str = "",
     ) -> None:
-        """joined: all layers in one pool."""
-        self.layout, self.layers, self.submesh = layout, layers, submesh
+        """joined: all layers in one pool. draft: see `StageShape`."""
+        self.layout, self.layers, self.submesh, self.draft = layout, layers, submesh, draft
         pool, *_ = pools = abstract_pools(layout, len(layers), num_pages, submesh, joined=joined)
         zeros = partial(jax.tree.map, lambda part: jnp.zeros(part.shape, part.dtype), pool)
         make = jax.jit(zeros, out_shardings=pool_format(submesh, scaled=layout.scaled))

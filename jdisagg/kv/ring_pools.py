@@ -95,6 +95,8 @@ class RingPages:
 class RingStagePages:
     """One stage's pages; see `pools.PagesOfStage`."""
 
+    draft = ""
+
     def __init__(self, pages: RingPages, stage: int) -> None:
         self._pages, self._stage = pages, stage
         self.layout, self.layers = pages.layout, pages.cut.runs[stage]

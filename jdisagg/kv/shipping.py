@@ -135,7 +135,12 @@ class PackedKV:
 
 
 def shapes_of(stages: Sequence[PagesOfStage]) -> tuple[StageShape, ...]:
-    return tuple(StageShape(each.layers, each.submesh.tp, each.layout.page_size, each.layout.dtype) for each in stages)
+    return tuple(map(_shape_of, stages))
+
+
+def _shape_of(stage: PagesOfStage) -> StageShape:
+    held = stage.layers, stage.submesh.tp, stage.layout.page_size, stage.layout.dtype
+    return StageShape(*held, stage.draft, stage.layout.num_kv_heads if stage.draft else 0)
 
 
 def pack_pages(

@@ -37,8 +37,8 @@ class Place:
 def place_of(
     config: WorkerConfig, groups: Sequence[StageShape], *, remote: bool = False, leaving: bool = False
 ) -> Place:
-    """A worker whose pages lie in these groups of layers: each a stage, or all on one mesh."""
-    stages = tuple(groups)
+    """A worker whose pages lie in these groups of layers: each a stage, or all on one mesh. A draft's are none."""
+    stages = tuple(each for each in groups if not each.draft)
     if config.pipeline_stages == config.ring_stages == 1 and len(stages) > 1:
         layers = range(stages[0].layers.start, stages[-1].layers.stop)
         stages = (StageShape(layers, stages[0].tp, stages[0].page_size, stages[0].dtype),)

@@ -160,6 +160,40 @@ def reshards(draw: st.DrawFn) -> Reshard:
     return plan_reshard(source, destination, heads, draw(st.integers(1, 5000)), wanted)
 
 
+@st.composite
+def reshards_with_drafts(draw: st.DrawFn) -> Reshard:
+    """Both ends keep the same draft's pages, whose heads are other than the model's."""
+    layers, heads, tps = draw(st.integers(1, 5)), draw(st.integers(1, 6)), st.integers(1, 8)
+    own = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    ends = []
+    for _ in range(2):
+        tp, size = draw(tps), draw(st.sampled_from([8, 16, 24]))
+        of_draft = StageShape(range(layers, layers + own[0]), tp, size, "float32", "small", own[1])
+        ends.append((*stages(draw(cuts_of(layers)), tp, size), of_draft))
+    wanted = draw(st.sampled_from([None, range(layers), range(layers - 1, layers + own[0])]))
+    return plan_reshard(ends[0], ends[1], heads, draw(st.integers(1, 2000)), wanted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(reshards_with_drafts())
+def test_a_drafts_layers_move_once_with_heads_of_their_own(plan: Reshard):
+    prove(plan)
+    assert all(move.route.layers.start >= 0 for move in plan.moves)
+    of_draft = [move for move in plan.moves if plan.source[move.route.source_stage].draft]
+    assert bool(of_draft) == (plan.layers.stop > plan.source[-1].layers.start)
+
+
+def test_a_drafts_pages_go_to_no_other_draft_and_to_none_that_keeps_none():
+    model = stages([2], 1, 16)
+    small, other = (StageShape(range(2, 3), 1, 16, "float32", name, 2) for name in ("small", "other"))
+    for there in (model, (*model, other)):
+        plan = plan_reshard((*model, small), there, 4, 40)
+        assert {move.route.layers for move in plan.moves} == {range(2)}
+    with pytest.raises(BrokenPlan, match="small"):
+        wrong = plan_reshard((*model, small), (*model, small), 4, 40)
+        prove(replace(wrong, destination=(*model, other)))
+
+
 @settings(max_examples=500, deadline=None)
 @given(reshards())
 def test_every_layer_head_and_token_moves_once_whatever_the_two_ends(plan: Reshard):

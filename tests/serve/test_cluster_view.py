@@ -154,7 +154,7 @@ def test_samples_of_other_processes_count_and_what_is_not_asked_for_is_not_read(
 
 
 def test_layer_groups_of_one_mesh_are_one_stage_and_stages_of_a_pipeline_are_several():
-    groups = [StageShape(range(0, 3), 2, 16), StageShape(range(3, 5), 2, 16)]
+    groups = [StageShape(range(0, 3), 2, 16), StageShape(range(3, 5), 2, 16), StageShape(range(5, 6), 2, 16, draft="a")]
     one = place_of(worker_config("prefill-0", Role.PREFILL, 8), groups).to_json()
     assert one["stages"] == [{"layers": [0, 5], "shards": 2}]
     config = replace(worker_config("decode-0", Role.DECODE, 8), num_microbatches=2)

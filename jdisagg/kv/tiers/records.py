@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.reshard import Move, StageShape, plan_heads
+from jdisagg.core.kv_layout import DraftPages, KVLayout
+from jdisagg.core.reshard import Move, StageShape, draft_shape, plan_heads
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import PagesOfStage
@@ -36,6 +36,7 @@ class Part(NamedTuple):
     offset: int  # bytes
     shape: tuple[int, ...]  # [L, heads, ...] of one page
     dtype: np.dtype[Any]
+    layers: range
 
     @property
     def num_bytes(self) -> int:
@@ -49,28 +50,39 @@ class RecordLayout:
     layout: KVLayout
     wire: str = RAW
     digests: Digests = Digests.FULL  # sampled ones tell nothing of a single page: then there are none
+    draft: DraftPages | None = None  # whose KV is kept with the model's
 
     @property
-    def shape(self) -> StageShape:
+    def shapes(self) -> tuple[StageShape, ...]:
         """What transfers must know of the end that records are."""
-        return StageShape(range(self.layout.num_layers), 1, self.layout.page_size, self.layout.dtype)
+        model = StageShape(range(self.layout.num_layers), 1, self.layout.page_size, self.layout.dtype)
+        return (model,) if self.draft is None else (model, draft_shape(self.draft, 1))
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        heads = plan_heads(self.layout.num_kv_heads, 1, 1)
-        shapes = slice_shapes(self.layout, self.layout.dtype, self.layout.num_layers, 1, heads, self.digests, self.wire)
-        parts, offset, kept = list[Part](), 0, kept_slices(shapes, self.digests)
+        parts = self._parts(self.layout, range(self.layout.num_layers), 0)
+        if self.draft is not None:
+            parts += self._parts(self.draft.layout, self.draft.layers, _end(parts[-1]))
+        return tuple(parts)
+
+    def _parts(self, layout: KVLayout, layers: range, offset: int) -> list[Part]:
+        heads = plan_heads(layout.num_kv_heads, 1, 1)
+        shapes = slice_shapes(layout, layout.dtype, layout.num_layers, 1, heads, self.digests, self.wire)
+        parts, kept = list[Part](), kept_slices(shapes, self.digests)
         for kind in kept.kinds:
             for each in getattr(kept, kind):
                 shape, dtype = (each.shape[0], *each.shape[2:]), np.dtype(each.dtype)
-                parts.append(Part(kind, offset, shape, dtype))
-                offset += -(-parts[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-        return tuple(parts)
+                parts.append(Part(kind, offset, shape, dtype, layers))
+                offset = _end(parts[-1])
+        return parts
+
+    def parts_of(self, layers: range) -> list[Part]:
+        """Those that these layers are in."""
+        return [part for part in self.parts if layers.start in part.layers]
 
     @cached_property
     def record_bytes(self) -> int:
-        last = self.parts[-1]
-        return last.offset + -(-last.num_bytes // ALIGNMENT) * ALIGNMENT
+        return _end(self.parts[-1])
 
     def empty(self, count: int) -> np.ndarray:
         """u8[count, record_bytes], zeros."""
@@ -84,7 +96,13 @@ class RecordLayout:
     def fingerprint(self, model: str) -> str:
         """Equal where records mean the same; `model` tells models and weights apart."""
         what = f"{VERSION} {model} {self.layout} {self.wire} {self.digests is Digests.FULL}"
+        if self.draft is not None:
+            what += f" {self.draft}"
         return hashlib.sha256(what.encode()).hexdigest()[:32]
+
+
+def _end(part: Part) -> int:
+    return part.offset + -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def kept_slices(slices: HeadSlices, digests: Digests) -> HeadSlices:
@@ -93,13 +111,14 @@ def kept_slices(slices: HeadSlices, digests: Digests) -> HeadSlices:
 
 
 def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[PackedKV], error_bound: float) -> bool:
-    """Copies what was packed for `form.shape` into records; waits for it. False where quantising lost too much."""
+    """Copies what was packed for `form.shapes` into records; waits for it. False where quantising lost too much."""
     for each in packed:
         start, stop = each.move.span.source
         heads, layers = each.move.route.heads, each.layers
         arrays = _by_slice(each)
-        for part in form.parts:
-            view = form.view(records, part)[start:stop, layers.start : layers.stop]
+        for part in form.parts_of(layers):
+            first = part.layers.start
+            view = form.view(records, part)[start:stop, layers.start - first : layers.stop - first]
             for index, array in enumerate(arrays[part.kind]):
                 first = index * heads.slice_heads
                 held = np.asarray(array)[:, : stop - start]
@@ -125,7 +144,7 @@ def land_records(
     for move in moves:
         start, stop = move.span.source
         at, count = move.route.destination_stage, move.span.groups
-        kinds = [part.kind for part in form.parts]
+        kinds = [part.kind for part in form.parts_of(move.route.layers)]
         arrays = list(_slices(form, records[start:stop], move, count))
         width = move.route.heads.slices_per_destination * len(kinds)
         seats = Seats.of(stages[at], width, len(kinds))
@@ -140,8 +159,9 @@ def _slices(form: RecordLayout, records: np.ndarray, move: Move, count: int) -> 
     """[L, count, heads, ...] each, in the order in which a stage takes them; padding is zeros."""
     heads, layers = move.route.heads, move.route.layers
     for row in heads.slices:
-        for part in form.parts:
-            view = form.view(records, part)[:, layers.start : layers.stop]
+        for part in form.parts_of(layers):
+            start = part.layers.start
+            view = form.view(records, part)[:, layers.start - start : layers.stop - start]
             for each in row:
                 if each is not None:
                     first = each.index * heads.slice_heads

@@ -62,9 +62,7 @@ class PeerRecord:
         return self.capabilities[0]
 
     def to_json(self) -> dict[str, Any]:
-        stages = [
-            [stage.layers.start, stage.layers.stop, stage.tp, stage.page_size, stage.dtype] for stage in self.stages
-        ]
+        stages = [stage_json(stage) for stage in self.stages]
         return {
             "config": encode(self.config),
             "stages": stages,
@@ -78,20 +76,27 @@ def read_peer(record: dict[str, Any]) -> PeerRecord:
     try:
         config = decode_as(WorkerConfig, record["config"])
         config.check()
-        stages = tuple(_read_stage(each) for each in record["stages"])
+        stages = tuple(read_stage(each) for each in record["stages"])
         capabilities = tuple(read_capability(each) for each in record["capabilities"])
         return PeerRecord(config, stages, capabilities, _read_holders(record["holders"], stages, len(capabilities)))
     except (KeyError, TypeError, ValueError, DecodeError, ConfigError, PeerMismatch) as error:
         raise SenselessWord(f"a peer describes no worker: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def _read_stage(record: Any) -> StageShape:
-    first, stop, tp, page_size, dtype = record
-    if not isinstance(dtype, str) or not all(type(each) is int for each in (first, stop, tp, page_size)):
+def stage_json(stage: StageShape) -> list[Any]:
+    held = stage.layers.start, stage.layers.stop, stage.tp, stage.page_size, stage.dtype
+    return [*held, stage.draft, stage.draft_heads]
+
+
+def read_stage(record: Any) -> StageShape:
+    """Of `stage_json`. Raises ValueError, TypeError where it is none."""
+    first, stop, tp, page_size, dtype, draft, heads = record
+    texts, numbers = (dtype, draft), (first, stop, tp, page_size, heads)
+    if not (all(isinstance(each, str) for each in texts) and all(type(each) is int for each in numbers)):
         raise ValueError(f"{str(record)[:80]} is no stage")
-    if not (0 <= first < stop <= MOST_LAYERS and 1 <= tp <= MOST and 1 <= page_size <= MOST):
-        raise ValueError(f"a stage of layers {first} to {stop}, tp {tp} and pages of {page_size}")
-    return StageShape(range(first, stop), tp, page_size, dtype)
+    if not (0 <= first < stop <= MOST_LAYERS and 1 <= tp <= MOST and 1 <= page_size <= MOST and 0 <= heads <= MOST):
+        raise ValueError(f"a stage of layers {first} to {stop}, tp {tp}, pages of {page_size} and {heads} heads")
+    return StageShape(range(first, stop), tp, page_size, dtype, draft, heads)
 
 
 def _read_holders(record: Any, stages: Sequence[StageShape], processes: int) -> Holders:

@@ -22,7 +22,7 @@ from jdisagg.core.reshard import StageShape
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, RemoteShipment, notice_of
+from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, RemoteShipment, notice_of, stage_json
 from jdisagg.serve.group.members import Members, Reply
 
 
@@ -56,7 +56,7 @@ def ending(members: Members, doing: str) -> Iterator[None]:
 
 
 def shape_json(shapes: Sequence[StageShape]) -> list[Any]:
-    return [[each.layers.start, each.layers.stop, each.tp, each.page_size, each.dtype] for each in shapes]
+    return [stage_json(each) for each in shapes]
 
 
 class GroupExecutor(MeshExecutor):

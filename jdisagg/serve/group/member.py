@@ -16,11 +16,10 @@ from jdisagg.core.codec import decode_as
 from jdisagg.core.dispatch_digest import EVERY, RunningDigest
 from jdisagg.core.errors import JdisaggError, TransportError
 from jdisagg.core.request import Attempt, WorkerId
-from jdisagg.core.reshard import StageShape
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, RemoteShipment, read_peer
+from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, RemoteShipment, read_peer, read_stage
 from jdisagg.serve.group.stream import Commands, GroupStream
 from jdisagg.serve.readers import Readers
 
@@ -189,7 +188,7 @@ class Member:
         self._readers.read("check", tell)
 
     def _time(self, said: Command) -> None:
-        self._machine.time_packs([_shape(each) for each in said["time"]])
+        self._machine.time_packs([read_stage(each) for each in said["time"]])
 
     def _insert(self, said: Command) -> None:
         self._machine.insert(self._pulled[said["insert"]])
@@ -207,8 +206,3 @@ class Member:
         self._peers.pop(worker, None)
         self._remote_kv.withdraw_for(worker)
         self._readers.end(f"pull-{worker}")
-
-
-def _shape(record: list[Any]) -> StageShape:
-    first, stop, tp, page_size, dtype = record
-    return StageShape(range(first, stop), tp, page_size, dtype)

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
+from jdisagg.core.kv_layout import NULL_PAGE, DraftPages, KVLayout
 from jdisagg.core.reshard import plan_transfer
 from jdisagg.core.worker_config import RAW, Digests
-from jdisagg.kv.pools import StagePages
+from jdisagg.kv.pools import POOL_SPEC, StagePages
 from jdisagg.kv.shipping import LandedKV, TransferPrograms, check_landed, insert_landed, pack_pages, shapes_of
 from jdisagg.kv.tiers.records import RecordLayout, fill_records, land_records
 from jdisagg.parallel.submesh import Submesh
@@ -26,14 +26,14 @@ def mesh(layout: KVLayout, cut: str, tp: int) -> Mesh:
 
 def records_of(form: RecordLayout, held: Mesh, pages: Sequence[int]) -> np.ndarray:
     records = form.empty(len(pages))
-    packed = pack_pages(*held, (form.shape,), pages, pages, wire=form.wire)
+    packed = pack_pages(*held, form.shapes, pages, pages, wire=form.wire)
     assert fill_records(form, records, packed, error_bound=0.2)
     return records
 
 
 def landed(form: RecordLayout, records: np.ndarray, there: Mesh, pages: Sequence[int]) -> list[LandedKV]:
     number = len(pages)
-    plan = plan_transfer((form.shape,), shapes_of(there[0]), form.layout.num_kv_heads, (number, number))
+    plan = plan_transfer(form.shapes, shapes_of(there[0]), form.layout.num_kv_heads, (number, number))
     return land_records(form, records, pages, there[0], plan.moves)
 
 
@@ -80,7 +80,31 @@ def test_quantised_records_bring_what_a_transfer_of_that_wire_brings(wire):
     insert_landed(*there, come)
     lost = np.abs(held_by(there[0])[:, TO] - was[:, FROM]).max() / np.abs(was).max()
     assert 0 < lost < 0.15
-    assert not fill_records(form, records, pack_pages(*source, (form.shape,), FROM, FROM, wire=wire), error_bound=1e-6)
+    assert not fill_records(form, records, pack_pages(*source, form.shapes, FROM, FROM, wire=wire), error_bound=1e-6)
+
+
+def test_a_drafts_pages_lie_in_the_records_behind_the_models():
+    layout, small = KVLayout(LAYERS, 2, 4, page_size=2), KVLayout(2, 3, 8, page_size=2)
+    draft = DraftPages("small", small, LAYERS)
+    form, was = RecordLayout(layout, draft=draft), content(layout)
+    assert form.record_bytes > RecordLayout(layout).record_bytes and form.shapes[1].draft_heads == 3
+    ends: list[Mesh] = []
+    for cut, tp in (("stages", 1), ("whole", 2)):
+        held, programs = mesh(layout, cut, tp)
+        last = held[-1].submesh
+        ends.append(([*held, StagePages(small, draft.layers, PAGES, last, draft="small")], programs))
+    source, there = ends
+    fill(source[0][:-1], was)
+    own = np.random.default_rng(1).standard_normal((2, PAGES + 1, 3, 2, 2, 8)).astype(np.float32)
+    source[0][-1].pools = [jax.device_put(each, source[0][-1].submesh.sharding(POOL_SPEC)) for each in own]
+    records = records_of(form, source, FROM)
+    come = landed(form, records, there, TO)
+    assert intact(there, come)
+    insert_landed(*there, come)
+    np.testing.assert_array_equal(held_by(there[0][:-1])[:, TO], was[:, FROM])
+    np.testing.assert_array_equal(held_by(there[0][-1:])[:, TO], own[:, FROM])
+    records[3, form.parts[-1].offset + 1] ^= 4
+    assert not intact(there, landed(form, records, there, TO))
 
 
 def test_one_bit_of_a_record_that_changed_is_found_out_on_the_devices():
@@ -119,6 +143,12 @@ def test_a_page_that_is_not_to_be_written_goes_to_the_null_page():
 
 def test_other_models_layouts_and_wires_have_other_fingerprints():
     layout = KVLayout(LAYERS, 2, 4, page_size=2)
-    forms = [RecordLayout(layout), RecordLayout(KVLayout(LAYERS, 2, 4, page_size=4)), RecordLayout(layout, "int8")]
+    drafts = [DraftPages(name, layout, LAYERS) for name in ("small", "other")]
+    forms = [
+        *(RecordLayout(layout, draft=each) for each in drafts),
+        RecordLayout(layout),
+        RecordLayout(KVLayout(LAYERS, 2, 4, page_size=4)),
+        RecordLayout(layout, "int8"),
+    ]
     found = {form.fingerprint(model) for form in forms for model in ("one", "other")}
-    assert len(found) == 6 and RecordLayout(layout).fingerprint("one") in found
+    assert len(found) == 10 and RecordLayout(layout).fingerprint("one") in found
