@@ -113,7 +113,12 @@ class DecodeRows:
     retire: tuple[int, ...] = ()
     gates: tuple[Gate, ...] = ()  # other microbatches overtake a step that waits at one, and its own takes no other
     widths: tuple[int, ...] = ()  # tokens at most that each active slot draws, where any may draw more than one
+    turns: bool = False  # in so many turns, each of which draws one; else of a draft that it verifies
     read: tuple[Read, ...] = ()  # of the active slots that have a grammar and are not admitted here
+
+    @property
+    def num_turns(self) -> int:
+        return max(self.widths, default=1) if self.turns else 1
 
     @property
     def most_tokens(self) -> int:

@@ -159,11 +159,11 @@ class WorkerConfig:
         self.labels.check(self.worker)
 
     def _check_ring(self) -> None:
-        if self.takes_turns and (not self.role.decodes or self.num_microbatches > 1 or self.draft_tokens):
+        if self.takes_turns and (not self.role.decodes or self.num_microbatches > 1 or self.always_guesses):
             what = f"{self.num_microbatches} stages, {self.draft_tokens} draft_tokens and is {self.role}"
             raise ConfigError(
-                f"{self.worker}: decode_turns is {self.decode_turns}, for a ring or for one stage that guesses nothing;"
-                f" it has {what}"
+                f"{self.worker}: decode_turns is {self.decode_turns}, for a ring or for one stage that guesses nothing,"
+                f" or only at times; it has {what}"
             )
         if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or self.draft_tokens):
             what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens {self.draft_tokens}"
@@ -179,6 +179,11 @@ class WorkerConfig:
         if not (most and self.draft_auto):
             return (most,) if most else ()
         return (*((2 << power) - 1 for power in range(most.bit_length()) if (2 << power) - 1 < most), most)
+
+    @property
+    def always_guesses(self) -> bool:
+        """Whether every step of any row verifies a draft, so that none takes turns."""
+        return self.draft_tokens > 0 and self.guesses and not self.draft_auto
 
     @property
     def takes_turns(self) -> bool:
@@ -210,10 +215,6 @@ class WorkerConfig:
         if self.compress is Compress.NONE:
             return (RAW,)
         return RAW, Compress.INT8.value if self.compress is Compress.AUTO else self.compress.value
-
-    def least_drawn(self, width: int) -> int:
-        """Tokens that a row of this width draws unless one of them is its last: each turn's, of a draft only one."""
-        return width if self.decode_turns > 1 else 1
 
     @property
     def step_tokens(self) -> int:

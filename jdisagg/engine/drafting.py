@@ -101,6 +101,11 @@ def noted_late(history: Array, state: Array, *tokens: Array) -> Array:
     return history.at[jnp.arange(history.shape[0])[:, None], places].set(drawn, mode="drop")
 
 
+def noted_turns(history: Array, state: Array, tokens: Array) -> Array:
+    """The history with what the last dispatch of several turns drew, `tokens` i32[most, B]; see `noted_late`."""
+    return noted_late(history, state, *tokens)
+
+
 class HeadSteps(Protocol):
     """The programs that a head has beside those of its layer group (`headed_decode.py`)."""
 
@@ -119,11 +124,12 @@ class DraftPrograms:
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
         self.count = Program(counted_drafts, donate=(0,))
         self.note, self.set_tokens = Program(noted_late, donate=(0,)), Program(with_tokens, donate=(0,))
+        self.note_turns = Program(noted_turns, donate=(0,))
         self.logprobs, self.mask = Program(drafts_logprobs), Program(masked)
 
     @property
     def programs(self) -> list[Program]:
-        drawing = [self.widen, self.verify_greedy, self.verify, self.note, self.set_tokens]
+        drawing = [self.widen, self.verify_greedy, self.verify, self.note, self.note_turns, self.set_tokens]
         drawing += [self.count, self.logprobs, self.mask]
         beside = [each for each in (self.layers, self.head) if each is not None]
         return [*drawing, *(program for each in beside for program in each.programs)]
@@ -195,6 +201,9 @@ class DraftingDecoder(Decoder):
         for admission in plan.admit:
             self._admit(batch, guesses, admission)
         guesses.wide = None
+        if plan.turns:
+            self._note(batch, guesses)  # before they go on
+            return batch
         longest = self._longest(batch, plan)
         if longest:
             self._note(batch, guesses)
@@ -266,6 +275,11 @@ class DraftingDecoder(Decoder):
             tokens = [guesses.nothing] * (LATE - len(guesses.unnoted)) + guesses.unnoted
             guesses.history = self.drafts.note(guesses.history, batch.state, *tokens)
             guesses.unnoted.clear()
+
+    def took_turns(self, batch: Microbatch, tokens: Array) -> None:
+        """A dispatch of several turns drew these, i32[most, B]."""
+        guesses = self._guesses_of(batch)
+        guesses.history = self.drafts.note_turns(guesses.history, batch.state, tokens)
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
         asked = batch.asked(plan.active).each

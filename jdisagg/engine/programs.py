@@ -24,7 +24,7 @@ from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.draft_declarations import declared_drafts
-from jdisagg.engine.drafting import DraftPrograms, history_length
+from jdisagg.engine.drafting import DraftPrograms
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
 from jdisagg.engine.head_declarations import declared_heads, gathers_of, scored_bytes
 from jdisagg.engine.layer_group import LayerGroupPrograms
@@ -164,7 +164,7 @@ class ProgramTable:
             for width in self.config.table_buckets:
                 yield from self._decodes(f"verify {rows}", width, slots * rows)
         rows = [self._drawn(slots * each) for each in sizes]
-        yield from declared_drafts(drafts, self._drawn(slots), rows, history_length(self.config))
+        yield from declared_drafts(drafts, self._drawn(slots), rows, self.config)
 
     def _mixed(self, rows: int) -> Iterator[DeclaredProgram]:
         """Slots of so many rows with the widest table, and chunks; their logits are made with the layers."""

@@ -27,6 +27,7 @@ from jdisagg.engine.headed_group import HeadedGroup
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
 from jdisagg.engine.turn_steps import TurnSteps
+from jdisagg.engine.turns import PendingTurns
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Submesh
 
@@ -90,12 +91,18 @@ class Runner:
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """See `executor.Executor.run`."""
-        if self.turns is not None and plan.decode is not None and max(plan.decode.widths, default=1) > 1:
-            assert plan.prefill is None and not plan.decode.gates, "turns hold rows alone, and wait at no gate"
-            slots, _ = self._begun(plan.decode, None)
-            assert slots is not None
-            return self.turns.run(plan.step_id, plan.decode, slots.batch)
+        if plan.decode is not None and plan.decode.turns:
+            return self._take_turns(plan)
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
+
+    def _take_turns(self, plan: StepPlan) -> PendingTurns:
+        assert plan.prefill is None and plan.decode and not plan.decode.gates, "turns hold rows alone, wait at no gate"
+        slots, _ = self._begun(plan.decode, None)
+        assert slots is not None and self.turns is not None, f"{self.config.worker} takes single steps"
+        pending = self.turns.run(plan.step_id, plan.decode, slots.batch)
+        if isinstance(self.decoder, DraftingDecoder):
+            self.decoder.took_turns(slots.batch, pending.drawn.tokens.addressable_data(0))
+        return pending
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[Pending]:
         """The step, layer group by layer group; a decode worker's are its stages (see `gates.py`)."""

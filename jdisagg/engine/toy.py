@@ -202,13 +202,13 @@ class ToyExecutor:
             return ()
         widths = rows.widths or (1,) * len(rows.active)
         return tuple(
-            (slot, self._draw(self.slots[slot], _agreed(seen[slot]), width) if slot in seen else None)
+            (slot, self._draw(self.slots[slot], _agreed(seen[slot]), width, rows.turns) if slot in seen else None)
             for slot, width in zip(rows.active, widths, strict=True)
         )
 
     def _guessed(self, rows: DecodeRows | None, seen: Collection[int]) -> tuple[tuple[int, str, int], ...]:
         """A row's draft is as long as it may be."""
-        if rows is None or self.config.decode_turns > 1:
+        if rows is None or rows.turns:
             return ()
         wide = [(slot, width) for slot, width in zip(rows.active, rows.widths, strict=False) if width > 1]
         return tuple((slot, self._guesser(slot), width - 1) for slot, width in wide if slot in seen)
@@ -216,10 +216,10 @@ class ToyExecutor:
     def _guesser(self, slot: int) -> str:
         return GRAMMAR if self.slots[slot].sampling.grammar else NGRAM
 
-    def _draw(self, row: ToySlot, tokens: list[int], width: int) -> tuple[Sampled, ...]:
+    def _draw(self, row: ToySlot, tokens: list[int], width: int, turns: bool) -> tuple[Sampled, ...]:
         _check_recalled(row.sampling, row.recalled, tokens, row.num_output)
         drawn = [_advance(row, tokens, self.law)]
-        for _ in range(width - 1 if self.config.decode_turns > 1 else row.position % width):
+        for _ in range(width - 1 if turns else row.position % width):
             if row.stopped:
                 break
             for group in self.groups:

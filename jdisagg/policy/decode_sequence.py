@@ -153,6 +153,11 @@ class Step:
     sequences: dict[int, DecodeSequence]
     retired: tuple[int, ...]
     widths: dict[int, int]  # tokens that each slot may draw
+    turns: bool = False  # see `DecodeRows.turns`
+
+    def least(self, slot: int) -> int:
+        """Tokens that it draws unless one of them is its last: each turn's, of a draft only one."""
+        return self.widths[slot] if self.turns else 1
 
 
 def admitted(sequence: DecodeSequence) -> bool:

@@ -198,4 +198,4 @@ def choice_of(config: WorkerConfig) -> DraftChoice | None:
     """None where drafts are verified wherever a row may be wider than a token."""
     if not (config.draft_auto and config.draft_tokens):
         return None
-    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams)
+    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=config.decode_turns)

@@ -20,7 +20,9 @@ def usual(times: Collection[float]) -> float:
 class ProgramTimes:
     """Of one worker: what is usual of the last ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: int = 1) -> None:
+        """turns: of a plain step; the more, the seldomer one is taken where drafts pay."""
+        self._stale = STALE * turns
         self._last: dict[tuple[int, int], deque[tuple[int, float]]] = {}  # how many had been learnt by then, seconds
         self._usual: dict[tuple[int, int], float] = {}
         self._plain: dict[int, float] = {}
@@ -32,7 +34,7 @@ class ProgramTimes:
         program = drafts, table_pages
         last = self._last.setdefault(program, deque())
         last.append((self._count, seconds))
-        while len(last) > KEPT or last[0][0] <= self._count - STALE:
+        while len(last) > KEPT or last[0][0] <= self._count - self._stale:
             last.popleft()
         self._usual[program] = usual([each for _, each in last])
         plain_s = self._known(0, table_pages)

@@ -32,11 +32,17 @@ def left_of(sequence: DecodeSequence) -> int:
     return sequence.sampling.max_tokens - sequence.dispatched
 
 
-def _width(sequence: DecodeSequence, most: int, config: WorkerConfig) -> int:
-    """Tokens that its row of a step may draw: one where no draft is wanted."""
-    sampling = sequence.sampling
-    drafted = sampling.speculative and (config.guesses or bool(sampling.grammar))
-    return min(most, left_of(sequence)) if drafted or config.decode_turns > 1 else 1
+def drafted(sequence: DecodeSequence, config: WorkerConfig) -> bool:
+    """Whether its rows may verify drafts."""
+    return sequence.sampling.speculative and (config.guesses or bool(sequence.sampling.grammar))
+
+
+def draft_widths(sequences: Sequence[DecodeSequence], most: int, decode_side: DecodeSide) -> tuple[int, ...]:
+    """Tokens that the rows of a step may draw which verifies drafts: no more than their own drafts have come to."""
+    choice, config = decode_side.draft_choice, decode_side.config
+    wanted = [choice.width(sequence, most) if choice else most for sequence in sequences]
+    rows = zip(sequences, wanted, strict=True)
+    return tuple(min(width, left_of(sequence)) if drafted(sequence, config) else 1 for sequence, width in rows)
 
 
 class Scheduler:
@@ -109,25 +115,26 @@ class Scheduler:
         seats = dict(self.slots.seated(rows.microbatch))
         sequences = {slot: seats[slot] for slot in rows.active}
         widths = dict(zip(rows.active, rows.widths, strict=True)) if rows.widths else dict.fromkeys(rows.active, 1)
-        self.decode_side.steps[step_id] = Step(rows.microbatch, sequences, rows.retire, widths)
+        step = self.decode_side.steps[step_id] = Step(rows.microbatch, sequences, rows.retire, widths, rows.turns)
         for slot, sequence in sequences.items():
-            sequence.dispatch(widths[slot], self.config.least_drawn(widths[slot]))
+            sequence.dispatch(widths[slot], step.least(slot))
             if sequence.drained:
                 self.decode_side.drain(sequence)
         self._steady.pop(rows.microbatch, None)
         alone = chunks is None and not self.decode_side.ahead.used
-        step = self.decode_side.steps[step_id]
         if alone and len(sequences) == len(seats) and (steady := steady_rows(rows, step, self._moment, self.config)):
             self._steady[rows.microbatch] = steady
 
     def _repeat(self, steady: SteadyRows, now_s: float) -> bool:
         """Dispatches another of these."""
-        step_id = self.new_step_id()
-        self.out.put(RunStep(StepPlan(step_id, steady.rows)))
+        plan = StepPlan(step_id := self.new_step_id(), steady.rows)
+        self.out.put(RunStep(plan))
+        if self.decode_side.draft_choice is not None:
+            self.decode_side.draft_choice.dispatched(plan, now_s)
         self.slots.begin_step(steady.rows.microbatch)
         self.decode_side.turn_times.dispatched(step_id, steady.rows, now_s)
         self.decode_side.steps[step_id] = steady.step
-        steady.book(self.config.least_drawn(steady.tokens))
+        steady.book()
         self.steps_since_chunk += 1
         return True
 
@@ -141,13 +148,15 @@ class Scheduler:
     def _rows_of(self, microbatch: int) -> DecodeRows | SteadyRows | None:
         steady, prompts = self._steady.get(microbatch), self.prefill_side.waiting.tokens > 0
         self._moment = moment_of(self.decode_side, microbatch, prompts=prompts)
-        if steady is not None and not (prompts and self.config.mixed_steps) and steady.goes_on(self._moment):
-            return steady
-        return self._rows(microbatch)
+        if steady is None or (prompts and self.config.mixed_steps) or not steady.goes_on(self._moment):
+            return self._rows(microbatch)
+        if self.decode_side.draft_choice and self._drafts([*steady.step.sequences.values()], steady.rows.num_turns):
+            return self._rows(microbatch)
+        return steady
 
     def _rows(self, microbatch: int) -> DecodeRows | None:
         seated = [(slot, sequence) for slot, sequence in self.slots.seated(microbatch) if self._may_draw(sequence)]
-        most = self._most([sequence for _, sequence in seated])
+        drafts, most = self._most([sequence for _, sequence in seated])
         if self.shared.available < len(seated) * self.config.pages_for(most):
             seated.sort(key=lambda each: each[1].order)  # the best takes pages first: it is never its inferiors' victim
         grants: list[PageGrant] = []
@@ -162,7 +171,8 @@ class Scheduler:
             grants=tuple(grants),
             retire=self.slots.begin_step(microbatch),
             gates=self.decode_side.ahead.gates(microbatch),
-            widths=self._widths([sequence for _, sequence in active], most) if self._several else (),
+            widths=self._widths([sequence for _, sequence in active], most, drafts=drafts),
+            turns=most > 1 and not drafts,
             read=tuple(
                 Read(slot, tuple(each.output[each.recalled :]))
                 for slot, each in active
@@ -170,27 +180,25 @@ class Scheduler:
             ),
         )
 
-    def _widths(self, sequences: Sequence[DecodeSequence], most: int) -> tuple[int, ...]:
-        choice = self.decode_side.draft_choice
-        if choice is None or most == 1:
-            return tuple(_width(sequence, most, self.config) for sequence in sequences)
-        wanted = (choice.width(sequence, most) for sequence in sequences)
-        return tuple(_width(each, width, self.config) for each, width in zip(sequences, wanted, strict=True))
-
-    @property
-    def _several(self) -> bool:
-        """Whether rows ever draw more than one token a step."""
-        return self.config.draft_tokens > 0 or self.config.decode_turns > 1
+    def _widths(self, sequences: Sequence[DecodeSequence], most: int, *, drafts: bool) -> tuple[int, ...]:
+        if self.config.draft_tokens == 0 and self.config.decode_turns == 1:
+            return ()  # rows never draw more than one token a step
+        if drafts:
+            return draft_widths(sequences, most, self.decode_side)
+        return tuple(min(most, left_of(sequence)) for sequence in sequences)
 
     def _may_draw(self, sequence: DecodeSequence) -> bool:
         """One whose next token depends on how its last one is read is held back until it has been."""
         return left_of(sequence) > 0 and not (sequence.sampling.synchronous and sequence.in_flight)
 
-    def _most(self, seated: Sequence[DecodeSequence]) -> int:
-        """Tokens that a row of the next step may draw: of a draft, or of as many turns as nothing else is wanted for,
-        and as no pages would have to be had of others for."""
-        if self.config.decode_turns == 1:
-            return 1 + self._drafts(seated)
+    def _most(self, seated: Sequence[DecodeSequence]) -> tuple[bool, int]:
+        """Whether the next step verifies drafts, and tokens that one of its rows may draw: of a draft, or of turns."""
+        turns = self._turns(seated) if self.config.decode_turns > 1 else 1
+        drafts = self._drafts(seated, turns)
+        return drafts > 0, 1 + drafts if drafts else turns
+
+    def _turns(self, seated: Sequence[DecodeSequence]) -> int:
+        """As many as nothing else is wanted for, and as no pages would have to be had of others for."""
         turns = most_turns(
             self.config,
             seated,
@@ -206,12 +214,12 @@ class Scheduler:
         wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
         return turns if wanted <= self.shared.available else 1
 
-    def _drafts(self, seated: Sequence[DecodeSequence]) -> int:
-        """Tokens of the drafts that the next step verifies."""
+    def _drafts(self, seated: Sequence[DecodeSequence], turns: int) -> int:
+        """Tokens of the drafts that the next step verifies, which else takes so many turns; 0: none."""
         choice, most = self.decode_side.draft_choice, self.config.draft_tokens
-        if choice is None or not seated:
-            return most
-        return choice.drafts(seated, self._table_pages(seated, 1 + most))
+        if not most or not any(drafted(sequence, self.config) for sequence in seated):
+            return 0
+        return most if choice is None else choice.drafts(seated, self._table_pages(seated, 1 + most), turns)
 
     def _table_pages(self, sequences: Sequence[DecodeSequence], most: int) -> int:
         longest = max(self._end_of(sequence, most) for sequence in sequences)

@@ -42,10 +42,10 @@ class SteadyRows:
         first = next(iter(self.step.sequences.values()))
         return moment == self.moment and first.dispatched + self.tokens <= self.until
 
-    def book(self, least: int) -> None:
-        """Another is dispatched, in which every row draws `least` tokens unless one of them is its last."""
+    def book(self) -> None:
+        """Another is dispatched, in which every row draws its tokens unless one of them is its last."""
         for sequence in self.step.sequences.values():
-            sequence.in_flight += least
+            sequence.in_flight += self.tokens
             sequence.dispatched += self.tokens
 
 
@@ -53,22 +53,26 @@ def steady_rows(rows: DecodeRows, step: Step, moment: Moment, config: WorkerConf
     """What may follow these rows, which are booked; None where the next ones have to be looked at."""
     tokens = max(step.widths.values())
     held_to_one = tokens == 1 < moment.turns  # by somebody's next token, or for want of pages
-    if rows.gates or config.draft_tokens or held_to_one:
+    drafts = tokens > 1 and not rows.turns
+    if rows.gates or drafts or held_to_one:
         return None
     left = min(_left(sequence, config) for sequence in step.sequences.values())
     longest = max(sequence.num_tokens + sequence.dispatched for sequence in step.sequences.values())
     left = min(left, rows.table_pages * config.page_size - longest + 1) // tokens
     if left <= 0:
         return None
-    again = DecodeRows(rows.microbatch, rows.active, rows.table_pages, widths=(tokens,) * len(rows.widths))
+    widths = (tokens,) * len(rows.widths)
+    again = DecodeRows(rows.microbatch, rows.active, rows.table_pages, widths=widths, turns=rows.turns)
     first = next(iter(step.sequences.values()))
-    bare = Step(step.microbatch, step.sequences, (), dict.fromkeys(step.sequences, tokens))
+    bare = Step(step.microbatch, step.sequences, (), dict.fromkeys(step.sequences, tokens), rows.turns)
     return SteadyRows(again, bare, moment, tokens, first.dispatched + left * tokens)
 
 
 def _left(sequence: DecodeSequence, config: WorkerConfig) -> int:
-    """Tokens that it may draw in its own pages, the last one not among them."""
-    if sequence.sampling.synchronous or not (sequence.on_device and admitted(sequence)):
+    """Tokens that it may draw in its own pages, the last one not among them; none while drafts are in flight, which
+    may come to less than was booked for them."""
+    certain = sequence.dispatched == len(sequence.output) + sequence.in_flight
+    if sequence.sampling.synchronous or not (certain and sequence.on_device and admitted(sequence)):
         return 0
     room = len(sequence.pages) * config.page_size - sequence.num_tokens - sequence.dispatched + 1
     return min(room, sequence.sampling.max_tokens - sequence.dispatched - 1)

@@ -35,9 +35,9 @@ class StepResults:
             assert drawn, f"slot {slot} masked itself though its sequence goes on"
             first_steps += self._first_step(sequence, now_s)
             kept, reason = self._until_end(sequence, drawn)
-            if choice is not None:
+            if choice is not None and not step.turns:
                 choice.read(sequence, step.widths[slot], len(drawn))
-            sequence.read(step.widths[slot], self.config.least_drawn(step.widths[slot]), len(drawn))
+            sequence.read(step.widths[slot], step.least(slot), len(drawn))
             if kept:
                 index = sequence.num_output + len(sequence.output)
                 sequence.output.extend(sampled.token for sampled in kept)

@@ -30,7 +30,8 @@ class TurnTimes:
 
     def dispatched(self, step_id: int, rows: DecodeRows, now_s: float) -> None:
         if self._used:
-            self._steps.dispatched(step_id, max(rows.widths, default=1), now_s)
+            turns = 0 if max(rows.widths, default=1) > 1 and not rows.turns else rows.num_turns
+            self._steps.dispatched(step_id, turns, now_s)
 
     def failed(self, step_id: int) -> None:
         if self._used:
@@ -40,6 +41,8 @@ class TurnTimes:
         if not self._used:
             return
         turns, seconds = self._steps.done(step_id, now_s)
+        if not turns:
+            return  # it verified drafts
         self._last.append(seconds / turns)
         self.turn_s = sorted(self._last)[len(self._last) // 4]
 

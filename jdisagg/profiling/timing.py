@@ -156,7 +156,9 @@ class DecodeFixture:
 
     def step(self, microbatch: int = 0) -> Callable[[], object]:
         """Dispatches one; the result waits for its tokens."""
-        rows = DecodeRows(microbatch, self.slots(microbatch), self.width, widths=self.widths)
+        rows = DecodeRows(
+            microbatch, self.slots(microbatch), self.width, widths=self.widths, turns=len(self.widths) > 0
+        )
         return self.machine.run(StepPlan(next(step_ids), rows)).read
 
     def lone_step(self) -> float:

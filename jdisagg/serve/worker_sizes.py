@@ -11,7 +11,7 @@ from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.serve.chosen_sizes import ChosenSizes
-from jdisagg.serve.speculation import read_speculation
+from jdisagg.serve.speculation import Speculation, read_speculation
 
 
 def worker_config(
@@ -38,7 +38,7 @@ def worker_config(
         prefill_stages=depth,
         chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
         ring_stages=place.pp if ring else 1,
-        decode_turns=turns_of(sizes, place, guessed),
+        decode_turns=turns_of(sizes, place, speculation),
         prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
         draft_tokens=guessed,
         guesses=speculation.guesses,
@@ -65,11 +65,14 @@ def worker_config(
     )
 
 
-def turns_of(sizes: ChosenSizes, place: WorkerMesh, guessed: int) -> int:
-    """Of a dispatch: of a ring, or of one stage whose rows guess nothing."""
+def turns_of(sizes: ChosenSizes, place: WorkerMesh, speculation: Speculation) -> int:
+    """Of a dispatch: of a ring, or of one stage whose rows guess nothing, or only where it pays, or for grammars. A
+    head's states are made by single steps alone."""
     if place.schedule is Schedule.RING:
         return sizes.ring_turns
-    return sizes.decode_turns if place.role.decodes and place.pp == 1 and not guessed else 1
+    guesses = speculation.tokens > 0 and speculation.guesses and not speculation.auto
+    one_stage = place.role.decodes and place.pp == 1
+    return sizes.decode_turns if one_stage and not guesses and not speculation.head else 1
 
 
 def chunk_sizes(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> tuple[int, ...]:

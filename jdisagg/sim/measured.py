@@ -108,7 +108,7 @@ class Measured:
 
     def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
         assert self.steps is not None, "a worker that decodes has times of steps"
-        batch, turns = max(1, len(plan.active)), max(plan.widths, default=1)
+        batch, turns = max(1, len(plan.active)), plan.num_turns
         joined_s = self.admit_s if plan.admit else 0.0
         return self.host.decode_s + joined_s + self._turns_s(turns, batch, context_tokens / batch)
 

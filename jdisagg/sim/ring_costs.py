@@ -44,7 +44,7 @@ class RingRoofline:
 
     def _dispatch_s(self, plan: DecodeRows, context_tokens: Any) -> Any:
         """Adds and multiplies alone, so that the same goes for an array."""
-        active, turns = len(plan.active), max(plan.widths, default=1)
+        active, turns = len(plan.active), plan.num_turns
         read = context_tokens - (plan.most_tokens - active) / 2  # at the mean turn
         ticks, rows = turns * self.pp + self.pp - 1, -(-active // self.pp)
         microbatch = DecodeRows(0, tuple(range(rows)), plan.table_pages)

@@ -250,7 +250,8 @@ class Steps:
                 slots = tuple(slot for slot in active if slot // size == batch)
                 new = tuple(each for each in admit if step == 0 and each.slot // size == batch)
                 widths = (most,) * len(slots) if turns > 1 else ()
-                pending.append(self.machine.run(decode_plan(self.step_id, batch, slots, width, new, widths=widths)))
+                told = {"widths": widths, "turns": turns > 1}
+                pending.append(self.machine.run(decode_plan(self.step_id, batch, slots, width, new, **told)))
                 self.step_id += 1
         for each in pending:
             for slot, drawn in each.read().decode:

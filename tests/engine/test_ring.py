@@ -127,8 +127,8 @@ def test_rows_of_one_dispatch_may_take_different_numbers_of_turns():
     ship_all(prefill_machine(1), machine, [len(prompt) for prompt in prompts])
     admit = tuple(Steps(machine).admissions(prompts, firsts, [GREEDY] * 3))
     width = machine.config.table_buckets[-1]
-    one = machine.run(decode_plan(0, 0, (0, 1, 2), width, admit, widths=(4, 1, 3))).read()
-    two = machine.run(decode_plan(1, 0, (0, 2), width, widths=(2, 4))).read()
+    one = machine.run(decode_plan(0, 0, (0, 1, 2), width, admit, widths=(4, 1, 3), turns=True)).read()
+    two = machine.run(decode_plan(1, 0, (0, 2), width, widths=(2, 4), turns=True)).read()
     drawn = {slot: [each.token for each in row or ()] for slot, row in one.decode}
     for slot, row in two.decode:
         drawn[slot] += [each.token for each in row or ()]

@@ -4,11 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import numpy as np
 import pytest
 
 from jdisagg.core.experts import Experts
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role
+from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.sources import RandomSource
 from tests.engine.stacks import (
@@ -83,7 +85,8 @@ def test_a_row_draws_no_more_than_its_own_width():
     steps = Steps(one)
     admitted = steps.admissions(PROMPTS, firsts, SAMPLED)
     widths = (1, 4, 2, 3, 4, 1)
-    done = one.run(decode_plan(0, 0, tuple(range(len(PROMPTS))), WIDEST, tuple(admitted), widths=widths)).read()
+    asked = tuple(range(len(PROMPTS))), WIDEST, tuple(admitted)
+    done = one.run(decode_plan(0, 0, *asked, widths=widths, turns=True)).read()
     free = drawn(one, SAMPLED)
     told = [[each.token for each in tokens or ()] for _, tokens in done.decode]
     assert told == [row[1 : 1 + width] for row, width in zip(free, widths, strict=True)]
@@ -99,3 +102,38 @@ def test_turns_count_what_their_experts_are_sent():
         rows = tokens_of(generate(prefill, one, PROMPTS, 2 * TURNS, [GREEDY] * len(PROMPTS)))
         counts.append((rows, one.expert_loads[0].totals()[0].tolist()))
     assert counts[0] == counts[1]
+
+
+@cache
+def choosing_machine() -> MeshExecutor:
+    sizes = {"decode_turns": TURNS, "draft_tokens": 3, "draft_auto": True}
+    found = open_machine(Role.DECODE, (range(4),), jax.devices()[7:], **sizes)
+    found.warm()
+    prefill_machine(1).warm(peers=[found])
+    return found
+
+
+@pytest.mark.parametrize("ends", [(0, 1, 2), (1, 0, 2), (2, 1, 0, 1, 2)])
+def test_drafts_are_made_of_tokens_that_turns_drew_and_turns_go_on_behind_drafts(ends: tuple[int, ...]):
+    """Steps of one token (0), of turns (1) and with drafts (2) follow each other, each read before the next."""
+    one, prompts = choosing_machine(), [(5, 6, 7, 5, 6, 7, 5, 6), (1, 2) * 8, (9, 3, 4) * 3, (4,) * 9]
+    sampling = [GREEDY, GREEDY, replace(GREEDY, temperature=0.3, seed=5), GREEDY]
+    firsts = first_tokens(run_prefill(prefill_machine(1), prefill_plans(prompts, sampling)))
+    ship_all(prefill_machine(1), one, [len(prompt) for prompt in prompts])
+    admitted, active = Steps(one).admissions(prompts, firsts, sampling), tuple(range(len(prompts)))
+    rows, guessed = [[first.token] for first in firsts], 0
+    for step, kind in enumerate(ends * 2):
+        widths, admit = ((1, TURNS, 4)[kind],) * len(active), tuple(admitted) if step == 0 else ()
+        done = one.run(decode_plan(step, 0, active, WIDEST, admit, widths=widths, turns=kind == 1)).read()
+        for slot, drawn in done.decode:
+            rows[slot] += [each.token for each in drawn or ()]
+        guessed += sum(number for _, _, number in done.guessed)
+    plain = tokens_of(generate(prefill_machine(1), decode_machine(1), prompts, max(map(len, rows)), sampling))
+    assert rows == [row[: len(found)] for row, found in zip(plain, rows, strict=True)]
+    assert one.recompiles() == 0 and guessed > 0
+    decoder = one.runner.decoder
+    assert isinstance(decoder, DraftingDecoder)
+    decoder._note(decoder.microbatches[0], decoder.guesses[0])  # pyright: ignore[reportPrivateUsage]
+    for slot, row in enumerate(rows):
+        whole = [*prompts[slot], *row]
+        assert np.asarray(decoder.guesses[0].history)[slot, : len(whole)].tolist() == whole

@@ -174,7 +174,7 @@ class Machine:
                 device = self._step(device, device.slots[slot], stage, held.void)
         sampled = []
         for slot, width in zip(held.rows.active, held.rows.widths or (1,) * len(held.rows.active), strict=True):
-            device, tokens = self._draw(device, slot, width, held.void)
+            device, tokens = self._draw(device, slot, width, held.void, turns=held.rows.turns)
             sampled.append((slot, tokens))
         return device, [StepDone(held.step_id, tuple(sampled))]
 
@@ -204,14 +204,14 @@ class Machine:
         return device
 
     def _draw(
-        self, device: Device, slot: int, width: int, void: frozenset[Attempt]
+        self, device: Device, slot: int, width: int, void: frozenset[Attempt], *, turns: bool
     ) -> tuple[Device, tuple[Sampled, ...] | None]:
         """A token; of a row that may draw more, one a turn, or as many of a draft as its position says; each is fed."""
         seat, drawn = device.slots[slot], []
         assert seat is not None, "an active slot is empty"
         held = self.requests[seat.owner.request_id].sampling.grammar
         need(not held or seat.recalled == seat.num_output, f"{name(seat.owner)} draws before its grammar knows where")
-        accepted = width - 1 if self.config.decode_turns > 1 else (seat.position + 1) % width
+        accepted = width - 1 if turns else (seat.position + 1) % width
         while not seat.stopped and len(drawn) <= accepted:
             if drawn:
                 for stage in range(self.num_groups):

@@ -202,6 +202,14 @@ def test_turns_of_one_stage_go_through_a_fault_beside_prompts(fault, also):
     assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "also"), [("cancel", {"abort"}), ("fail", {"error"})])
+def test_turns_and_drafts_in_turns_go_through_a_fault(fault, also):
+    sizes = {"decode_turns": 2, "draft_tokens": 1, "draft_auto": True, "num_pages": 4}
+    scene = colocated(2, 1, requests=[request(1, max_tokens=4), request(2)], **sizes)
+    assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
+
+
 PROMISED = promised(ONE_WHOLE)
 
 

@@ -49,23 +49,25 @@ def run(
     taken: Callable[[int], int],
     *,
     flight: int = 2,
+    turns: int = 1,
     noise: Callable[[], float] = lambda: 1.0,
 ) -> tuple[float, float, int]:
-    """(seconds, seconds of as many tokens by plain steps, steps with drafts) of so many steps; `taken(step)`: tokens
-    of each row's draft that are taken."""
+    """(seconds, seconds of as many tokens by plain steps of so many turns, steps with drafts) of so many steps;
+    `taken(step)`: tokens of each row's draft that are taken."""
     sequences, pending = [seat() for _ in range(rows)], deque[tuple[int, int]]()
     now_s, off_s, drafted = 0.0, 0.0, 0
     for step in range(steps + flight):
         if step < steps:
-            size = choice.drafts(sequences, TABLE)
-            plan = DecodeRows(0, tuple(range(rows)), TABLE, widths=(1 + size,) * rows)
+            size = choice.drafts(sequences, TABLE, turns)
+            width, turned = 1 + size if size else turns, turns > 1 and not size
+            plan = DecodeRows(0, tuple(range(rows)), TABLE, widths=(width,) * rows, turns=turned)
             choice.dispatched(StepPlan(step, plan), now_s)
             pending.append((step, size))
         if pending and (len(pending) == flight or step >= steps):
             number, size = pending.popleft()
-            now_s += (draft_s if size else PLAIN_S) * noise()
-            drawn = [1 + (min(size, taken(number)) if size else 0) for _ in range(rows)]
-            for sequence, each in zip(sequences, drawn, strict=True):
+            now_s += (draft_s if size else PLAIN_S * turns) * noise()
+            drawn = [1 + min(size, taken(number)) if size else turns for _ in range(rows)]
+            for sequence, each in zip(sequences, drawn, strict=True) if size else ():
                 choice.read(sequence, 1 + size, each)
             choice.done(number, drawn, now_s)
             off_s, drafted = off_s + drawn[0] * PLAIN_S, drafted + bool(size)
@@ -97,6 +99,36 @@ def test_whatever_is_taken_when_what_is_lost_to_drafts_stays_within_its_share(
     took_s, off_s, _ = run(choice, 2, len(takes), ratio * PLAIN_S, takes.__getitem__, flight=flight)
     first = (1 + flight) * max(0.0, ratio - 1)  # estimates before any has ended may be low: what is in flight then
     assert took_s <= (1 + draft_choice.SHARE) * off_s + (draft_choice.START + first) * PLAIN_S + 1e-9
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=20), st.floats(1.0, 8.0))
+def test_beside_turns_what_is_lost_to_drafts_stays_within_its_share_too(runs: list[tuple[int, int]], ratio: float):
+    takes = [taken for count, taken in runs for _ in range(count)]
+    choice = DraftChoice((3,), by_ngrams=False)
+    took_s, off_s, _ = run(choice, 2, len(takes), ratio * PLAIN_S, takes.__getitem__, turns=8)
+    first = 3 * max(0.0, ratio - 1)
+    assert took_s <= (1 + draft_choice.SHARE) * off_s + (draft_choice.START + first) * PLAIN_S + 1e-9
+
+
+@pytest.mark.parametrize(("turns", "drafts"), [(1, 3), (8, 0)])
+def test_drafts_are_weighed_against_the_turns_that_would_be_taken_in_their_place(turns: int, drafts: int):
+    """A step with drafts draws 2.4 tokens in the time of two plain steps, or of four turns."""
+    choice, each = DraftChoice((3,), by_ngrams=False), seat()
+    plans = [DecodeRows(0, (0,), TABLE, widths=(width,), turns=width == 8) for width in (1, 8, 4)]
+    for number, (plan, seconds) in enumerate(zip(plans * 2, (1.0, 4.0, 2.0) * 2, strict=True)):
+        choice.dispatched(StepPlan(number, plan), 10.0 * number)
+        choice.done(number, plan.widths, 10.0 * number + seconds)
+    for _ in range(100):
+        choice.read(each, 4, 1 + 2)
+    assert (choice.times.plain_s(TABLE), choice.times_of_turns.plain_s(TABLE)) == (1.0, 0.5)
+    choice.seconds = 1.7  # enough for a draft, and not for one to be tried
+    assert choice.drafts([each], TABLE, turns) == drafts
+
+
+def test_plain_turns_are_measured_again_as_seldom_as_plain_steps():
+    choice = DraftChoice((3,), by_ngrams=False, most_turns=8)
+    _, _, drafted = run(choice, 1, 5000, 1.1 * PLAIN_S, lambda _: 3, turns=8)
+    assert 5000 // (8 * REFRESH + 2) <= 5000 - drafted <= 2 * 5000 // (8 * REFRESH) + 20
 
 
 def test_a_machine_whose_times_scatter_tries_drafts_no_more_often():

@@ -13,6 +13,7 @@ from jdisagg.core.worker_config import Role
 from tests.policy.bench import Bench
 from tests.sim.cases import (
     check_outputs,
+    choosing,
     colocated,
     definition,
     pair,
@@ -110,6 +111,36 @@ def test_a_worker_that_chooses_answers_the_same_where_pages_do_not_do_for_all():
     run_all(world, [request(f"r{i}", 9, max_tokens=24 + i) for i in range(4)])
     assert any(isinstance(message, Preempted) for message in sent(world, Preempted))
     assert {max(each) for each in widths_of(world)} >= {1, 4}
+
+
+def rows_of(world: World) -> list[Any]:
+    return [effect.plan.decode for _, _, effect in world.effects if runs_decode(effect)]
+
+
+@pytest.mark.parametrize("turns", [2, 32])
+def test_a_worker_that_chooses_takes_turns_where_it_verifies_no_drafts(turns: int):
+    """A step takes as long here whatever its rows draw, so that many turns are faster than any draft, few are not."""
+    world, asked = World(choosing(num_pages=128, draft_tokens=7, decode_turns=turns)), request("a", max_tokens=120)
+    run_all(world, [asked])
+    assert world.output(asked.request_id) == definition(asked)
+    turned = [rows for rows in rows_of(world) if rows.turns]
+    drafted = [rows for rows in rows_of(world) if max(rows.widths) > 1 and not rows.turns]
+    assert max(max(rows.widths) for rows in turned) == turns
+    assert len(drafted) <= 4 if turns == 32 else len(drafted) > 10
+
+
+def test_a_worker_whose_rows_want_no_drafts_takes_turns_only():
+    world = World(choosing(num_pages=96))
+    run_all(world, [request("a", max_tokens=50, speculative=False)])
+    assert all(rows.turns or max(rows.widths) == 1 for rows in rows_of(world)) and len(rows_of(world)) < 25
+
+
+def test_rows_with_a_grammar_take_what_it_forces_and_all_others_turns():
+    world = World(colocated(draft_tokens=3, guesses=False, decode_turns=4, num_pages=96))
+    run_all(world, [request("free", max_tokens=60), request("held", max_tokens=9, synchronous=True, grammar="even")])
+    rows = rows_of(world)
+    assert any(each.turns for each in rows) and any(max(each.widths) > 1 and not each.turns for each in rows)
+    assert not any(each.turns and len(each.active) > 1 for each in rows)
 
 
 def test_a_draft_that_runs_into_a_stop_ends_the_answer_there():
@@ -216,7 +247,7 @@ def test_a_ring_takes_pages_of_nobody_for_turns_that_can_wait():
     assert not [effect for _, _, effect in world.effects if "Preempted" in str(type(getattr(effect, "message", None)))]
 
 
-@pytest.mark.parametrize("cluster", [pair, colocated, ring, turning])
+@pytest.mark.parametrize("cluster", [pair, colocated, ring, turning, choosing])
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails(cluster, data: st.DataObject):

@@ -10,7 +10,7 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.turns import MOST_GAP_S, TurnTimes, most_turns, one_by_one
-from tests.sim.cases import colocated, pair, request, ring, run_all, turning, worker
+from tests.sim.cases import choosing, colocated, pair, request, ring, run_all, turning, worker
 from tests.sim.world import World
 from tests.steps import runs_decode
 
@@ -38,7 +38,7 @@ def ended(*seconds: float, turns: int = 1) -> TurnTimes:
     """Steps of so many turns that took so long, one behind the other."""
     times, now_s = TurnTimes(ONE_STAGE), 0.0
     for step, took_s in enumerate(seconds):
-        times.dispatched(step, DecodeRows(0, (0,), 1, widths=(turns,)), now_s)
+        times.dispatched(step, DecodeRows(0, (0,), 1, widths=(turns,), turns=turns > 1), now_s)
         now_s += took_s
         times.done(step, now_s)
     return times
@@ -96,6 +96,13 @@ def test_turns_are_counted_again_when_they_have_become_longer():
     assert chosen(20, times=ended(*[0.001] * 20, *[0.02] * 17)) == 2
 
 
+def test_a_step_that_verifies_drafts_is_no_turn():
+    times = TurnTimes(ONE_STAGE)
+    times.dispatched(1, DecodeRows(0, (0,), 1, widths=(4,)), 0.0)
+    times.done(1, 5.0)
+    assert times.turn_s is None
+
+
 def test_a_step_that_failed_tells_nothing():
     times = TurnTimes(ONE_STAGE)
     times.dispatched(1, DecodeRows(0, (0,), 1), 0.0)
@@ -144,8 +151,8 @@ def test_a_prompt_that_comes_finds_single_steps_on_a_worker_that_computes_it():
 
 
 def test_turns_of_several_stages_or_beside_drafts_are_refused():
-    for sizes in ({"num_microbatches": 2}, {"draft_tokens": 2}):
+    for sizes in ({"num_microbatches": 2}, {"draft_tokens": 2}, {"draft_tokens": 2, "num_microbatches": 2}):
         with pytest.raises(ConfigError, match="decode_turns is 8, for a ring or for one stage"):
             worker("decode-0", Role.DECODE, decode_turns=8, **sizes).check()
-    for each in (*turning(), *ring(), *pair()):
+    for each in (*turning(), *ring(), *pair(), *choosing(), *colocated(draft_tokens=2, guesses=False, decode_turns=2)):
         each.check()

@@ -52,6 +52,11 @@ def turning(**sizes: Any) -> list[WorkerConfig]:
     return colocated(**{"decode_turns": 4, **sizes, "num_microbatches": 1, "draft_tokens": 0})
 
 
+def choosing(**sizes: Any) -> list[WorkerConfig]:
+    """Of one stage that takes several turns a step, or verifies drafts where those are faster."""
+    return colocated(**{"decode_turns": 3, "draft_tokens": 3, **sizes, "num_microbatches": 1, "draft_auto": True})
+
+
 def request(
     name: str, prompt_tokens: int = 6, *, priority: int = 0, arrival_s: float = 0.0, **sampling: Any
 ) -> Request:

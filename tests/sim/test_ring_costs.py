@@ -28,7 +28,7 @@ RING = "prefill:tp1,decode:ring2"
 
 
 def dispatch(batch: int, turns: int) -> DecodeRows:
-    return DecodeRows(0, tuple(range(batch)), 1, widths=(turns,) * batch)
+    return DecodeRows(0, tuple(range(batch)), 1, widths=(turns,) * batch, turns=True)
 
 
 def ring(pp: int = 2, tp: int = 1, host_devices: int = 0, **chip: float) -> RingRoofline:

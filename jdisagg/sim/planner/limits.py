@@ -242,7 +242,7 @@ class Decode:
     def step_s(self, batch: float) -> float:
         """Of one microbatch of `batch` sequences, through all stages; of a ring, a turn of the longest dispatch."""
         active, turns = tuple(range(max(1, round(batch)))), self.config.decode_turns
-        plan = DecodeRows(0, active, 1, widths=(turns,) * len(active) if turns > 1 else ())
+        plan = DecodeRows(0, active, 1, widths=(turns,) * len(active) if turns > 1 else (), turns=turns > 1)
         return self.cost.decode_s(plan, round(len(active) * self.means.context_tokens)) / turns
 
     def _tpot_s(self, rate: float, batch: float, shared: Prefill | None) -> float:
