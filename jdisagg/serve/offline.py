@@ -14,6 +14,7 @@ from typing import Any
 from jdisagg.core.errors import RequestError
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Request, RequestId, Sampled
+from jdisagg.serve.best_of import answers_drawn, likeliest, likelihood
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import Batch, merged, pieces
 from jdisagg.serve.http.chat import chat_ids
@@ -143,6 +144,7 @@ async def stream(
     service: Service, prompt: Prompt, sampling: SamplingParams, settings: FrontSettings = PLAIN
 ) -> AsyncGenerator[Piece]:
     """Pieces of the answers as they come, each with its `choice`; closing the generator cancels the rest."""
+    answers_drawn(sampling.n, sampling.best_of, stream=True)
     form = form_of({"structured_outputs": sampling.structured_outputs})
     order = order_of(service, prompt, sampling, await grammar_for(form, service, settings) or "")
     async with aclosing(_batches(service, order)) as batches:
@@ -193,11 +195,16 @@ class _Answer:
 async def complete(
     service: Service, prompt: Prompt, sampling: SamplingParams, settings: FrontSettings = PLAIN
 ) -> Completion:
-    """All answers to one prompt, whole."""
-    answers = [_Answer() for _ in range(sampling.n)]
-    async with aclosing(stream(service, prompt, sampling, settings)) as found:
+    """All answers to one prompt, whole; of `best_of`, the likeliest."""
+    number = answers_drawn(sampling.n, sampling.best_of, stream=False)
+    scored = sampling.logprobs if number == sampling.n else sampling.logprobs or 0
+    drawn = replace(sampling, n=number, best_of=None, logprobs=scored)
+    answers = [_Answer() for _ in range(number)]
+    async with aclosing(stream(service, prompt, drawn, settings)) as found:
         async for piece in found:
             answers[piece.choice].take(piece)
+    if number > sampling.n:
+        answers = [answers[i] for i in likeliest([likelihood(each.sampled) for each in answers], number, sampling.n)]
     length = len(service.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
     return _completion(answers, length, sampling)
 
@@ -218,6 +225,8 @@ async def chat(
     unknown = sorted(options.keys() - CHAT_OPTIONS)
     if unknown:
         raise RequestError(f"chat takes no {unknown[0]!r}, it takes {', '.join(sorted(CHAT_OPTIONS))}", unknown[0])
+    if sampling.best_of not in (None, sampling.n):
+        raise RequestError(f"best_of is {sampling.best_of} in a chat, which draws n: {sampling.n}", param="best_of")
     fields = {"messages": [dict(each) for each in messages], **sampling.body(), **options}
     job = await chat_job(valid(ChatBody, fields), service, settings, str(next(_numbers)), "local-")
     requests = tuple(_adapted(each.request, sampling) for each in job.choices)

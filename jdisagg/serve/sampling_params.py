@@ -16,7 +16,9 @@ MAX_CHOICES = 128  # n, as over HTTP
 MAX_STOPS, MAX_STOP_CHARS = 64, 256
 INT32 = 2**31
 KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"), (int,)),
+    **dict.fromkeys(
+        ("max_tokens", "min_tokens", "top_k", "seed", "n", "best_of", "logprobs", "prompt_logprobs"), (int,)
+    ),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"), (bool,)),
@@ -24,6 +26,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 OWN = (
     "structured_outputs",
     "n",
+    "best_of",
     "stop",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -56,6 +59,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's end tokens
     ignore_eos: bool = False  # the model's end tokens end nothing
     n: int = 1  # answers to each prompt
+    best_of: int | None = None  # as many are drawn, and the n likeliest told; not in a chat or a stream
     logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
@@ -77,6 +81,8 @@ class SamplingParams:
                 raise RequestError(f"{name} is {listed!r}, must hold {kind.__name__} only", param=name)
         if not 1 <= self.n <= MAX_CHOICES:
             raise RequestError(f"n is {self.n}, must lie in [1, {MAX_CHOICES}]", param="n")
+        if self.best_of is not None and not 1 <= self.best_of <= MAX_CHOICES:
+            raise RequestError(f"best_of is {self.best_of}, must lie in [1, {MAX_CHOICES}]", param="best_of")
 
     def resolved(self, defaults: Mapping[str, float], eos_ids: Iterable[int], grammar: str = "") -> core.SamplingParams:
         """Silence filled in: `defaults` are the model's, `eos_ids` its end tokens, `grammar` what answers follow."""

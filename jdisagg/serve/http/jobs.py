@@ -13,6 +13,7 @@ from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.model.grammars.grammars import open_grammars
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve import offload
+from jdisagg.serve.best_of import answers_drawn
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import check_work
 from jdisagg.serve.http.chat import chat_ids
@@ -94,7 +95,8 @@ async def decode(service: Service, ids: Sequence[int], skip_special_tokens: bool
 async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
     """`name` is the client's request id, or a fresh one."""
     check_model(body.model, service, settings)
-    kept, drawn = body.n or 1, _best_of(body)
+    kept = body.n or 1
+    drawn = answers_drawn(kept, body.best_of, stream=bool(body.stream))
     body = body.model_copy(update={"n": drawn})
     given = listed(body.prompt)
     _check_shape(body, len(given), settings)
@@ -108,17 +110,6 @@ async def completion_job(body: CompletionBody, service: Service, settings: Front
     asked["grammar"] = await grammar_for(form_of(_forms(body)), service, settings)
     job = _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
     return replace(job, logprobs=body.logprobs is not None, drawn=drawn, kept=kept) if drawn > kept else job
-
-
-def _best_of(body: CompletionBody) -> int:
-    """Answers to draw of each prompt. Raises RequestError."""
-    wanted, drawn = body.n or 1, body.best_of or body.n or 1
-    if drawn < wanted:
-        raise RequestError(f"best_of is {drawn}, must be at least n, which is {wanted}", param="best_of")
-    if drawn > wanted and body.stream:
-        said = f"best_of is {drawn} of n {wanted}: which are best is not known in a stream"
-        raise RequestError(said, param="best_of")
-    return drawn
 
 
 async def chat_job(
