@@ -21,6 +21,7 @@ UNITS = {  # of sizes; else tokens
     "turns": "pages",
     "ring": "pages",
     "pack": "pages",
+    "digest": "pages",
     "check": "pages",
     "insert": "pages",
     "draw": "rows",

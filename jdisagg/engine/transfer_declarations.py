@@ -10,7 +10,7 @@ import jax
 
 from jdisagg.core.kv_layout import DraftPages, KVLayout
 from jdisagg.core.reshard import Route, StageShape, draft_shape, plan_routes
-from jdisagg.core.worker_config import RAW, WorkerConfig
+from jdisagg.core.worker_config import RAW, Digests, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, whole
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pools
@@ -70,10 +70,11 @@ class TransferTable:
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str]) -> list[DeclaredProgram]:
         """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
         return [
-            self._pack(route, wire, groups)
+            each
             for route in plan_routes(self.shapes, tuple(shapes), self.num_kv_heads)
             for wire in wires
             for groups in route.group.buckets()
+            for each in self._packs(route, wire, groups)
         ]
 
     def arrivals(
@@ -96,12 +97,12 @@ class TransferTable:
         records, wires = form.shapes, (self.config.tier_wire,)
         return [*self.departures(records, wires), *self.arrivals(records, wires, records=True)]
 
-    def _pack(self, route: Route, wire: str, groups: int) -> DeclaredProgram:
+    def _packs(self, route: Route, wire: str, groups: int) -> Iterator[DeclaredProgram]:
         held, pages = self.kept[route.source_stage], groups * route.group.source
-        submesh = held.group.submesh
-        program = self.programs[submesh].pack_program(route.heads.slice_heads, wire, route.dtype)
-        number = len(route.layers)
-        return DeclaredProgram(
+        submesh, heads, number = held.group.submesh, route.heads, len(route.layers)
+        programs, moved = self.programs[submesh], pages * held.page_bytes(number)
+        program = programs.pack_program(heads.slice_heads, wire, route.dtype)
+        yield DeclaredProgram(
             "pack",
             route.source_stage,
             pages,
@@ -111,8 +112,13 @@ class TransferTable:
             route.layers,
             pools=pools_for(held.group, held.layout, self.config.num_pages, number),
             traits=_traits(wire),
-            batch_bytes=2 * pages * held.page_bytes(number),
+            batch_bytes=2 * moved,
         )
+        if programs.folds_apart:
+            cut = slice_shapes(held.layout, route.dtype, number, pages, heads, Digests.OFF, wire).numbers
+            slices = landed(HeadSlices(*(kind[:1] * heads.slices_per_source for kind in cut)), submesh)
+            place = route.source_stage, pages, programs.fold_program, (slices,), submesh, route.layers
+            yield DeclaredProgram("digest", *place, traits=_traits(wire), batch_bytes=moved)
 
     def _inserts(
         self, source: StageShape, route: Route, wire: str, groups: int, *, records: bool

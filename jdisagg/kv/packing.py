@@ -106,15 +106,26 @@ def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
 
     Fewer digests than pages: of every `SAMPLE`th.
     """
-    values, scales, digests, errors = slices
+    values, _, digests, errors = slices
     good = jnp.bool_(True)
     for index, sent in enumerate(digests):
         step = 1 if sent.shape[1] == values[index].shape[1] else SAMPLE
-        scale = scales[index][:, ::step] if scales else None
-        good &= jnp.all(digest_pages(values[index][:, ::step], scale) == sent)
+        good &= jnp.all(_digests_of(slices, index, step) == sent)
     for lost in errors:
         good &= jnp.all(lost <= error_bound)
     return good[None]
+
+
+def fold_shard(slices: HeadSlices, digests: Digests) -> list[Array]:
+    """What `pack_shard` would have sent as the digests of these slices of one shard, read anew."""
+    step = SAMPLE if digests is Digests.SAMPLED else 1
+    return [_digests_of(slices, index, step) for index in range(len(slices.values))]
+
+
+def _digests_of(slices: HeadSlices, index: int, step: int) -> Array:
+    """Of every `step`-th page of one slice."""
+    scales = slices.scales[index][:, ::step] if slices.scales else None
+    return digest_pages(slices.values[index][:, ::step], scales)
 
 
 def insert_shard(pools: list[Pool], pages: Array, slices: HeadSlices) -> list[Pool]:

@@ -23,7 +23,7 @@ from jdisagg.core.kv_layout import NULL_PAGE, KVLayout
 from jdisagg.core.reshard import HeadPlan, Move, PageGroup, StageShape, narrower, padded_slices, plan_transfer
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.error_monitor import ErrorMonitor
-from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, insert_shard, pack_shard
+from jdisagg.kv.packing import HeadSlices, are_intact, by_kind, fold_shard, insert_shard, pack_shard
 from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, places_in, pool_format, pool_of, pools_of
 from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, shards_here
 from pallas_kernels.platforms import traced_for
@@ -43,7 +43,11 @@ class LandedKV:
 
 
 class TransferPrograms:
-    """One submesh's programs for sending and taking pages; stages that share a submesh share them."""
+    """One submesh's programs for sending and taking pages; stages that share a submesh share them.
+
+    A TPU or GPU folds digests while it packs, for nothing. A CPU reads what was packed once more, so there they are a
+    program of their own, and numbers leave while it runs.
+    """
 
     def __init__(
         self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0, *, scaled: bool = False
@@ -51,7 +55,11 @@ class TransferPrograms:
         """error_bound: the relative error of a layer over which what was quantised for the way is not intact. scaled:
         whether pages are quantised."""
         self.submesh, self.digests = submesh, digests
+        self.folds_apart = submesh.devices[0].platform == "cpu" and digests is not Digests.OFF
         self._packs: dict[tuple[int, str, str], Program] = {}
+        self.fold_program = submesh.program(
+            partial(fold_shard, digests=digests), (SLICE_SPEC,), SLICE_SPEC, as_stored=True
+        )
         formats = pool_format(submesh, scaled=scaled), None
         self.insert_program = submesh.program(
             insert_pages,
@@ -68,12 +76,14 @@ class TransferPrograms:
     def pack(self, pools: Sequence[Pool], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
         """Pools of some layers, and pages as `pools.places_in` -> head slices, each array one slice of every source
         shard."""
-        return self.pack_program(slice_heads, wire, dtype)(list(pools), self.submesh.put(pages))
+        packed = self.pack_program(slice_heads, wire, dtype)(list(pools), self.submesh.put(pages))
+        return packed._replace(digests=self.fold_program(packed.numbers)) if self.folds_apart else packed
 
     def pack_program(self, slice_heads: int, wire: str, dtype: str) -> Program:
         key = slice_heads, wire, dtype
         if key not in self._packs:
-            pack = partial(pack_shard, slice_heads=slice_heads, wire=wire, dtype=dtype, digests=self.digests)
+            digests = Digests.OFF if self.folds_apart else self.digests
+            pack = partial(pack_shard, slice_heads=slice_heads, wire=wire, dtype=dtype, digests=digests)
             self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), SLICE_SPEC, as_stored=True)
         return self._packs[key]
 
@@ -88,7 +98,7 @@ class TransferPrograms:
 
     @property
     def programs(self) -> list[Program]:
-        return [self.insert_program, self.check_program, *self._packs.values()]
+        return [self.insert_program, self.check_program, self.fold_program, *self._packs.values()]
 
 
 def insert_pages(pools: list[Pool], pages: Array, slices: HeadSlices) -> tuple[list[Pool], Array]:

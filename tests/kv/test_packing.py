@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.worker_config import Digests
-from jdisagg.kv.packing import are_intact, insert_shard, pack_shard, recut
+from jdisagg.kv.packing import are_intact, fold_shard, insert_shard, pack_shard, recut
 from pallas_kernels import PackedPages, QuantizedPages, dequantize, quantize_pages
 
 LAYERS, PAGES, HEADS, SIZE, D = 2, 12, 4, 16, 8
@@ -58,6 +58,16 @@ def test_compressed_pages_cut_anew_are_the_same_numbers(wire: str):
         wanted = tokens_of(one, [5, 6, 7, 8])
         np.testing.assert_array_equal(tokens_of(two, [9, 2]), wanted)
         np.testing.assert_array_equal(tokens_of(three, list(range(1, 9))), wanted)
+
+
+@pytest.mark.parametrize("digests", [Digests.FULL, Digests.SAMPLED])
+@pytest.mark.parametrize("wire", ["raw", "int4"])
+def test_digests_folded_after_packing_are_those_that_packing_folds(wire: str, digests: Digests):
+    pools, pages = make_pools(), [3, 1, 4, 2, 9, 10, 11, 12, 5, 6]
+    bare, full = (packed_slices(pools, pages, wire, digests=each) for each in (Digests.OFF, digests))
+    folded = jax.jit(partial(fold_shard, digests=digests))(bare.numbers)
+    for one, other in zip(folded, full.digests, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def quantised(pools: list[jax.Array], dtype: str) -> list[QuantizedPages]:
