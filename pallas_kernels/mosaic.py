@@ -3,6 +3,8 @@
 The interpreter of jax 0.10 knows neither layouts of registers nor turned operands: there `Interpreted` stands for them.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.quantized import QuantizedPages, stored
 
 
 def mosaic_gpu() -> Any:
@@ -27,6 +29,8 @@ ROWS = 64  # of a wgmma
 TILE = 64  # tokens at least: what a wgmma sums over is a whole swizzle
 BOX = 8  # rows of shared memory that a swizzle turns together: what is copied is a multiple
 SWIZZLE_BYTES = 128
+COPY_BYTES = 16  # a TMA copies at least
+MOST_OF_A_COPY = 256  # of any dimension
 
 
 def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
@@ -122,3 +126,40 @@ def places(chip: type[Chip], shape: tuple[int, ...], axis: int) -> Array:
 def per_row(array: Array, shape: tuple[int, ...]) -> Array:
     """[rows] -> [rows, numbers]."""
     return lax.broadcast_in_dim(array, shape, [0])
+
+
+def copies(kv_pages: Array | QuantizedPages) -> bool:
+    """Whether a TMA copies rows and pages of this pool: it takes 16 bytes at least, and no more than 256 of each
+    dimension."""
+    if plgpu is None:
+        return False
+    pool = stored(kv_pages)
+    return pool.shape[-1] * pool.dtype.itemsize % COPY_BYTES == 0 and max(pool.shape[1:]) <= MOST_OF_A_COPY
+
+
+def in_place(
+    body: Callable[..., None],
+    given: Sequence[Array],
+    held: Sequence[Array],
+    *,
+    grid: dict[str, int],
+    scratch: Sequence[Any],
+    name: str,
+    interpret: Any,
+) -> list[Array]:
+    """`held` after `body(refs of given, refs of held, *scratch)` at every point of the grid, updated in place where the
+    caller's jit donates it."""
+    refs = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in held]
+
+    def whole(*arguments: Any) -> None:
+        pl.run_scoped(partial(body, arguments[: len(given)], arguments[len(given) :]), *scratch)
+
+    pl.kernel(
+        whole,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret or False,
+        name=name,
+    )(*given, *refs)
+    return [jax.freeze(ref) for ref in refs]

@@ -8,11 +8,13 @@ from jax import Array
 
 from pallas_kernels.checks import check_ints, check_pool, require
 from pallas_kernels.contents import check_contents, check_places
+from pallas_kernels.generations import writes_by_generation
 from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.write_kv_pages import gpu, tpu, xla
+from pallas_kernels.write_kv_pages import gpu, hopper, tpu, xla
 
 Pool = TypeVar("Pool", Array, QuantizedPages)
+on_gpu = writes_by_generation(hopper.write_kv_pages, gpu.write_kv_pages)
 
 
 def write_kv_pages(
@@ -51,7 +53,7 @@ def _on_its_platform(kv_pages: Pool, k: Array, v: Array | None, page_ids: Array,
         page_ids,
         offsets,
         tpu=tpu.write_kv_pages,
-        cuda=gpu.write_kv_pages,
+        cuda=on_gpu,
         default=xla.write_kv_pages,
     )
     return written
