@@ -4,9 +4,10 @@ A wgmma is Hopper's alone: Blackwell has another, and gets Triton's. A tuned cho
 measured the generation decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import Array
 
 from pallas_kernels import mosaic
@@ -14,15 +15,22 @@ from pallas_kernels.paged_attention.gpu import MOSAIC
 from pallas_kernels.platforms import gpu_generation
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.tuning import tuned
+from pallas_kernels.wire_format import STORED, PackedPages
 
 HOPPER = 9
+ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows and pages
+    "paged_attention": mosaic.fits,
+    "prefill_attention": mosaic.fits,
+    "write_kv_pages": mosaic.copies,
+    "pack_kv_pages": mosaic.carries,
+    "unpack_kv_pages": mosaic.carries,
+}
 
 
 def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages) -> bool:
-    """Whether the GPU compiled for runs Mosaic's code of `operation` on these arguments. rows: of queries, or of what
-    is written."""
-    able = mosaic.copies(kv_pages) if operation == "write_kv_pages" else mosaic.fits(rows, kv_pages)
-    if gpu_generation() != HOPPER or not able:
+    """Whether the GPU compiled for runs Mosaic's code of `operation` on these arguments. rows: of queries, of what is
+    written, or of what is packed."""
+    if gpu_generation() != HOPPER or not ABLE[operation](rows, kv_pages):
         return False
     found = tuned(operation, rows, kv_pages)
     return bool(found.get(MOSAIC)) if found else True
@@ -44,3 +52,30 @@ def writes_by_generation(hopper: Callable[..., Any], triton: Callable[..., Any])
         return (hopper if takes_mosaic("write_kv_pages", k, kv_pages) else triton)(kv_pages, k, *rest, **options)
 
     return write
+
+
+def packs_by_generation(hopper: Callable[..., PackedPages], triton: Callable[..., PackedPages]) -> Callable[..., Any]:
+    """The same for what packs pages of many layers."""
+
+    def pack(pools: Sequence[Array], page_ids: Array, *, wire: str, **options: Any) -> PackedPages:
+        dtype = pools[0].dtype if wire == "raw" else STORED[wire]
+        mine = takes_mosaic("pack_kv_pages", rows_of(pools[0], page_ids, dtype), pools[0])
+        return (hopper if mine else triton)(pools, page_ids, wire=wire, **options)
+
+    return pack
+
+
+def unpacks_by_generation(hopper: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the way back."""
+
+    def unpack(pools: Sequence[Array], packed: PackedPages, page_ids: Array, **options: Any) -> Any:
+        rows = rows_of(pools[0], page_ids, packed.values.dtype)
+        mine = packed.scales is None and takes_mosaic("unpack_kv_pages", rows, pools[0])
+        return (hopper if mine else triton)(pools, packed, page_ids, **options)
+
+    return unpack
+
+
+def rows_of(pool: Array, page_ids: Array, dtype: Any) -> Any:
+    """The shape of packed pages, as a choice is looked up by it."""
+    return jax.ShapeDtypeStruct((page_ids.shape[0], pool.shape[1], pool.shape[4]), dtype)

@@ -6,6 +6,7 @@ The interpreter of jax 0.10 knows neither layouts of registers nor turned operan
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ BOX = 8  # rows of shared memory that a swizzle turns together: what is copied i
 SWIZZLE_BYTES = 128
 COPY_BYTES = 16  # a TMA copies at least
 MOST_OF_A_COPY = 256  # of any dimension
+LINE = 128  # numbers side by side where pages are copied whole
+WORDS = 4  # side by side of a thread
+ROOM_BYTES = 64 << 10  # of shared memory for a head's page, so that a core has three of them at least
 
 
 def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
@@ -75,6 +79,12 @@ class Chip:
         return plgpu.load(place, (), layout=layout, optimized=False)
 
     @staticmethod
+    def words(place: Any) -> Array:
+        """Integers [lines, LINE] of any memory -> i32, spread evenly over the threads."""
+        found = plgpu.load(place, (), layout=plgpu.Layout.WG_STRIDED(place.shape, WORDS), optimized=False)
+        return found.astype(jnp.int32)
+
+    @staticmethod
     def logits(queries: Any, keys: Any) -> Array:
         """[rows, D] by [tokens, D], both in shared memory."""
 
@@ -106,6 +116,10 @@ class Interpreted(Chip):
         return place[...]
 
     @staticmethod
+    def words(place: Any) -> Array:
+        return place[...].astype(jnp.int32)
+
+    @staticmethod
     def logits(queries: Any, keys: Any) -> Array:
         return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
 
@@ -128,13 +142,23 @@ def per_row(array: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(array, shape, [0])
 
 
-def copies(kv_pages: Array | QuantizedPages) -> bool:
-    """Whether a TMA copies rows and pages of this pool: it takes 16 bytes at least, and no more than 256 of each
-    dimension."""
+def copies(rows: Array, kv_pages: Array | QuantizedPages) -> bool:
+    """Whether a TMA copies rows, of whatever dtype, into this pool: it takes 16 bytes at least, and no more than 256 of
+    each dimension."""
+    del rows
     if plgpu is None:
         return False
     pool = stored(kv_pages)
     return pool.shape[-1] * pool.dtype.itemsize % COPY_BYTES == 0 and max(pool.shape[1:]) <= MOST_OF_A_COPY
+
+
+def carries(rows: Array, pool: Array) -> bool:
+    """Whether whole pages are copied between this pool and packed rows: nothing is converted, a head's page fits."""
+    if plgpu is None or rows.dtype != pool.dtype:
+        return False
+    numbers = prod(pool.shape[2:])
+    short = numbers % LINE == 0 and numbers // LINE <= MOST_OF_A_COPY
+    return short and numbers * pool.dtype.itemsize <= ROOM_BYTES
 
 
 def in_place(

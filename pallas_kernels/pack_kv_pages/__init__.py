@@ -7,10 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.pack_kv_pages import gpu, reference, tpu, xla
+from pallas_kernels.generations import packs_by_generation
+from pallas_kernels.pack_kv_pages import gpu, hopper, reference, tpu, xla
 from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.wire_format import PackedPages, Pool, check_pools, fold_scales
+
+on_gpu = packs_by_generation(hopper.pack_kv_pages, gpu.pack_kv_pages)
 
 
 def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", digests: bool = True) -> PackedPages:
@@ -37,7 +40,7 @@ def pack_numbers(pools: Sequence[Array], page_ids: Array, wire: str, digests: bo
     return on_platform(
         list(pools),
         jnp.asarray(page_ids),
-        cuda=partial(gpu.pack_kv_pages, **options),
+        cuda=partial(on_gpu, **options),
         tpu=partial(tpu.pack_kv_pages, **options),
         default=partial(xla.pack_kv_pages, **options),
     )

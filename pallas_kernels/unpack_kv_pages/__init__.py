@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.generations import unpacks_by_generation
 from pallas_kernels.platforms import on_platform
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.unpack_kv_pages import gpu, tpu, xla
+from pallas_kernels.unpack_kv_pages import gpu, hopper, tpu, xla
 from pallas_kernels.wire_format import PackedPages, bits_of, check_packed, fold_scales
 
 Pool = TypeVar("Pool", Array, QuantizedPages)
+on_gpu = unpacks_by_generation(hopper.unpack_kv_pages, gpu.unpack_kv_pages)
 
 
 def unpack_kv_pages(
@@ -47,7 +49,7 @@ def unpack_numbers(
         list(pools),
         packed,
         jnp.asarray(page_ids),
-        cuda=partial(gpu.unpack_kv_pages, **options),
+        cuda=partial(on_gpu, **options),
         tpu=partial(tpu.unpack_kv_pages, **options),
         default=partial(xla.unpack_kv_pages, **options),
     )
