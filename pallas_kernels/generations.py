@@ -19,7 +19,7 @@ from pallas_kernels.wire_format import STORED, PackedPages
 
 HOPPER = 9
 ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows and pages
-    "paged_attention": mosaic.fits,
+    "paged_attention": mosaic.fits_widened,
     "prefill_attention": mosaic.fits,
     "write_kv_pages": mosaic.copies,
     "pack_kv_pages": mosaic.carries,

@@ -31,6 +31,7 @@ TILE = 64  # tokens at least: what a wgmma sums over is a whole swizzle
 BOX = 8  # rows of shared memory that a swizzle turns together: what is copied is a multiple
 SWIZZLE_BYTES = 128
 COPY_BYTES = 16  # a TMA copies at least
+SHARED_BYTES = 128  # what a copy that comes to shared memory is a multiple of
 MOST_OF_A_COPY = 256  # of any dimension
 LINE = 128  # numbers side by side where pages are copied whole
 WORDS = 4  # side by side of a thread
@@ -42,14 +43,20 @@ def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
 
     Rows of 256 would need 24 bytes more of shared memory than a block may have.
     """
-    if (
-        plgpu is None
-        or isinstance(kv_pages, QuantizedPages)
-        or kv_pages.dtype != jnp.bfloat16
-        or q.dtype != jnp.bfloat16
-    ):
+    return not isinstance(kv_pages, QuantizedPages) and kv_pages.dtype == jnp.bfloat16 and _tiled(q, kv_pages)
+
+
+def fits_widened(q: Array, kv_pages: Array | QuantizedPages) -> bool:
+    """The same, also of codes of 8 bits whose scales of a page fill a copy."""
+    if not isinstance(kv_pages, QuantizedPages):
+        return fits(q, kv_pages)
+    return _tiled(q, kv_pages.values) and 4 * kv_pages.values.shape[3] % SHARED_BYTES == 0
+
+
+def _tiled(q: Array, pool: Array) -> bool:
+    if plgpu is None or q.dtype != jnp.bfloat16:
         return False
-    _, kv_heads, parts, page_size, size = kv_pages.shape
+    _, kv_heads, parts, page_size, size = pool.shape
     whole = size % (SWIZZLE_BYTES // 2) == 0 and size <= 128 and page_size % BOX == 0 and page_size & page_size - 1 == 0
     return parts == 2 and whole and q.shape[1] // kv_heads <= ROWS
 
@@ -58,6 +65,12 @@ def swizzled(*shape: int) -> Any:
     """bf16 in shared memory, laid as a wgmma reads it."""
     turned = plgpu.TilingTransform((BOX, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=turned)
+
+
+def swizzled_bytes(*shape: int) -> Any:
+    """Codes of 8 bits in shared memory, laid so that threads read them beside each other's."""
+    wide = min(shape[-1], SWIZZLE_BYTES)
+    return plgpu.SMEM(shape, jnp.int8, transforms=(plgpu.TilingTransform((BOX, wide)), plgpu.SwizzleTransform(wide)))
 
 
 def varying_as(like: Array, array: Array) -> Array:
@@ -77,6 +90,11 @@ class Chip:
     def load(place: Any, layout: Any) -> Array:
         """Of memory that is not swizzled, into a wgmma's registers."""
         return plgpu.load(place, (), layout=layout, optimized=False)
+
+    @staticmethod
+    def codes(place: Any) -> Array:
+        """[tokens, D] of `swizzled_bytes`, into registers that hold what a wgmma's do once they are widened."""
+        return plgpu.load(place, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
 
     @staticmethod
     def words(place: Any) -> Array:
@@ -116,6 +134,10 @@ class Interpreted(Chip):
         return place[...]
 
     @staticmethod
+    def codes(place: Any) -> Array:
+        return place[...]
+
+    @staticmethod
     def words(place: Any) -> Array:
         return place[...].astype(jnp.int32)
 
@@ -137,19 +159,27 @@ def places(chip: type[Chip], shape: tuple[int, ...], axis: int) -> Array:
     return chip.lay(lax.broadcasted_iota(jnp.int32, shape, axis), plgpu.Layout.WGMMA)
 
 
+def per_token(array: Array, shape: tuple[int, ...]) -> Array:
+    """[tokens] -> [rows, tokens]."""
+    return lax.broadcast_in_dim(array, shape, [1])
+
+
 def per_row(array: Array, shape: tuple[int, ...]) -> Array:
     """[rows] -> [rows, numbers]."""
     return lax.broadcast_in_dim(array, shape, [0])
 
 
 def copies(rows: Array, kv_pages: Array | QuantizedPages) -> bool:
-    """Whether a TMA copies rows, of whatever dtype, into this pool: it takes 16 bytes at least, and no more than 256 of
-    each dimension."""
+    """Whether a TMA copies rows, of whatever dtype, into this pool: rows of 16 bytes at least, no more than 256 of any
+    dimension, and a token's together a multiple of what comes to shared memory."""
     del rows
     if plgpu is None:
         return False
     pool = stored(kv_pages)
-    return pool.shape[-1] * pool.dtype.itemsize % COPY_BYTES == 0 and max(pool.shape[1:]) <= MOST_OF_A_COPY
+    _, kv_heads, parts, _, size = pool.shape
+    row = size * pool.dtype.itemsize
+    whole = row % COPY_BYTES == 0 and kv_heads * parts * row % SHARED_BYTES == 0
+    return whole and max(pool.shape[1:]) <= MOST_OF_A_COPY
 
 
 def carries(rows: Array, pool: Array) -> bool:

@@ -3,7 +3,7 @@
 The work is cut as in the Triton code: one warpgroup a part of a slot and KV head, and the same kernel joins a slot's
 parts. The query heads of a KV head are the first rows of the 64 that a wgmma takes; the others hold whatever shared
 memory held, and nothing of them leaves. A ring of tiles is in flight: a tile's pages are two copies each, K and V, that
-arrive at one barrier.
+arrive at one barrier, and two more of their scales where they are quantised.
 """
 
 from functools import partial
@@ -18,10 +18,12 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER, Blocks, Rule, blocks_of
+from pallas_kernels.paged_attention.hopper_tiles import Held, Rooms
+from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import tuned
 
 
-def choose_blocks(q: Array, kv_pages: Array) -> Blocks:
+def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
     """The tuned choice, or parts as for Triton, of the least tiles: three of a head of 128 are 96 KiB."""
     found = tuned("paged_attention", q, kv_pages)
     if found.get(MOSAIC):
@@ -33,7 +35,7 @@ def choose_blocks(q: Array, kv_pages: Array) -> Blocks:
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     lengths: Array,
     sinks: Array | None,
@@ -45,11 +47,12 @@ def paged_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`, of what `mosaic.fits`. interpret: parameters of Mosaic GPU's interpreter."""
+    """As `pallas_kernels.paged_attention`, of what `mosaic.fits_widened`. interpret: parameters of the interpreter."""
     assert value_size is None, value_size
     interpret = interpret or None
     slots, heads, size = q.shape
-    _, kv_heads, _, page_size, _ = kv_pages.shape
+    _, kv_heads, _, page_size, _ = stored(kv_pages).shape
+    held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
     blocks = blocks or choose_blocks(q, kv_pages)
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     groups = heads // kv_heads
@@ -59,14 +62,14 @@ def paged_attention(
     sums = shape((slots * parts * kv_heads * rows,), jnp.float32)
     rule = Rule(scale, window, soft_cap, ((0, size),), None)
     top, total, mixed = plgpu.kernel(
-        partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret)),
+        partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret), kind=kind),
         out_type=(sums, sums, shape((sums.shape[0], size), jnp.float32)),
         grid=(slots, kv_heads, parts),
         grid_names=("slots", "heads", "parts"),
-        scratch_types=scratch(blocks, page_size, size),
+        scratch_types=scratch(blocks, page_size, size, codes=kind is not None),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(queries.reshape(-1, size), kv_pages.reshape(-1, size), page_table, lengths)
+    )(queries.reshape(-1, size), page_table, lengths, *held.refs)
     found = mosaic.varying_as(q, top), mosaic.varying_as(q, total), mosaic.varying_as(q, mixed)
     partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in found]
     if sinks is not None:
@@ -75,43 +78,25 @@ def paged_attention(
     return out.reshape(slots, kv_heads, rows, size)[:, :, :groups].reshape(slots, heads, size)
 
 
-def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
-    """The rows of a KV head, tiles of K and of V, sums, and who waits for what of them."""
-    tiles = mosaic.swizzled(blocks.stages, blocks.tile, size)
-    copies = 2 * max(1, blocks.tile // page_size)
+def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[Any]:
+    """The rows of a KV head, sums, who waits for the first, and tiles of K and of V."""
     return [
         mosaic.swizzled(ROWS, size),
-        tiles,
-        tiles,
         plgpu.SMEM((ROWS, size), jnp.float32),
         plgpu.SMEM((2, ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=1),
-        plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
+        *Rooms.scratch(blocks.stages, blocks.tile, page_size, size, codes=codes),
     ]
 
 
 def attend_part(
-    q_ref,
-    pool,
-    table_ref,
-    lengths_ref,
-    top_ref,
-    total_ref,
-    mixed_ref,
-    q_smem,
-    k_smem,
-    v_smem,
-    mixed_smem,
-    sums_smem,
-    q_barrier,
-    barriers,
-    *,
-    blocks: Blocks,
-    rule: Rule,
-    page_size: int,
-    chip: type[Chip],
+    q_ref, table_ref, lengths_ref, *refs, blocks: Blocks, rule: Rule, page_size: int, chip: type[Chip], kind: str | None
 ):
-    """One part of one slot, all query heads of one KV head."""
+    """One part of one slot, all query heads of one KV head. `refs` are the pool and its scales, what leaves, and what
+    `scratch` says. kind: dtype of the pool's codes."""
+    pool, refs = Held(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
+    (top_ref, total_ref, mixed_ref), (q_smem, mixed_smem, sums_smem, q_barrier, *tiles_smem) = refs[:3], refs[3:]
+    rooms = Rooms(*tiles_smem)
     slot, head, part = (lax.axis_index(name) for name in ("slots", "heads", "parts"))
     kv_heads = lax.axis_size("heads")
     tile, stages, rows = blocks.tile, blocks.stages, q_ref.shape[0] // (lax.axis_size("slots") * kv_heads)
@@ -127,11 +112,8 @@ def attend_part(
         for at in range(0, tile, page_size):
             token = index * tile + at
             page = jnp.where(token < length, table_ref[slot, lax.div(jnp.minimum(token, length - 1), page_size)], 0)
-            row = (page * kv_heads + head) * 2 * page_size + lax.rem(token, page_size)
-            size = min(page_size, tile)
-            for room, place in ((k_smem, row), (v_smem, row + page_size)):
-                held = pool.at[pl.ds(pl.multiple_of(place, BOX), size)]
-                plgpu.copy_gmem_to_smem(held, room.at[buffer, pl.ds(at, size)], barriers.at[buffer])
+            seat = buffer, at, min(page_size, tile)
+            rooms.fetch(pool, page, head, lax.rem(token, page_size), seat, page_size)
 
     @pl.when(part < parts)
     def _():
@@ -146,9 +128,9 @@ def attend_part(
             top, total, mixed = carry
             buffer = lax.rem(index - first, stages)
             pl.when(index + stages - 1 < stop)(lambda: fetch(index + stages - 1))
-            plgpu.barrier_wait(barriers.at[buffer])
-
-            logits = chip.logits(q_smem, k_smem.at[buffer])
+            plgpu.barrier_wait(rooms.arrived.at[buffer])
+            keys, values = rooms.widen(buffer, chip, e4m3=kind == "float8_e4m3fn")
+            logits = rooms.scaled(chip.logits(q_smem, keys), buffer, 0, chip)
             if rule.soft_cap is None:
                 logits = logits * (rule.scale * LOG2_E)
             else:
@@ -161,7 +143,8 @@ def attend_part(
             total = total * share + weights.sum(axis=1)
 
             mixed = mixed * per_row(share, mixed.shape)
-            return higher, total, chip.mixture(mixed, weights.astype(jnp.bfloat16), v_smem.at[buffer])
+            weights = rooms.scaled(weights, buffer, 1, chip)
+            return higher, total, chip.mixture(mixed, weights.astype(jnp.bfloat16), values)
 
         of_rows = plgpu.Layout.WGMMA.reduce(1)
         top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), of_rows)

@@ -14,6 +14,7 @@ from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
 from pallas_kernels import mosaic, paged_attention
 from pallas_kernels.paged_attention import hopper
 from pallas_kernels.platforms import gpu_generation, traced_for
+from pallas_kernels.quantized import QuantizedPages, quantize_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.test_pack_aot import array, make_pools
@@ -40,6 +41,19 @@ def test_it_meets_the_oracle_without_a_race(shape, lengths, options, capfd):
     assert RACE not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    rest_slow(
+        [(Shape(64, 1, 4, 32), "int8", {}), (Shape(128, 1, 4, 64), "float8_e4m3fn", {"window": 20, "soft_cap": 3.0})], 2
+    ),
+    ids=str,
+)
+def test_codes_with_scales_meet_the_oracle_without_a_race(shape, dtype, options, capfd):
+    q, pool, *rest = inputs(shape, (3, 70, 0), "float32")
+    check(attend, (q.astype("bfloat16"), quantize_pages(pool, jnp.dtype(dtype)), *rest), "bfloat16", **options)
+    assert RACE not in capfd.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_page_that_the_pool_has_not_raises():
     q, pool, table, lengths = inputs(CASES[0][0], (3, 70), "bfloat16")
@@ -48,8 +62,10 @@ def test_a_page_that_the_pool_has_not_raises():
     reset_gpu_interpret_mode_state()  # what an interpretation that raised leaves behind fails those after it
 
 
-def compiled(submesh: Submesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE) -> Any:
-    (pool,) = make_pools(submesh, shape, "bfloat16", 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
+def compiled(
+    submesh: Submesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE, dtype: str = "bfloat16"
+) -> Any:
+    (pool,) = make_pools(submesh, shape, dtype, 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
     q = array(submesh, (slots, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
     table, lengths = array(submesh, (slots, 256), jnp.int32), array(submesh, (slots,), jnp.int32)
     with jax.sharding.set_mesh(submesh.mesh), traced_for("gpu"):
@@ -57,14 +73,24 @@ def compiled(submesh: Submesh, shape: Shape, slots: int, attend=paged_attention,
 
 
 @pytest.mark.parametrize(
-    "shape",
-    rest_slow([Shape(128, 8, 4, 16), Shape(64, 8, 8, 64), Shape(128, 1, 64, 128)]),
+    ("shape", "dtype"),
+    rest_slow(
+        [
+            (Shape(128, 8, 4, 16), "bfloat16"),
+            (Shape(128, 8, 4, 32), "float8_e4m3fn"),
+            (Shape(128, 8, 4, 32), "int8"),
+            (Shape(64, 8, 8, 64), "bfloat16"),
+            (Shape(64, 8, 8, 64), "float8_e4m3fn"),
+            (Shape(128, 1, 64, 128), "bfloat16"),
+        ],
+        2,
+    ),
     ids=str,
 )
-def test_an_h100_gets_it_with_no_register_spilled(shape, monkeypatch, capfd):
+def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, 64).as_text()
+    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, 64, dtype=dtype).as_text()
     told = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 
@@ -113,3 +139,11 @@ def test_what_does_not_fit_its_tiles_is_triton_s(shape, dtype, fits):
 def test_a_pool_of_one_part_is_triton_s():
     q, pool = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 1, 16, 128), jnp.bfloat16)
     assert not mosaic.fits(q, pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("page_size", "fits"), [(32, True), (16, False)])  # 64 bytes of scales are no copy
+def test_codes_fit_where_the_scales_of_a_page_fill_a_copy(page_size, fits):
+    codes: Any = jax.ShapeDtypeStruct((9, 8, 2, page_size, 128), jnp.int8)
+    q: Any = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16)
+    pool = QuantizedPages(codes, jax.ShapeDtypeStruct((9, 8, 2 * page_size), jnp.float32))  # type: ignore[arg-type]
+    assert mosaic.fits_widened(q, pool) is fits and not mosaic.fits(q, pool)

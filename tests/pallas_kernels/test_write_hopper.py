@@ -66,6 +66,7 @@ def test_an_h100_writes_in_place_with_no_register_spilled(dtype, monkeypatch, ca
         (Shape(128, 8, 1, 16), "bfloat16", True),
         (Shape(64, 2, 1, 4), "int8", True),
         (Shape(20, 2, 1, 16), "bfloat16", False),  # 40 bytes of a row
+        (Shape(16, 1, 1, 16), "bfloat16", False),  # 64 bytes of a token
         (Shape(128, 8, 1, 512), "bfloat16", False),
     ],
     ids=str,
