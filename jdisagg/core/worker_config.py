@@ -46,8 +46,8 @@ class Digests(StrEnum):
 
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
 MAY_BE_NONE = (
-    *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "short_prompt_tokens"),
-    *("part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
+    *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "draft_layers"),
+    *("short_prompt_tokens", "part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
@@ -95,6 +95,7 @@ class WorkerConfig:
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
     draft_ngrams: bool = True  # guessed from tokens that stood there before; else by a model
+    draft_layers: int = 0  # of a draft model, numbered behind the model's, whose KV goes where the model's does
     draft_auto: bool = False  # only where that is thought to be faster than a token a step
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.declaration import DeclaredProgram, local_bytes
+from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
+from jdisagg.engine.draft_layers import ROWS, WIPED, DraftLayers
 from jdisagg.engine.drafting import LATE, DraftPrograms, history_length
 from jdisagg.engine.draw_declarations import Drawn
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingMetadata
+from jdisagg.kv.pools import abstract_pool
+from jdisagg.parallel.submesh import Program
 
 
 def declared_drafts(
@@ -18,8 +27,15 @@ def declared_drafts(
     history, state = slots.ints(number, length), slots.ints(4, number)
     size, drawn = local_bytes(history), [slots.ints(number)] * LATE
     if layers is not None:
-        yield from layers.declared(slots.stage + 1, number, length)
+        yield from _guesses(layers, slots.stage + 1, number, length)
+        yield from declared_reading(layers, slots.stage + 1, [layers.primed_tokens])
+        rows = slots.ints(layers.worker.max_chunk_seqs)
         yield slots.program("draw set fed", layers.set_fed, (slots.ints(number), slots.ints(), slots.ints()))
+        yield slots.program("draw set reached", layers.set_reached, (slots.ints(number), rows, rows))
+        if layers.kept:
+            batch = whole(layers.submesh, (layers.worker.table_buckets[-1],)), whole(layers.submesh, ())
+            found = _on_pages(layers, slots.stage + 1, "found", layers.found_program, batch, layers.kv_layers[:1])
+            yield replace(found, donated_bytes=0)
     yield slots.program("draw note", programs.note, (history, state, *drawn), size)
     if turns > 1:
         told = history, state, slots.ints(turns, number)
@@ -43,3 +59,46 @@ def _of_width(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: int) -
     yield rows.program("draw verify", programs.verify, (*held, slots.counts), size)
     yield rows.program("draw verify logprobs", programs.logprobs, (logits, told))
     yield rows.program("draw verify count", programs.count, (slots.counts, told), local_bytes(slots.counts.output))
+
+
+def _guesses(layers: DraftLayers, stage: int, slots: int, length: int) -> Iterator[DeclaredProgram]:
+    """As on the stage behind all others; length: of a history."""
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return whole(layers.submesh, shape)
+
+    floats = whole(layers.submesh, (slots, FLOAT_COLUMNS), jnp.float32)
+    metadata: Any = SamplingMetadata(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
+    held = ints(slots, length), ints(4, slots), ints(slots), ints(slots)
+    for size in layers.worker.draft_sizes:
+        for width in layers.worker.table_buckets:
+            batch = ints(slots, width), *held, ints(slots, size), metadata
+            yield _through(layers, f"guess {size}", stage, width, layers.guess_program, batch, slots)
+
+
+def declared_reading(layers: DraftLayers, stage: int, sizes: Sequence[int]) -> Iterator[DeclaredProgram]:
+    """Of chunks of so many tokens; and what makes room for them, where its pages go with the model's."""
+    sequences, width = layers.worker.max_chunk_seqs, layers.worker.table_buckets[-1]
+    for tokens in sizes:
+        ints = [whole(layers.submesh, shape) for shape in ((ROWS, tokens), (2, sequences + 1), (sequences, width))]
+        yield _through(layers, "prime", stage, tokens, layers.prefill_program, (*ints, None), tokens)
+    if layers.kept:
+        batch = whole(layers.submesh, (WIPED,)), whole(layers.submesh, (WIPED,))
+        yield _on_pages(layers, stage, "wipe", layers.wipe_program, batch, layers.kv_layers)
+
+
+def _through(
+    layers: DraftLayers, kind: str, stage: int, size: int, program: Program, batch: tuple[Any, ...], rows: int
+) -> DeclaredProgram:
+    declared = _on_pages(layers, stage, kind, program, batch, layers.kv_layers)
+    room = logit_bytes(layers.config, rows)
+    return replace(declared, size=size, weights=abstract(layers.params.leaves), batch_bytes=room)
+
+
+def _on_pages(
+    layers: DraftLayers, stage: int, kind: str, program: Program, batch: tuple[Any, ...], held: range
+) -> DeclaredProgram:
+    """Of the pages of some layers alone, which are written."""
+    pools = [abstract_pool(layers.kv.layout, layers.worker.num_pages, layers.submesh)] * len(held)
+    written, place = sum(map(local_bytes, pools)), (layers.submesh, held)
+    return DeclaredProgram(kind, stage, WIPED, program, batch, *place, pools=pools, donated_bytes=written)

@@ -1,10 +1,12 @@
 """A small model that guesses what the rows of a decode worker draw next, beside the model that is served.
 
-Its KV lies in pages of its own with the numbers of the other's, so that a slot's page table serves both. None of it is
-handed over: it is a function of a sequence's tokens, and the model is small, so that it is made where the tokens are.
-A prompt's when its slot is taken, by chunks; a drawn token's when the next guess is made, as many at once as were
-drawn since the last one, LATELY at most. So a guess is as good after a handoff, a preemption, a migration, a prefix
-that was there, or steps that wanted no guess.
+Its KV lies in pages of its own with the numbers of the other's, so that a slot's page table serves both. Where it is
+kept, whoever computes a prompt's tokens has this model read them too, and its pages are shipped, put below HBM and
+found as prefixes with the other's: its layers are numbered behind those. A drawn token is read when the next guess is
+made, as many at once as were drawn since the last one, LATELY at most. What is in no page that came is made from the
+tokens (`draft_reading.py`): so a guess is as good after a handoff, a preemption, a migration, a prefix that was there,
+or steps that wanted no guess. Rows of a page that this model has not written for what is in it are zeros, so that
+pages say themselves what of them may be read, wherever they come from.
 
 A guess is drawn as the token itself will be, with the same number for the same seed and position (`sampling.pick`): two
 distributions that are alike then draw alike, at any temperature.
@@ -12,6 +14,7 @@ distributions that are alike then draw alike, at any temperature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,31 +24,32 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import NULL_PAGE, DraftPages, KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.steps import Admission, PrefillChunk, PrefillChunks
+from jdisagg.core.steps import Admission
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.layer_group import Chunks, LayerGroup, running
-from jdisagg.engine.prefill import pack
+from jdisagg.engine.prefill import Packed
 from jdisagg.engine.sampling import (
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
     TEMPERATURE,
     SamplingMetadata,
     pick,
     pick_greedy,
 )
-from jdisagg.kv.pools import abstract_pool
+from jdisagg.kv.packing import HeadSlices, insert_shard
+from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import Source
-from jdisagg.parallel.submesh import Program, Submesh
+from jdisagg.parallel.submesh import WHOLE, Program, Submesh
+from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
 LATELY = 8  # tokens of a slot that one guess reads at most, besides those it guesses
-PRIMED = 256  # tokens of a prompt that one program reads
+PRIMED = 256  # tokens of prompts that are read between two steps
+WIPED = 16  # pages that one program wipes
+ROWS = 3  # of packed chunks without adapters
 FREE = -2  # where a guess is wanted
 
 
@@ -55,6 +59,7 @@ class DraftModel:
 
     source: Source
     config: ModelConfig
+    name: str = "draft"  # tells drafts and their weights apart
 
 
 class DraftLayers(LayerGroup):
@@ -65,29 +70,53 @@ class DraftLayers(LayerGroup):
         params: StageParams,
         config: ModelConfig,
         submesh: Submesh,
-        layout: KVLayout,
+        pages: DraftPages,
         worker: WorkerConfig,
     ) -> None:
-        super().__init__(params, config, range(config.num_layers), submesh, layout, worker.num_pages)
-        self.worker = worker
+        self.pages = pages
+        super().__init__(params, config, range(config.num_layers), submesh, pages.layout, worker.num_pages)
+        self.worker, self.kv.draft = worker, pages.name
         self.guess_program = self._program(self._guess, 7, 2)
-        self.set_fed = Program(lambda fed, row, tokens: fed.at[row].set(tokens))
+        self.set_fed, self.set_reached = Program(fed_set), Program(fed_reached)
+        own = (POOL_SPEC, WHOLE), (self.pool_format, None)
+        self.wipe_program = submesh.program(wiped, (POOL_SPEC, WHOLE, WHOLE), own[0], (0,), own[1], as_stored=True)
+        self.found_program = submesh.program(found_in, (POOL_SPEC, WHOLE, WHOLE), WHOLE)
+
+    @property
+    def kv_layers(self) -> range:
+        return self.pages.layers
 
     @property
     def programs(self) -> list[Program]:
-        return [*super().programs, self.guess_program, self.set_fed]
+        own = [self.guess_program, self.set_fed, self.set_reached, self.wipe_program, self.found_program]
+        return [*super().programs, *own]
 
-    # ------------------------------------------------------------ a prompt
+    # ------------------------------------------------------------ its pages
 
-    def prime(self, admission: Admission) -> None:
-        """Reads what one that takes a slot holds, but for the token that is fed next."""
-        tokens, pages = admission.history.whole[: admission.position], admission.pages
-        for start in range(0, len(tokens), self.primed_tokens):
-            part = tokens[start : start + self.primed_tokens]
-            held = pages[: self.worker.pages_for(start + len(part))]
-            chunk = PrefillChunk(admission.request_id, part, start, held, last=False, sampling=admission.sampling)
-            packed = pack(PrefillChunks((chunk,), self.primed_tokens, self.worker.table_buckets[-1]), self.worker)
-            self.prefill(Chunks(*self.submesh.put((packed.rows, packed.spans, packed.table))), None)
+    @property
+    def kept(self) -> bool:
+        """Whether its KV goes wherever the model's does."""
+        return self.worker.draft_layers > 0
+
+    def wipe(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Zeros where nothing is written yet: of each page from that row on."""
+        for start in range(0, len(rows), WIPED):
+            padded = np.full((2, WIPED), NULL_PAGE, np.int32)
+            padded[:, : len(rows[start : start + WIPED])] = np.array(rows[start : start + WIPED], np.int32).T
+            self.kv.pools, _ = self.wipe_program(self.kv.pools, *self.submesh.put((padded[0], padded[1])))
+
+    def found(self, admission: Admission) -> Array:
+        """i32[]: how many tokens of one that takes a slot have their KV, where tokens are drawn; of the first ones."""
+        table = np.zeros(self.worker.table_buckets[-1], np.int32)
+        table[: len(admission.pages)] = admission.pages
+        place = self.submesh.put((table, np.asarray(admission.position, np.int32)))
+        return self.found_program(self.kv.pools[:1], *place).addressable_data(0)
+
+    def read(self, packed: Packed, chunks: Chunks | None = None) -> None:
+        """Chunks of prompts, on the submesh already where `chunks` says so."""
+        if chunks is None or len(packed.rows) > ROWS:  # adapters are the other model's
+            chunks = Chunks(*self.submesh.put((packed.rows[:ROWS], packed.spans, packed.table)))
+        self.prefill(chunks, None)
 
     @property
     def primed_tokens(self) -> int:
@@ -156,54 +185,33 @@ class DraftLayers(LayerGroup):
         last = jnp.take_along_axis(x, jnp.maximum(read - fed - 1, 0)[:, None, None], axis=1)[:, 0]
         return layers.pools, stage.logits(last), read
 
-    # ------------------------------------------------------------ what is declared
 
-    def declared(self, stage: int, slots: int, history_length: int) -> list[DeclaredProgram]:
-        """Its programs, as on the stage behind all others."""
-        return [*self._declared_guesses(stage, slots, history_length), self._declared_prime(stage)]
+def fed_set(fed: Array, row: Array, tokens: Array) -> Array:
+    """fed i32[B], one slot's said anew."""
+    return fed.at[row].set(tokens)
 
-    def _declared_guesses(self, stage: int, slots: int, length: int) -> list[DeclaredProgram]:
-        def ints(*shape: int) -> jax.ShapeDtypeStruct:
-            return whole(self.submesh, shape)
 
-        floats = whole(self.submesh, (slots, FLOAT_COLUMNS), jnp.float32)
-        metadata: Any = SamplingMetadata(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
-        held = ints(slots, length), ints(4, slots), ints(slots), ints(slots)
-        return [
-            self._declare(
-                f"guess {size}",
-                stage,
-                width,
-                self.guess_program,
-                (ints(slots, width), *held, ints(slots, size), metadata),
-                slots,
-            )
-            for size in self.worker.draft_sizes
-            for width in self.worker.table_buckets
-        ]
+def fed_reached(fed: Array, rows: Array, tokens: Array) -> Array:
+    """fed i32[B] of which some rows have read so far at least; rows that are none are left out."""
+    return fed.at[rows].max(tokens, mode="drop")
 
-    def _declared_prime(self, stage: int) -> DeclaredProgram:
-        tokens, sequences, width = self.primed_tokens, self.worker.max_chunk_seqs, self.worker.table_buckets[-1]
-        ints = [whole(self.submesh, shape) for shape in ((3, tokens), (2, sequences + 1), (sequences, width))]
-        return self._declare("prime", stage, tokens, self.prefill_program, (*ints, None), tokens)
 
-    def _declare(
-        self, kind: str, stage: int, size: int, program: Program, batch: tuple[Any, ...], rows: int
-    ) -> DeclaredProgram:
-        pools = [abstract_pool(self.kv.layout, self.worker.num_pages, self.submesh)] * len(self.layers)
-        return DeclaredProgram(
-            kind,
-            stage,
-            size,
-            program,
-            batch,
-            self.submesh,
-            self.layers,
-            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self.params.leaves],
-            pools,
-            batch_bytes=logit_bytes(self.config, rows),
-            donated_bytes=sum(map(local_bytes, pools)),
-        )
+def found_in(pools: list[Pool], table: Array, position: Array) -> Array:
+    """i32[]: tokens before `position` whose keys and values are there, from the first of them on.
+
+    table i32[W]: a slot's pages. Rows that nothing was written to are zeros, and no token's keys are.
+    """
+    there = jnp.any(stored(pools[0])[table] != 0, axis=(1, 2, 4)).reshape(-1)
+    there &= jnp.arange(there.shape[0]) < position
+    return jnp.sum(jnp.cumprod(there.astype(jnp.int32)))
+
+
+def wiped(pools: list[Pool], pages: Array, firsts: Array) -> tuple[list[Pool], Array]:
+    """Zeros in each page from a row on; the second result only says that it is done."""
+    held: Any = jnp.stack([stored(pool)[pages] for pool in pools])
+    left = jnp.arange(held.shape[4])[None, :] < firsts[:, None]
+    values = jnp.where(left[None, :, None, None, :, None], held, 0).astype(held.dtype)
+    return insert_shard(pools, pages, HeadSlices([values], [], [], [])), pages[:1]
 
 
 def rows_of(tokens: Array, positions: Array, enabled: Array) -> Array:
@@ -233,19 +241,15 @@ class Beside(Protocol):
     def dtype(self) -> DTypeLike: ...
 
 
-def open_draft(place: Beside, worker: WorkerConfig, submesh: Submesh) -> DraftLayers | None:
-    """The model that a worker guesses by, on its last stage; None where it needs none."""
-    if not isinstance(place.draft, DraftModel) or not (worker.role.decodes and worker.draft_tokens):
+def open_draft(place: Beside, worker: WorkerConfig, model: ModelConfig, submesh: Submesh) -> DraftLayers | None:
+    """The model that a worker guesses by, or that reads its prompts for others, on its last stage; None where it needs
+    none. model: that is served."""
+    draft, guesses = place.draft, worker.role.decodes and worker.draft_tokens
+    if not isinstance(draft, DraftModel) or not (worker.draft_layers or guesses):
         return None
-    source, config = place.draft.source, place.draft.config
-    params = load_stage(source, StageSpec(config, range(config.num_layers), submesh.mesh, place.dtype))
+    layers = range(draft.config.num_layers)
+    params = load_stage(draft.source, StageSpec(draft.config, layers, submesh.mesh, place.dtype))
     dtype = str(jnp.dtype(place.dtype)) if place.layout.scaled else place.layout.dtype  # it is small: no scales
-    layout = KVLayout.of(config, worker.page_size, dtype, place.layout.tiled)
-    return DraftLayers(params, config, submesh, layout, worker)
-
-
-def primed(layers: DraftLayers, fed: Array, row: int, admission: Admission) -> Array:
-    """Fed i32[B], the slot of `row` having read what it holds."""
-    if admission.history.whole:
-        layers.prime(admission)
-    return layers.set_fed(fed, *jax.device_put((np.int32(row), np.int32(admission.position)), fed.device))
+    layout = KVLayout.of(draft.config, worker.page_size, dtype, place.layout.tiled)
+    pages = DraftPages(draft.name, layout, model.num_layers)
+    return DraftLayers(params, draft.config, submesh, pages, worker)

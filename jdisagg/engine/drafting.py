@@ -32,7 +32,8 @@ from jdisagg.engine.decode import (
     Drawing,
     Microbatch,
 )
-from jdisagg.engine.draft_layers import FREE, DraftLayers, primed
+from jdisagg.engine.draft_layers import FREE, DraftLayers
+from jdisagg.engine.draft_reading import DraftReading
 from jdisagg.engine.draw_declarations import Drawn
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup
@@ -143,13 +144,13 @@ class DraftPrograms:
 class Guesses:
     """What drafts of one microbatch are made of, where its tokens are drawn."""
 
-    def __init__(self, batch: Microbatch, length: int, sizes: Sequence[int]) -> None:
-        """sizes: tokens of the drafts that there are programs for."""
+    def __init__(self, batch: Microbatch, length: int, sizes: Sequence[int], layers: DraftLayers | None) -> None:
+        """sizes: tokens of the drafts that there are programs for. layers: of the model that guesses, if one does."""
+        self.reading = None if layers is None else DraftReading(layers, batch)
         self.history: Array = batch.put(np.zeros((batch.size, length), np.int32))
         self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
         self.free: dict[int, Array] = batch.put({size: np.full((batch.size, size), FREE, np.int32) for size in sizes})
-        self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens that the model that guesses has read
         self.unnoted: list[Array] = []  # tokens i32[B] of the last steps of one token a row, which it has not yet
         self.nothing: Array = batch.put(np.full(batch.size, MASKED, np.int32))
         self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
@@ -191,7 +192,7 @@ class DraftingDecoder(Decoder):
         super().__init__(layer_groups, config, vocab_size, grammars)
         self.drafts = DraftPrograms(layers)
         sizes = history_length(config), config.draft_sizes
-        self.guesses = [Guesses(batch, *sizes) for batch in self.microbatches]
+        self.guesses = [Guesses(batch, *sizes, layers) for batch in self.microbatches]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         guesses = self.guesses[plan.microbatch]
@@ -200,6 +201,8 @@ class DraftingDecoder(Decoder):
         batch = super().begin(plan)
         for admission in plan.admit:
             self._admit(batch, guesses, admission)
+        if guesses.reading is not None:
+            guesses.reading.begin(plan)
         guesses.wide = None
         if plan.turns:
             self._note(batch, guesses)  # before they go on
@@ -209,7 +212,8 @@ class DraftingDecoder(Decoder):
             self._note(batch, guesses)
             guesses.send_widths(batch, plan)
             given = guesses.given(batch, bucket(longest, self.config.draft_sizes))
-            given = self._guess(batch, guesses, given, plan.table_pages)
+            if not plan.gates:  # else the pages it would be guessed from are on their way
+                given = self._guess(batch, guesses, given, plan.table_pages)
             guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
         return batch
 
@@ -217,20 +221,18 @@ class DraftingDecoder(Decoder):
         row = admission.slot - batch.first_slot
         tokens = batch.put((np.asarray(row, np.int32), guesses.tokens_of(admission)))
         guesses.history = self.drafts.set_tokens(guesses.history, *tokens)
-        if self.drafts.layers is not None:
-            guesses.fed = primed(self.drafts.layers, guesses.fed, row, admission)
 
     def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
         """The drafts of the host's, and for other rows those of the model that guesses; FREE is left to n-grams."""
-        layers = self.drafts.layers
-        if layers is None:
+        layers, reading = self.drafts.layers, guesses.reading
+        if layers is None or reading is None:
             return given
-        held = guesses.history, batch.state, guesses.fed, guesses.widths, given, batch.metadata
+        held = guesses.history, batch.state, reading.fed, guesses.widths, given, batch.metadata
         if batch.rows.adapters is None:
             table = batch.table_on(layers.submesh, width)
         else:
             table = layers.submesh.put(batch.table[:, :width].copy())  # adapters are the other model's
-        given, guesses.fed = layers.guess(table, *held)
+        given, reading.fed = layers.guess(table, *held)
         return given
 
     def _longest(self, batch: Microbatch, plan: DecodeRows) -> int:

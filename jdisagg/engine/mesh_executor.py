@@ -29,7 +29,7 @@ from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.draft_layers import DraftLayers, DraftModel, open_draft
+from jdisagg.engine.draft_layers import DraftModel, open_draft
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.headed_group import HeadedGroup
@@ -161,11 +161,15 @@ class MeshExecutor:
                 self._group(load(source, spec), run, submesh) for spec, (run, submesh) in zip(specs, cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups], layout)
-        self.tier_pages = TierPages(config, [group.kv for group in self.layer_groups], self.transfer_programs)
+        last = self.layer_groups[-1].submesh
+        self.draft = None if self.ring is not None else open_draft(self.place, config, model, last)
+        kept = None if self.draft is None or not self.draft.kept else self.draft.pages
+        self.tier_pages = TierPages(config, self.pages, self.transfer_programs, kept)
         self.runner = self._runner()
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
+        beside: Any = {"draft": self.draft, "drafts": self.runner.drafts, "turns": self.runner.turns}
         self.table = (
-            ProgramTable(config, model, layout, dtype, *owners, drafts=self.runner.drafts, turns=self.runner.turns)
+            ProgramTable(config, model, layout, dtype, *owners, **beside)
             if self.ring is None
             else RingTable(config, model, layout, dtype, *owners, ring=self.ring)
         )
@@ -190,12 +194,7 @@ class MeshExecutor:
         if self.ring is not None:
             return RingRunner(self.ring, self.config, self.place.grammars, self._adapters())
         parts = self.layer_groups, self.config, self.model.vocab_size, self.place.grammars
-        return Runner(*parts, self._adapters(), open_draft(self.place, self.config, self.layer_groups[-1].submesh))
-
-    @property
-    def draft(self) -> DraftLayers | None:
-        """The model that guesses, where there is one."""
-        return self.runner.drafts.layers if self.runner.drafts is not None else None
+        return Runner(*parts, self._adapters(), self.draft)
 
     def owner(self, declared: DeclaredProgram) -> Any:
         """What holds the weights and pools that the program reads: a layer group, or what stands behind its stages."""
@@ -237,13 +236,24 @@ class MeshExecutor:
         """It goes with its arrays."""
 
     def insert(self, shipment: Landed) -> None:
+        if self.draft is not None and self.draft.kept:
+            self._wipe_draft(shipment)
         insert_landed(self.pages, self.transfer_programs, shipment.landed)
         self.runner.gates.inserted(shipment.transfer)
 
+    def _wipe_draft(self, shipment: Landed) -> None:
+        """Where the model's pages come without the draft's, what was in the draft's is not about them any more."""
+        assert self.draft is not None
+        transfer, ends = shipment.transfer, self.model.num_layers
+        came = any(each.layers.start >= ends for each in shipment.landed)
+        if not came and (transfer.layers is None or transfer.layers[1] >= ends):
+            self.draft.wipe([(page, 0) for page in transfer.destination_pages])
+
     @property
     def pages(self) -> list[PagesOfStage]:
-        """The KV pages of each layer group, in layer order."""
-        return [group.kv for group in self.layer_groups]
+        """The KV pages of each layer group, in layer order, and behind them a draft's that go with them."""
+        kept = [] if self.draft is None or not self.draft.kept else [self.draft.kv]
+        return [*(group.kv for group in self.layer_groups), *kept]
 
     @property
     def expert_loads(self) -> list[ExpertLoad]:

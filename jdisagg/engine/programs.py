@@ -23,7 +23,8 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
-from jdisagg.engine.draft_declarations import declared_drafts
+from jdisagg.engine.draft_declarations import declared_drafts, declared_reading
+from jdisagg.engine.draft_layers import DraftLayers
 from jdisagg.engine.drafting import DraftPrograms
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
 from jdisagg.engine.head_declarations import declared_heads, gathers_of, scored_bytes
@@ -51,13 +52,15 @@ class ProgramTable:
     transfer_programs: Mapping[Submesh, TransferPrograms]
     first_draws: FirstDrawPrograms | None  # None where it computes no prompts
     draws: DrawPrograms | None  # None where it does not decode
+    draft: DraftLayers | None = field(default=None, kw_only=True)  # the model that guesses, where it is loaded
     drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None where no row draws more than one token
     turns: TurnPrograms | None = field(default=None, kw_only=True)  # None where a step is one turn
 
     @property
     def owned(self) -> list[Program]:
         """The jitted functions, each with all that it was compiled for."""
-        draws = self.first_draws, self.draws, self.drafts, self.turns
+        draft = self.draft if self.drafts is None else None  # else among those
+        draws = self.first_draws, self.draws, self.drafts, self.turns, draft
         owners = *self.layer_groups, *self.transfer_programs.values(), *draws
         return [program for owner in owners if owner is not None for program in owner.programs]
 
@@ -69,6 +72,8 @@ class ProgramTable:
     @property
     def transfers(self) -> TransferTable:
         kept = [Kept(group, self.layout) for group in self.layer_groups]
+        if self.draft is not None and self.draft.kept:
+            kept.append(Kept(self.draft, self.draft.pages.layout, self.draft.pages))
         return TransferTable(self.config, kept, self.transfer_programs)
 
     def steps(self) -> list[DeclaredProgram]:
@@ -77,6 +82,8 @@ class ProgramTable:
         if self.first_draws is not None:
             found += [each for tokens in self.config.prefill_buckets for each in self._prefills(tokens)]
             found += declared_first_draws(self.first_draws, self._drawn(self.config.max_chunk_seqs))
+            if self.draft is not None and self.draft.kept:
+                found += declared_reading(self.draft, len(self.layer_groups), self.config.prefill_buckets)
         if self.draws is not None:
             slots = self.config.slots_per_microbatch
             steps = [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]

@@ -48,6 +48,7 @@ class Ring(RingPrograms):
         super().__init__(model, cut, ring, params, config.num_slots, config.decode_turns, room)
         self.kv = RingPages(layout, cut, config.num_pages, ring)
         self.layers, self.submesh = range(len(cut.numbers)), ring
+        self.kv_layers = self.layers
         self.stages = [RingStage(self, stage) for stage in range(ring.pp)]
 
     def dispatch(self, kind: str, slots: Slots) -> Drawn:

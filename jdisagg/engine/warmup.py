@@ -30,7 +30,7 @@ def run_null(group: LayerGroup | Ring, declared: DeclaredProgram, batch: tuple[A
 
     The batch may be donated: each call needs one of its own.
     """
-    first = declared.layers.start - group.layers.start
+    first = declared.layers.start - group.kv_layers.start
     held = slice(0, 1) if group.joined else slice(first, first + len(declared.layers))
     weights = [] if declared.weights is None else [group.params.leaves]
     pools = [] if declared.pools is None else [group.kv.pools[held]]

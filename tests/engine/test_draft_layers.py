@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import RequestId, SamplingParams
-from jdisagg.core.steps import Admission, History
+from jdisagg.core.request import Attempt, RequestId, SamplingParams
+from jdisagg.core.steps import Admission, DecodeRows, History, PrefillChunk, PrefillChunks
+from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.engine import draft_layers
 from jdisagg.engine.draft_layers import LATELY, DraftModel
+from jdisagg.engine.draft_reading import DraftReading
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.prefill import pack
 from jdisagg.model.sources import RandomSource
 from tests.engine.stacks import (
     CONFIG,
@@ -95,8 +98,10 @@ def test_a_model_that_guesses_badly_changes_no_token(pp: int):
     assert found == plain and sum(drawn) < 2 * len(drawn) and machine.recompiles() == 0
 
 
-def test_a_machine_that_decodes_nothing_needs_no_guesses():
-    assert open_machine(Role.PREFILL, [range(4)], jax.devices()[:1], draft=DraftModel(SOURCE, CONFIG)).draft is None
+def test_a_machine_that_decodes_nothing_needs_no_guesses_unless_their_pages_are_kept():
+    draft = DraftModel(SOURCE, CONFIG)
+    assert open_machine(Role.PREFILL, [range(4)], jax.devices()[:1], draft=draft).draft is None
+    assert open_machine(Role.PREFILL, [range(4)], jax.devices()[:1], draft=draft, draft_layers=4).draft is not None
 
 
 def test_a_prompt_is_read_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch):
@@ -107,10 +112,118 @@ def test_a_prompt_is_read_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch
     found = []
     for size in (16, 64):
         monkeypatch.setattr(draft_layers, "PRIMED", size)
-        draft = machine.draft
-        assert draft is not None and draft.primed_tokens == size
+        draft, decoder = machine.draft, machine.runner.decoder
+        assert draft is not None and draft.primed_tokens == size and decoder is not None
         draft.kv.pools = [jnp.zeros_like(pool) for pool in draft.kv.pools]
-        draft.prime(admission)
+        reading = DraftReading(draft, decoder.microbatches[0])
+        reading.begin(rows(0, admission))
+        steps = 1
+        while reading.behind:
+            assert np.asarray(reading.fed)[0] == steps * size, "no more than that between two steps"
+            reading.begin(rows(steps))
+            steps += 1
+        assert steps == -(-49 // size) and np.asarray(reading.fed)[0] == 49
         found.append([np.asarray(pool[1:8]) for pool in draft.kv.pools])
     for parted, whole in zip(*found, strict=True):
         assert np.allclose(parted, whole, atol=1e-5) and np.abs(whole).max() > 0.1
+
+
+def rows(step: int, *admitted: Admission) -> DecodeRows:
+    plan = decode_plan(step, 0, (0,), 12, admitted).decode
+    assert plan is not None
+    return plan
+
+
+# ------------------------------------------------------------------ pages that are kept
+
+
+@cache
+def keeping(kind: str) -> MeshExecutor:
+    """A machine whose model guesses for itself and keeps the pages it does so from; a decode machine of two stages."""
+    pp = 2 if kind == Role.DECODE else 1
+    layers = [range(start, start + 4 // pp) for start in range(0, 4, 4 // pp)]
+    devices = jax.devices()[8 - pp :] if kind == Role.DECODE else jax.devices()[:1]
+    sizes = {"draft_tokens": DRAFTS, "draft_layers": 4, "dram_pages": 4}
+    machine = open_machine(Role(kind), layers, devices, pp=pp, draft=DraftModel(SOURCE, CONFIG), **sizes)
+    machine.warm(peers=[keeping(Role.DECODE)] if kind == Role.PREFILL else [])
+    return machine
+
+
+def reads_of(machine: MeshExecutor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each chunk that the model that guesses is going to read there."""
+    assert machine.draft is not None
+    found, read = list[int](), machine.draft.read
+    monkeypatch.setattr(
+        machine.draft, "read", lambda packed, *rest: (found.append(int(packed.spans[1, -1])), read(packed, *rest))
+    )
+    return found
+
+
+def drawn_by(machine: MeshExecutor, admitted: list[Admission], steps: int) -> list[int]:
+    """Tokens of all rows in that many steps that guess."""
+    found, active = list[int](), tuple(each.slot for each in admitted)
+    for step in range(steps):
+        widths = (1 + DRAFTS,) * len(active)
+        plan = decode_plan(step, 0, active, 12, admitted if step == 0 else (), widths=widths)
+        found += [len(each or ()) for _, each in machine.run(plan).read().decode]
+    return found
+
+
+def test_pages_that_were_handed_over_are_not_read_again(monkeypatch: pytest.MonkeyPatch):
+    source, machine = keeping(Role.PREFILL), keeping(Role.DECODE)
+    read, again = reads_of(source, monkeypatch), reads_of(machine, monkeypatch)
+    prompts = [tuple(range(70)), *PROMPTS]
+    sampling = [GREEDY, *SAMPLING]
+    firsts = first_tokens(run_prefill(source, prefill_plans(prompts, sampling)))
+    ship_all(source, machine, [len(prompt) for prompt in prompts])
+    admitted = Steps(machine).admissions(prompts, firsts, sampling)
+    assert set(drawn_by(machine, admitted, 5)) == {1 + DRAFTS}
+    assert sum(read) == sum(map(len, prompts)) and not again
+    assert not source.recompiles() and not machine.recompiles()
+
+
+def test_what_a_source_without_a_draft_does_not_bring_is_read_from_the_tokens(monkeypatch: pytest.MonkeyPatch):
+    """And what lay in these pages before is not taken for it."""
+    machine, source = keeping(Role.DECODE), prefill_machine(1)
+    source.warm(peers=[machine])
+    again, prompt = reads_of(machine, monkeypatch), tuple(range(90, 20, -1))
+    (first,) = first_tokens(run_prefill(source, prefill_plans([prompt], [GREEDY])))
+    ship_all(source, machine, [len(prompt)])
+    drawn = drawn_by(machine, Steps(machine).admissions([prompt], [first], [GREEDY]), 6)
+    assert sum(again) == len(prompt) and drawn[-3:] == [1 + DRAFTS] * 3
+    assert not machine.recompiles()
+
+
+def test_pages_that_came_back_from_below_are_not_read_again(monkeypatch: pytest.MonkeyPatch):
+    """To other places; what was written for nothing yet is none of it."""
+    source, machine = keeping(Role.PREFILL), keeping(Role.DECODE)
+    prompt = tuple(each * 7 % 97 for each in range(32))
+    (first,) = first_tokens(run_prefill(source, prefill_plans([prompt], [GREEDY])))
+    ship_all(source, machine, [len(prompt)])
+    (admission,) = Steps(machine).admissions([prompt], [first], [GREEDY])
+    records, good = machine.pack_pages(admission.pages[:4]).read()
+    elsewhere = tuple(range(200, 212))
+    owner = Attempt(RequestId("r"), 0)
+    move = PageMove(owner, Tier.DRAM, Tier.HBM, b"", destination_pages=elsewhere[:4])
+    shipment = machine.land_pages(move, records, [good] * 4)
+    shipment.wait()
+    machine.insert(shipment)
+    again = reads_of(machine, monkeypatch)
+    assert good and set(drawn_by(machine, [replace(admission, pages=elsewhere)], 4)) == {1 + DRAFTS} and not again
+
+
+def test_a_page_says_itself_how_far_it_was_written():
+    machine = keeping(Role.DECODE)
+    draft = machine.draft
+    assert draft is not None
+    tokens, pages = tuple(range(30)), (301, 302, 303, 304)
+    admission = Admission(0, RequestId("r"), 5, 30, pages, GREEDY, 1, History(tokens))
+    draft.wipe([(page, 0) for page in pages])
+    assert int(draft.found(admission)) == 0
+    chunk = PrefillChunk(RequestId("r"), tokens, 0, pages, last=False, sampling=GREEDY)
+    draft.read(pack(PrefillChunks((chunk,), draft.primed_tokens, 12), machine.config))
+    assert [int(draft.found(replace(admission, position=position))) for position in (30, 29, 8)] == [30, 29, 8]
+    draft.wipe([(304, 3)])
+    assert int(draft.found(admission)) == 27
+    draft.wipe([(302, 0)])
+    assert int(draft.found(admission)) == 8, "what lies behind what is not there counts nothing"
