@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.kv_layout import NULL_PAGE, DraftPages, KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.steps import Admission
+from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.layer_group import Chunks, LayerGroup, running
@@ -104,6 +104,12 @@ class DraftLayers(LayerGroup):
             padded = np.full((2, WIPED), NULL_PAGE, np.int32)
             padded[:, : len(rows[start : start + WIPED])] = np.array(rows[start : start + WIPED], np.int32).T
             self.kv.pools, _ = self.wipe_program(self.kv.pools, *self.submesh.put((padded[0], padded[1])))
+
+    def arrived(self, transfer: KVTransfer, layers: Sequence[range]) -> None:
+        """Pages of the model came, of these layers: where not the draft's too, what it had there is wiped."""
+        ends = self.pages.first_layer
+        if (transfer.layers is None or transfer.layers[1] >= ends) and all(each.start < ends for each in layers):
+            self.wipe([(page, 0) for page in transfer.destination_pages])
 
     def found(self, admission: Admission) -> Array:
         """i32[]: how many tokens of one that takes a slot have their KV, where tokens are drawn; of the first ones."""

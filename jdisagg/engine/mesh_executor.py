@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.draft_layers import DraftModel, open_draft
+from jdisagg.engine.draft_layers import DraftLayers, DraftModel, open_draft
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.headed_group import HeadedGroup
@@ -161,18 +162,10 @@ class MeshExecutor:
                 self._group(load(source, spec), run, submesh) for spec, (run, submesh) in zip(specs, cuts, strict=True)
             ]
         self.transfer_programs = transfer_programs_of(config, [group.submesh for group in self.layer_groups], layout)
-        last = self.layer_groups[-1].submesh
-        self.draft = None if self.ring is not None else open_draft(self.place, config, model, last)
+        self.runner = self._runner()
         kept = None if self.draft is None or not self.draft.kept else self.draft.pages
         self.tier_pages = TierPages(config, self.pages, self.transfer_programs, kept)
-        self.runner = self._runner()
-        owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
-        beside: Any = {"draft": self.draft, "drafts": self.runner.drafts, "turns": self.runner.turns}
-        self.table = (
-            ProgramTable(config, model, layout, dtype, *owners, **beside)
-            if self.ring is None
-            else RingTable(config, model, layout, dtype, *owners, ring=self.ring)
-        )
+        self.table = self._table()
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
         self._warming = Lock()  # a machine's peers warm what it receives by; pools are written in place
 
@@ -194,12 +187,27 @@ class MeshExecutor:
         if self.ring is not None:
             return RingRunner(self.ring, self.config, self.place.grammars, self._adapters())
         parts = self.layer_groups, self.config, self.model.vocab_size, self.place.grammars
-        return Runner(*parts, self._adapters(), self.draft)
+        return Runner(
+            *parts, self._adapters(), open_draft(self.place, self.config, self.model, self.layer_groups[-1].submesh)
+        )
+
+    @property
+    def draft(self) -> DraftLayers | None:
+        """The model that guesses, or reads prompts for others, where there is one."""
+        return self.runner.draft
 
     def owner(self, declared: DeclaredProgram) -> Any:
         """What holds the weights and pools that the program reads: a layer group, or what stands behind its stages."""
         behind = declared.stage == len(self.layer_groups)  # the ring, or the model that guesses
         return (self.ring or self.draft) if behind else self.layer_groups[declared.stage]
+
+    def _table(self) -> ProgramTable:
+        sizes = self.config, self.model, self.place.layout, self.place.dtype
+        owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
+        if self.ring is not None:
+            return RingTable(*sizes, *owners, ring=self.ring)
+        beside: Any = {"draft": self.draft, "drafts": self.runner.drafts, "turns": self.runner.turns}
+        return ProgramTable(*sizes, *owners, **beside)
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         return self.runner.run(plan, group_done)
@@ -237,17 +245,9 @@ class MeshExecutor:
 
     def insert(self, shipment: Landed) -> None:
         if self.draft is not None and self.draft.kept:
-            self._wipe_draft(shipment)
+            self.draft.arrived(shipment.transfer, [each.layers for each in shipment.landed])
         insert_landed(self.pages, self.transfer_programs, shipment.landed)
         self.runner.gates.inserted(shipment.transfer)
-
-    def _wipe_draft(self, shipment: Landed) -> None:
-        """Where the model's pages come without the draft's, what was in the draft's is not about them any more."""
-        assert self.draft is not None
-        transfer, ends = shipment.transfer, self.model.num_layers
-        came = any(each.layers.start >= ends for each in shipment.landed)
-        if not came and (transfer.layers is None or transfer.layers[1] >= ends):
-            self.draft.wipe([(page, 0) for page in transfer.destination_pages])
 
     @property
     def pages(self) -> list[PagesOfStage]:
@@ -298,17 +298,11 @@ class MeshExecutor:
         """What a page costs as each wire, on warm programs with nothing else under way; shapes: of a peer's stages."""
         group = group_pages(self.config.page_size, shapes[0].page_size)
         nulls = null_lists(group, group.buckets()[-1])
-        costs = []
-        for wire in self.config.wires:
-            seconds, size = [], 0
-            for _ in range(TIMINGS):
-                began_s = time.perf_counter()
-                found = pack_pages(self.pages, self.transfer_programs, shapes, *nulls, wire=wire)
-                packed = jax.block_until_ready([array for each in found for array in each.device_arrays])
-                seconds.append(time.perf_counter() - began_s)
-                size = sum(array.nbytes for array in packed)
-            costs.append(WireCost(wire, min(seconds) / len(nulls[0]), size // len(nulls[0])))
-        return tuple(costs)
+
+        def pack(wire: str) -> list[PackedKV]:
+            return pack_pages(self.pages, self.transfer_programs, shapes, *nulls, wire=wire)
+
+        return tuple(wire_cost(wire, partial(pack, wire), len(nulls[0])) for wire in self.config.wires)
 
     def recompiles(self) -> int:
         """Programs that were compiled and not by `warm`; stays 0 unless a shape or a placement was left undeclared."""
@@ -327,3 +321,14 @@ class MeshExecutor:
             sum(group.kv.num_bytes for group in self.layer_groups),
             self.num_compiled,
         )
+
+
+def wire_cost(wire: str, pack: Callable[[], list[PackedKV]], pages: int) -> WireCost:
+    """Of a page, where so many are packed at once."""
+    seconds, size = [], 0
+    for _ in range(TIMINGS):
+        began_s = time.perf_counter()
+        packed = jax.block_until_ready([array for each in pack() for array in each.device_arrays])
+        seconds.append(time.perf_counter() - began_s)
+        size = sum(array.nbytes for array in packed)
+    return WireCost(wire, min(seconds) / pages, size // pages)

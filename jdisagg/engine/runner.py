@@ -85,7 +85,7 @@ class Runner:
         self.prefiller = Prefiller(*parts) if config.computes_prompts else None
         drafting = _drafting(*parts, draft) if config.role.decodes and config.draft_tokens else None
         self.drafts = drafting.drafts if drafting else None
-        self.reads = draft if draft is not None and draft.kept else None  # what the model reads of prompts as well
+        self.draft = draft
         self.decoder = drafting or (Decoder(*parts) if config.role.decodes else None)
         self.turns = TurnSteps(layer_groups[0], config) if config.takes_turns else None
         self.gates = Gates()
@@ -168,8 +168,8 @@ class Runner:
             assert self.prefiller is not None
             logits = None if out.chunk_logits is None else out.chunk_logits.addressable_data(0)
             chunks = self.prefiller.finish(prompts.plan, prompts.packed, out.chunks, logits)
-            if self.reads is not None:  # last, so that no first token waits for it
-                self.reads.read(prompts.packed, prompts.on.get(self.reads.submesh))
+            if self.draft is not None and self.draft.kept:  # last, so that no first token waits for it
+                self.draft.read(prompts.packed, prompts.on.get(self.draft.submesh))
         return Pending(plan.step_id, rows, chunks, self._counts() if draws(rows, chunks) else ())
 
     def _counts(self) -> tuple[tuple[ExpertLoad, list[Array]], ...]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def keeping(kind: str) -> MeshExecutor:
     pp = 2 if kind == Role.DECODE else 1
     layers = [range(start, start + 4 // pp) for start in range(0, 4, 4 // pp)]
     devices = jax.devices()[8 - pp :] if kind == Role.DECODE else jax.devices()[:1]
-    sizes = {"draft_tokens": DRAFTS, "draft_layers": 4, "dram_pages": 4}
+    sizes: dict[str, Any] = {"draft_tokens": DRAFTS, "draft_layers": 4, "dram_pages": 4}
     machine = open_machine(Role(kind), layers, devices, pp=pp, draft=DraftModel(SOURCE, CONFIG), **sizes)
     machine.warm(peers=[keeping(Role.DECODE)] if kind == Role.PREFILL else [])
     return machine
