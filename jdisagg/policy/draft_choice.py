@@ -27,6 +27,7 @@ MOST = 6.0  # plain steps that may be in the account
 SPARE = 1.0  # plain steps that are left in it for drafts that are thought to pay
 REFRESH = 64  # drafts in a row, after which it is seen what a plain step takes now
 REFRESH_OF_FEW = 4  # so, for each plain step that is known; turns count as so many of both
+REST = 4  # steps for which nothing is weighed after nothing was found to pay; every fifth meets all microbatches
 LOOKED_AT = 16  # sequences whose drafts are weighed for one step: some of many, in turns
 
 
@@ -53,22 +54,30 @@ class DraftChoice:
         self.times_of_turns = ProgramTimes(most_turns)  # so, where plain ones take several turns: a turn of theirs
         self.seconds: float | None = None  # in the account; None before the first plain step has ended
         self.steps: dict[int, Dispatched] = {}  # in flight
-        self._last_done_s = 0.0
-        self._disturbed, self._since_plain, self._look, self._table_pages, self._turns = False, 0, 0, 0, 1
+        self._last_done_s, self._rest = 0.0, 0
+        self._disturbed, self._since_plain, self._look = False, 0, 0
+        self._asked = 0, 1  # table_pages and turns of the last `drafts`
 
     # ------------------------------------------------------------ what is chosen
 
     def _times(self, turns: bool) -> ProgramTimes:
         return self.times_of_turns if turns else self.times
 
+    def rests(self) -> bool:
+        """Whether the next step verifies no drafts, as nothing was found to pay a moment ago: to weigh them takes the
+        host as long as to form a step."""
+        self._rest -= 1
+        return self._rest >= 0
+
     def drafts(self, sequences: Sequence[DecodeSequence], table_pages: int, turns: int = 1) -> int:
         """Tokens of the drafts that the next step of these verifies; 0 where it takes so many turns of one token."""
-        self._table_pages, self._turns, times = table_pages, turns, self._times(turns > 1)
+        self._asked, times = (table_pages, turns), self._times(turns > 1)
         plain_s = times.plain_s(table_pages)
         if plain_s is None or self.seconds is None or not sequences:
             return 0
         if self._since_plain >= turns * min(REFRESH, REFRESH_OF_FEW * turns * times.plain_times(table_pages)):
             return 0
+        self._rest = REST
         if self.seconds < min(stake_s(times, size, table_pages) for size in self.sizes):
             return 0  # whatever they promise
         rates = [self.records.rate(sequence) for sequence in self._looked_at(sequences)]
@@ -78,7 +87,10 @@ class DraftChoice:
         if trial and self.records.knows_none and not any(rates):
             return 0  # nobody has a guess
         needed = stake_s(times, best, table_pages) + (SPARE * plain_s if trial else 0.0)
-        return best if self.seconds >= needed else 0
+        if self.seconds < needed:
+            return 0
+        self._rest = 0
+        return best
 
     def _looked_at(self, sequences: Sequence[DecodeSequence]) -> Sequence[DecodeSequence]:
         step = -(-len(sequences) // LOOKED_AT)
@@ -107,8 +119,8 @@ class DraftChoice:
             return
         widest = 1 if rows.turns else max(rows.widths)
         drafts = min((size for size in self.sizes if size >= widest - 1 > 0), default=0)
-        turns, beside_turns = rows.num_turns, rows.turns or (drafts > 0 and self._turns > 1)
-        pages = self._table_pages if plan.mixed else rows.table_pages  # drafts cost no more beside chunks than alone
+        turns, beside_turns = rows.num_turns, rows.turns or (drafts > 0 and self._asked[1] > 1)
+        pages = self._asked[0] if plan.mixed else rows.table_pages  # drafts cost no more beside chunks than alone
         staked_s = stake_s(self._times(beside_turns), drafts, pages) if drafts else 0.0
         if self.seconds is not None:
             self.seconds -= staked_s

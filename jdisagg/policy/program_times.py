@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection
 
 KEPT = 17  # last times of a program; their lower quartile counts, for what else a machine does only adds
+SELDOM = 4  # times after which what is usual is made out anew where as many are known as are kept
 ENOUGH = 2  # times of a program, before anything is compared to them
 STALE = 200  # times of all programs, after which one is forgotten when a new one of its own comes
 DOUBT = 0.97  # what is left of how much longer than thought a program's only time was, with each other time
@@ -34,6 +35,9 @@ class ProgramTimes:
         program = drafts, table_pages
         last = self._last.setdefault(program, deque())
         last.append((self._count, seconds))
+        if len(last) > KEPT and self._count % SELDOM:
+            last.popleft()
+            return
         while len(last) > KEPT or last[0][0] <= self._count - self._stale:
             last.popleft()
         self._usual[program] = usual([each for _, each in last])

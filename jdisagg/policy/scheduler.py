@@ -9,7 +9,7 @@ slot has its row in it, taken or not, so that a prompt is cut at the same tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from jdisagg.core.events import RunStep
@@ -150,7 +150,7 @@ class Scheduler:
         self._moment = moment_of(self.decode_side, microbatch, prompts=prompts)
         if steady is None or (prompts and self.config.mixed_steps) or not steady.goes_on(self._moment):
             return self._rows(microbatch)
-        if self.decode_side.draft_choice and self._drafts([*steady.step.sequences.values()], steady.rows.num_turns):
+        if self.decode_side.draft_choice and self._drafts(steady.step.sequences.values(), steady.rows.num_turns):
             return self._rows(microbatch)
         return steady
 
@@ -214,14 +214,14 @@ class Scheduler:
         wanted = sum(max(0, pages - len(sequence.pages)) for sequence, pages in ends)
         return turns if wanted <= self.shared.available else 1
 
-    def _drafts(self, seated: Sequence[DecodeSequence], turns: int) -> int:
+    def _drafts(self, seated: Collection[DecodeSequence], turns: int) -> int:
         """Tokens of the drafts that the next step verifies, which else takes so many turns; 0: none."""
         choice, most = self.decode_side.draft_choice, self.config.draft_tokens
-        if not most or not any(drafted(sequence, self.config) for sequence in seated):
+        if not most or (choice and choice.rests()) or not any(drafted(sequence, self.config) for sequence in seated):
             return 0
-        return most if choice is None else choice.drafts(seated, self._table_pages(seated, 1 + most), turns)
+        return most if choice is None else choice.drafts([*seated], self._table_pages(seated, 1 + most), turns)
 
-    def _table_pages(self, sequences: Sequence[DecodeSequence], most: int) -> int:
+    def _table_pages(self, sequences: Iterable[DecodeSequence], most: int) -> int:
         longest = max(self._end_of(sequence, most) for sequence in sequences)
         return bucket(self.config.pages_for(longest), self.config.table_buckets)
 

@@ -17,7 +17,7 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams
 from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.policy import draft_choice
 from jdisagg.policy.decode_sequence import DecodeSequence
-from jdisagg.policy.draft_choice import REFRESH, DraftChoice
+from jdisagg.policy.draft_choice import REFRESH, REST, DraftChoice
 from jdisagg.policy.draft_records import AGAIN, KNOWN, LONG, UNKNOWN, Acceptance, Repeats, expected_tokens
 from jdisagg.policy.program_times import ProgramTimes
 
@@ -334,3 +334,25 @@ def test_rows_beside_chunks_take_drafts_where_they_pay_alone(ratio: float):
         choice.read(each[0], 4, 4)
         held.append(choice.seconds)
     assert choice.times.plain_s(9 * TABLE) is None and held[-1] >= held[0]
+
+
+def test_drafts_are_weighed_seldom_where_nothing_was_found_to_pay_and_at_once_where_it_does():
+    choice, each = DraftChoice((3,), by_ngrams=False), seat()
+    for size, ratio in ((0, 1.0), (3, 2.0)) * 2:
+        choice.times.learn(size, TABLE, ratio * PLAIN_S)
+    for accepted in (3, 0):
+        for _ in range(100):
+            choice.read(each, 4, 1 + accepted)
+        choice.seconds = 1.5 * PLAIN_S
+        assert choice.drafts([each], TABLE) == accepted
+        rests = [choice.rests() for _ in range(6)]
+        assert rests == ([False] * 6 if accepted else [*[True] * REST, False, False])
+
+
+def test_what_is_usual_of_many_times_is_found_though_not_with_each_of_them():
+    times = ProgramTimes()
+    for _ in range(40):
+        times.learn(0, TABLE, PLAIN_S)
+    for _ in range(4 * 17):
+        times.learn(0, TABLE, 2 * PLAIN_S)
+    assert times.plain_s(TABLE) == 2 * PLAIN_S and times.plain_times(TABLE) == 17
