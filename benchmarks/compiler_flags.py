@@ -1,8 +1,9 @@
-"""What the compiler's flags and halves of chunks do to a program's collectives: seconds that nothing hides, by the
-schedule that the compiler wrote, with and without.
+"""What the compiler's flags and cuts of sums do to a layer's collectives: seconds that nothing hides, by the schedule
+that the compiler wrote, with and without.
 
 Llama-3-70B's layers on eight devices that are not here, a prefill chunk of 2,048 tokens and a decode step of 64 rows;
-a few layers show the schedule as well as eighty. Seconds are a layer's. Other rows stay in the file:
+a few layers show the schedule as well as eighty. Seconds are a layer's, without the logits' gather. Sums of chunks are cut
+in halves of rows, those of decode steps in blocks of columns. Other rows stay in the file:
 
     python -m benchmarks.compiler_flags --output=benchmarks/results/compiler_flags.json
 """
@@ -14,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,12 +31,14 @@ from benchmarks.shallow import shallow
 from jdisagg import aot
 from jdisagg.aot_times import StepTimes
 from jdisagg.core.request import WorkerId
+from jdisagg.core.roofline import Work
+from jdisagg.core.schedule import End, Start, Turns
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Target
 from jdisagg.devices import usable_bytes
 from jdisagg.engine.compile_check import check
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.model import halves
+from jdisagg.model import columns, halves
 from jdisagg.parallel import compiler_flags
 from jdisagg.parallel.compiler_flags import COMPILER_FLAGS, CompilerFlag
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
@@ -45,11 +48,12 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "configs/llama3_70b", "folder with a config.json", flag_values=FLAGS)
 flags.DEFINE_list("targets", ["v5p:2x2x2", "v6e:2x4", "v5e:2x4", "h100:8"], "eight devices each", flag_values=FLAGS)
 flags.DEFINE_integer("layers", 4, "of the model", flag_values=FLAGS)
+flags.DEFINE_list("kinds", ["prefill", "decode"], "programs", flag_values=FLAGS)
 flags.DEFINE_list("without", [], "what to leave out, in turn; empty: nothing, each flag, all", flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
-KINDS = "prefill", "decode"
 CHUNK, SLOTS, CONTEXT = 2048, 64, 4096
-UNCUT = 1 << 30  # rows
+UNCUT = 1 << 30  # rows, or bytes
+ALL = "cuts and flags"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def tried(target: Target) -> Iterator[tuple[str, tuple[CompilerFlag, ...], int]]
     yield "", concerned, halves.FEWEST_ROWS
     for flag in concerned:
         yield flag.name, tuple(each for each in concerned if each is not flag), halves.FEWEST_ROWS
-    yield "halves and flags", (), UNCUT
+    yield ALL, (), UNCUT
 
 
 def steps(folder: Path, target: Target) -> tuple[StepTimes, list[tuple[WorkerId, DeclaredProgram]]]:
@@ -88,8 +92,15 @@ def steps(folder: Path, target: Target) -> tuple[StepTimes, list[tuple[WorkerId,
     )
     deployment = resolve_deployment(settings, target.chip.platform, usable_bytes(target))
     (made,) = aot.tables_of(deployment, target)
-    largest = [max((each for each in made.steps() if each.kind == kind), key=lambda each: each.size) for kind in KINDS]
+    largest = [
+        max((each for each in made.steps() if each.kind == kind), key=lambda each: each.size) for kind in FLAGS.kinds
+    ]
     return StepTimes(deployment, target, CONTEXT), [(made.config.worker, each) for each in largest]
+
+
+def of_layers(event: Work | Start | End | Turns) -> bool:
+    """Not the logits' gather, which is once a step."""
+    return not (isinstance(event, Start) and event.collective.kind == "all-gather")
 
 
 def told(folder: Path, target: Target) -> Iterator[Told]:
@@ -100,12 +111,14 @@ def told(folder: Path, target: Target) -> Iterator[Told]:
         with (
             mock.patch.object(compiler_flags, "COMPILER_FLAGS", left),
             mock.patch.object(halves, "FEWEST_ROWS", fewest),
+            mock.patch.object(columns, "SENT_BESIDE_BYTES", UNCUT if without == ALL else columns.SENT_BESIDE_BYTES),
         ):
             times, declared = steps(folder, target)
             checked = check(declared, every=True)
         for each in checked:
             assert not each.facts.why, each.facts.why
-            waited, facts = times.waited(each), each.facts
+            facts = replace(each.facts, schedule=tuple(filter(of_layers, each.facts.schedule)))
+            waited = times.waited(replace(each, facts=facts))
             microseconds = (1e6 * seconds / FLAGS.layers for seconds in (waited.total_s, waited.exposed_s))
             figures = *microseconds, facts.temp_bytes / (1 << 20), facts.compile_s
             found = Told(str(target), each.declared.kind, without, *(round(figure, 1) for figure in figures))

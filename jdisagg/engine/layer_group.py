@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +30,10 @@ from jdisagg.engine.pooling import pooled
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
-from jdisagg.model.halves import halves
 from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.low_rank import AdapterCapacity
-from jdisagg.model.network import Stage
+from jdisagg.model.network import Layer, Stage
 from jdisagg.model.params import StageParams
-from jdisagg.model.products import layout_of
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
@@ -121,7 +120,12 @@ class LayerGroupPrograms:
         specs = (self.params.specs, POOL_SPEC, *[WHOLE] * arguments)
         formats = (self.pool_format, *[None] * results)
         written = POOL_SPEC, *[WHOLE] * results
-        return self.submesh.program(function, specs, written, (1,), formats, as_stored=self.params.in_f32)
+        return self.submesh.program(function, specs, written, (1,), formats, **self.compiled)
+
+    @cached_property
+    def compiled(self) -> dict[str, bool]:
+        """How programs of its layers are, see `Submesh.program`."""
+        return {"as_stored": self.params.in_f32, "beside": self.first_layer.cuts_columns}
 
     @property
     def programs(self) -> list[Program]:
@@ -141,9 +145,12 @@ class LayerGroupPrograms:
         return self.params.repeat.turns if isinstance(self.params, LoopedParams) and self.params.repeat else 1
 
     def parts(self, rows: int) -> int:
-        """That a step's rows go in, each with sums of its own."""
-        named = {"out_first": layout_of(self.submesh.devices[0].platform), "adapted": self.adapters is not None}
-        return halves(self.config, rows, self.submesh.tp, **named)
+        """That a step's sums over the shards are made in; layers are alike in it."""
+        return self.first_layer.parts(rows)
+
+    @cached_property
+    def first_layer(self) -> Layer:
+        return self.params.merge(self.params.leaves).layers[0]
 
     @property
     def joined(self) -> bool:

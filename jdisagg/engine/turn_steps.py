@@ -52,9 +52,8 @@ class TurnPrograms:
         specs = (self.group.params.specs, POOL_SPEC, WHOLE)
         results = [WHOLE] * (2 if self.group.sparse else 1)
         formats = (self.group.pool_format, *[None] * len(results))
-        stored = self.group.params.in_f32  # as in single steps, so that a CPU writes narrow pages in place here too
         turns = partial(self._turns, kind)
-        return submesh.program(turns, specs, (POOL_SPEC, *results), (1,), formats, as_stored=stored)
+        return submesh.program(turns, specs, (POOL_SPEC, *results), (1,), formats, **self.group.compiled)
 
     # ------------------------------------------------------------ what one shard runs
 

@@ -23,6 +23,7 @@ from jdisagg.core.model_config import AttentionOptions, ModelConfig
 from jdisagg.core.repeats import Repeat
 from jdisagg.core.tensor_cut import replicas_of
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.columns import NormedProduct, block, cuts, pays, summed_in_turn
 from jdisagg.model.experts import ExpertMLP, Routed
 from jdisagg.model.halves import after, cut, halves, in_turn
 from jdisagg.model.latent_attention import LatentAttention
@@ -88,7 +89,11 @@ class MLP(nnx.Module):
 
     def inner(self, x: Array) -> Array:
         """[..., hidden] -> [..., this shard's channels]."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.gated(self.gate_up(x))
+
+    def gated(self, both: Array) -> Array:
+        """Of the gate's channels, and the others."""
+        gate, up = jnp.split(both, 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
 
@@ -120,18 +125,46 @@ class Layer(nnx.Module):
         self.config, self.tp = config, tp
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend, routed: Routed | None = None) -> Array:
-        if self._parts(x) == 2:
-            return self._in_halves(x, rotation, layer, attend)
+        cut = self._cut(x.shape[0]) if x.ndim == 2 else None
+        if cut is not None:
+            return cut(x, rotation, layer, attend)
         mixed = self.attention(normed(self.attention_norm, x), rotation, layer, attend)
         x = x + normed(self.attention_out_norm, mixed)
         inside = normed(self.mlp_norm, x)
         made = self.mlp(inside, routed) if isinstance(self.mlp, ExpertMLP) else self.mlp(inside)
         return x + normed(self.mlp_out_norm, made)
 
-    def _parts(self, x: Array) -> int:
+    def parts(self, rows: int) -> int:
+        """That each of its sums over the shards is made in."""
+        return 1 if self._cut(rows) is None else 2
+
+    def _cut(self, rows: int) -> Callable[[Array, Rotation, int, Attend], Array] | None:
         out = self.attention.out
-        named = {"out_first": out.form.out_first, "adapted": out.low_rank is not None}
-        return halves(self.config, x.shape[0], self.tp, **named) if x.ndim == 2 else 1
+        if halves(self.config, rows, self.tp, out_first=out.form.out_first, adapted=out.low_rank is not None) == 2:
+            return self._in_halves
+        return self._in_columns if self.cuts_columns and pays(self.config.hidden_size, rows) else None
+
+    @property
+    def cuts_columns(self) -> bool:
+        """Where layers go round in a loop, which is on TPUs: a GPU's collectives take too long to start for it."""
+        attention, mlp = self.attention, self.mlp
+        looped = isinstance(attention, Attention) and isinstance(mlp, MLP) and attention.looped
+        return looped and cuts(self.config, self.tp, attention.out, mlp.gate_up, mlp.down)
+
+    def _in_columns(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+        attention, mlp, norm = self.attention, self.mlp, self.mlp_norm
+        assert isinstance(attention, Attention) and isinstance(mlp, MLP) and norm is not None, "others are not cut"
+        mixed = attention.mixed(attention.qkv(normed(self.attention_norm, x)), rotation, layer, attend)
+        inside, gate_up = list[Array](), NormedProduct(norm, mlp.gate_up)
+
+        def add(number: int, more: Array) -> Array:
+            inside.append(block(x, number, 1) + more)
+            return gate_up.add(number, inside[-1])
+
+        summed_in_turn(attention.out, mixed, attention.axis, add)
+        inner = mlp.gated(gate_up.whole(x.shape[-1], x))
+        made = summed_in_turn(mlp.down, inner, attention.axis, lambda number, total: None)
+        return jnp.concatenate([y + each for y, each in zip(inside, made, strict=True)], axis=-1)
 
     def _in_halves(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
         attention, mlp, axis, last = self.attention, self.mlp, self.attention.axis, None

@@ -19,10 +19,19 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * self.rate(jnp.mean(wide * wide, axis=-1, keepdims=True))
         if self.offset:
             return (over(self.scale[...].astype(jnp.float32) + self.offset, x) * wide).astype(x.dtype)
         return over(self.scale[...], x) * wide.astype(x.dtype)
+
+    def rate(self, squares: Array) -> Array:
+        """What rows whose squares have this mean are multiplied by."""
+        return jax.lax.rsqrt(squares + self.epsilon)
+
+    def scaled(self, x: Array, scale: Array) -> Array:
+        """Some columns of rows by their part of the scale, and by no rate yet."""
+        wide = scale.astype(jnp.float32) + self.offset if self.offset else scale
+        return (over(wide, x) * x).astype(x.dtype)
 
 
 class WideNorm(nnx.Module):

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 AS_STORED: dict[str, Option] = {"xla_disable_hlo_passes": "float-normalization-bf16,float-normalization-f8e4m3fn"}
 TPUS = ("TPU v5", "TPU v6", "TPU7x")
 WITHOUT_SPARSE_CORES = "TPU v5 lite"
+SENT_BESIDE_BYTES = 64 << 10  # of a block of columns (`model/columns.py`), at the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class CompilerFlag:
     kinds: tuple[str, ...]
     reason: str
     but: tuple[str, ...] = ()  # nor for these of them
+    beside: int | None = None  # its value in programs whose small sums have products beside them, where another
 
     def concerns(self, kind: str) -> bool:
         return kind.startswith(self.kinds) and not kind.startswith(self.but or ("none",))
@@ -58,8 +60,9 @@ COMPILER_FLAGS = (
         "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes",
         4 << 20,
         TPUS,
-        "a decode step's few rows have nothing beside them: their sums stay where the products are",
+        "small sums stay where the products are, but for those in blocks of columns, which have products beside them",
         but=(WITHOUT_SPARSE_CORES,),
+        beside=SENT_BESIDE_BYTES,
     ),
     CompilerFlag(
         "xla_enable_async_all_reduce", True, (WITHOUT_SPARSE_CORES,), "an all-reduce has a start and an end of its own"
@@ -73,21 +76,26 @@ COMPILER_FLAGS = (
 )
 
 
-def options_for(device: Any, *, as_stored: bool, spread: bool) -> dict[str, Option] | None:
+def options_for(device: Any, *, as_stored: bool, spread: bool, beside: bool = False) -> dict[str, Option] | None:
     """Of programs for devices like this one, which is of this process or of a topology. as_stored: for those that move
-    pages, as they are; spread: over several devices."""
+    pages, as they are; spread: over several devices; beside: see `CompilerFlag`."""
     if device.platform == "cpu":
         return AS_STORED if as_stored else None
-    return dict(_known(device.device_kind, device.client.platform_version, device)) if spread else None
+    if not spread:
+        return None
+    known = _known(device.device_kind, device.client.platform_version, device)
+    return {each.name: each.value if each.beside is None or not beside else each.beside for each in known}
 
 
 @cache
-def _known(kind: str, version: str, device: Any) -> tuple[tuple[str, bool | int], ...]:
-    asked = [(each.name, each.value) for each in COMPILER_FLAGS if each.concerns(kind)]
-    known = [each for each in asked if _accepted(*each, device)]
-    for name, value in asked:
-        if (name, value) not in known:
-            log.warning("the compiler for %s (%s) has no flag %s=%s: it is left out", kind, version, name, value)
+def _known(kind: str, version: str, device: Any) -> tuple[CompilerFlag, ...]:
+    asked = [each for each in COMPILER_FLAGS if each.concerns(kind)]
+    known = [each for each in asked if _accepted(each.name, each.value, device)]
+    for each in asked:
+        if each not in known:
+            log.warning(
+                "the compiler for %s (%s) has no flag %s=%s: it is left out", kind, version, each.name, each.value
+            )
     return tuple(known)
 
 

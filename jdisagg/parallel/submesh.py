@@ -115,16 +115,18 @@ class Submesh:
         out_formats: Any = None,
         *,
         as_stored: bool = False,
+        beside: bool = False,
     ) -> Program:
         """`function` of one shard as a program of the whole submesh. The specs are those of `jax.shard_map`.
 
         out_formats: a Format or None for each result, where their layout is not for the compiler to choose.
-        as_stored: bf16 and fp8 are moved and converted here, and computed with nowhere.
+        as_stored: bf16 and fp8 are moved and converted here, and computed with nowhere. beside: small sums over the
+        shards have products beside them here.
         """
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         platform = self.devices[0].platform
-        options = options_for(self.reader, as_stored=as_stored, spread=self.tp > 1)
+        options = options_for(self.reader, as_stored=as_stored, spread=self.tp > 1, beside=beside)
         return Program(function, donate, out_formats, platform, paced=self.tp > 1, options=options)
 
 

@@ -50,9 +50,15 @@ def test_more_than_half_of_a_prefill_chunks_sums_are_hidden_and_a_stated_share_o
     assert exposed_s < 0.5 * total_s and exposed_s < share * worked_s
 
 
-@pytest.mark.parametrize(("target", "between", "share"), [("v5p:2x2x2", CUBE, 0.25), ("h100:8", SWITCH, 0.5)])
-def test_a_decode_steps_sums_are_exposed_and_a_stated_share_of_it(target: str, between: Joined, share: float):
-    """A few rows' sums have nothing beside them: the next product waits for them, and halves would read it twice."""
-    worked_s, total_s, exposed_s = seconds(target, compiled(target, Role.DECODE), between)
-    print(f"{target}: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
-    assert exposed_s < share * worked_s
+def test_half_of_a_decode_steps_sums_are_hidden_on_tpus_behind_the_other_blocks_products():
+    """The logits' gather, which is exposed wholly, is a third of these."""
+    worked_s, total_s, exposed_s = seconds("v5p:2x2x2", compiled("v5p:2x2x2", Role.DECODE), CUBE)
+    print(f"v5p: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
+    assert exposed_s < 0.55 * total_s and exposed_s < 0.18 * worked_s
+
+
+def test_a_decode_steps_sums_are_exposed_on_gpus_and_a_stated_share_of_it():
+    """They take as long to start as to send: in blocks of columns they would start twice as often."""
+    worked_s, total_s, exposed_s = seconds("h100:8", compiled("h100:8", Role.DECODE), SWITCH)
+    print(f"h100: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
+    assert exposed_s < 0.5 * worked_s
