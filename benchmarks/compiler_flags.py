@@ -2,8 +2,8 @@
 that the compiler wrote, with and without.
 
 Llama-3-70B's layers on eight devices that are not here, a prefill chunk of 2,048 tokens and a decode step of 64 rows;
-a few layers show the schedule as well as eighty. Seconds are a layer's, without the logits' gather. Sums of chunks are cut
-in halves of rows, those of decode steps in blocks of columns. Other rows stay in the file:
+a few layers show the schedule as well as eighty. Seconds are a layer's, without the logits' gather. Sums of chunks are
+cut in halves of rows, those of decode steps in blocks of columns. Other rows stay in the file:
 
     python -m benchmarks.compiler_flags --output=benchmarks/results/compiler_flags.json
 """

@@ -22,6 +22,7 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows
+from jdisagg.engine.declaration import abstract
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.lookup import by_rows
 from jdisagg.engine.looped_layers import LoopedLayers
@@ -150,7 +151,8 @@ class LayerGroupPrograms:
 
     @cached_property
     def first_layer(self) -> Layer:
-        return self.params.merge(self.params.leaves).layers[0]
+        """By shapes alone: it must keep no weights that are given up."""
+        return self.params.merge(abstract(self.params.leaves)).layers[0]
 
     @property
     def joined(self) -> bool:

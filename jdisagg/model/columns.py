@@ -49,7 +49,10 @@ def block(array: Array, number: int, axis: int) -> Array:
 
 
 def summed_in_turn(
-    weight: Weight, rows: Array, axis: str | None, use: Callable[[int, Array], Array | None]
+    weight: Weight,
+    rows: Array,
+    axis: str | None,
+    use: Callable[[int, Array], Array | None] = lambda number, block: None,
 ) -> list[Array]:
     """Both blocks of a row-sharded product's columns, summed. use: what is done with one while the next is sent."""
     kernel, begun, made = weight.kernel[...], list[Array](), list[Array]()
@@ -81,9 +84,9 @@ class NormedProduct:
         self.squares = self.squares + jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         return self.sums
 
-    def whole(self, size: int, x: Array) -> Array:
-        """Of rows of `size` numbers, in the dtype of `x`."""
-        y = (self.sums * self.norm.rate(jnp.asarray(self.squares) / size)).astype(x.dtype)
+    def whole(self, x: Array) -> Array:
+        """Of rows as long as those of `x`, in its dtype."""
+        y = (self.sums * self.norm.rate(jnp.asarray(self.squares) / x.shape[-1])).astype(x.dtype)
         return y if self.weight.bias is None else y + over(self.weight.bias[...], y)
 
 

@@ -148,8 +148,9 @@ class Layer(nnx.Module):
     def cuts_columns(self) -> bool:
         """Where layers go round in a loop, which is on TPUs: a GPU's collectives take too long to start for it."""
         attention, mlp = self.attention, self.mlp
-        looped = isinstance(attention, Attention) and isinstance(mlp, MLP) and attention.looped
-        return looped and cuts(self.config, self.tp, attention.out, mlp.gate_up, mlp.down)
+        if not (isinstance(attention, Attention) and isinstance(mlp, MLP) and attention.looped):
+            return False
+        return cuts(self.config, self.tp, attention.out, mlp.gate_up, mlp.down)
 
     def _in_columns(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
         attention, mlp, norm = self.attention, self.mlp, self.mlp_norm
@@ -162,8 +163,7 @@ class Layer(nnx.Module):
             return gate_up.add(number, inside[-1])
 
         summed_in_turn(attention.out, mixed, attention.axis, add)
-        inner = mlp.gated(gate_up.whole(x.shape[-1], x))
-        made = summed_in_turn(mlp.down, inner, attention.axis, lambda number, total: None)
+        made = summed_in_turn(mlp.down, mlp.gated(gate_up.whole(x)), attention.axis)
         return jnp.concatenate([y + each for y, each in zip(inside, made, strict=True)], axis=-1)
 
     def _in_halves(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:

@@ -44,9 +44,11 @@ def test_each_kind_of_tpu_has_one_way_of_summing_beside_products(kind: str, monk
 def test_only_programs_that_have_products_beside_small_sums_send_them_by_the_sparse_cores(monkeypatch):
     monkeypatch.setattr(compiler_flags, "_accepted", lambda name, value, device: True)
     compiler_flags.forget()
-    alone, beside = (options_for(Chip("TPU v5", Version()), as_stored=False, spread=True, beside=b) for b in (0, 1))
+    alone, told = (
+        options_for(Chip("TPU v5", Version()), as_stored=False, spread=True, beside=beside) for beside in (False, True)
+    )
     name = "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes"
-    assert alone is not None and beside == {**alone, name: compiler_flags.SENT_BESIDE_BYTES} != alone
+    assert alone is not None and told == {**alone, name: compiler_flags.SENT_BESIDE_BYTES} != alone
 
 
 def test_a_flag_that_the_compiler_does_not_know_is_left_out_with_a_warning(
