@@ -72,6 +72,7 @@ def compiled(
         return jax.jit(attend).lower(q, pool, table, lengths).compile()
 
 
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     rest_slow(
@@ -95,6 +96,7 @@ def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, monkeypatch, cap
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 
 
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.slow
 def test_shards_of_heads_compile_apart():
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")

@@ -35,6 +35,7 @@ def test_pages_are_the_definition_to_the_bit_without_a_race(shape, dtype, capfd)
     assert RACE not in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float32", "float8_e4m3fn"]))
 def test_an_h100_moves_pages_in_place_with_no_register_spilled(dtype, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")

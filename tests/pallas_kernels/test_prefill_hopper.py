@@ -54,6 +54,7 @@ def compiled(submesh: Submesh, shape: Shape, attend=prefill_attention, spec=WHOL
         return jax.jit(attend).lower(q, pool, *ints).compile().as_text() or ""
 
 
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize(
     ("shape", "options"),
     rest_slow(
@@ -73,6 +74,7 @@ def test_an_h100_gets_it_with_no_register_spilled(shape, options, monkeypatch, c
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 
 
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.slow
 def test_shards_of_heads_compile_apart():
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")

@@ -43,6 +43,7 @@ def test_every_row_lands_in_its_page_without_a_race(dtype, parts, capfd):
     assert RACE not in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_an_h100_writes_in_place_with_no_register_spilled(dtype, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
