@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.mosaic import SHARED_BYTES
 from pallas_kernels.paged_attention import gpu as decode_gpu
 from pallas_kernels.paged_attention import hopper as decode_hopper
 from pallas_kernels.paged_attention import on_gpu as decode_on_gpu
@@ -28,6 +29,7 @@ from pallas_kernels.prefill_attention import hopper as prefill_hopper
 from pallas_kernels.prefill_attention import on_gpu as prefill_on_gpu
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
+from pallas_kernels.tune_moves import MOVES, arrays_of, choices, mover
 from pallas_kernels.tuned import TUNED
 from pallas_kernels.tuning import key_of
 
@@ -54,10 +56,14 @@ class Work(NamedTuple):
 
 def candidates(platform: str, work: Work) -> Iterator[Blocks]:
     """What is worth a try; {} is the kernel's own rule."""
+    if work.operation in MOVES:
+        yield from choices(work.operation, *arguments_of(work)[:2])
+        return
     yield {}
     decode = work.operation == "paged_attention"
     if platform == "gpu":
-        mosaic = work.q_dtype == work.pool_dtype == "bfloat16"
+        codes = decode and work.pool_dtype in LARGEST and 4 * work.page_size % SHARED_BYTES == 0
+        mosaic = work.q_dtype == "bfloat16" and (work.pool_dtype == "bfloat16" or codes)
         if decode:
             for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):
                 yield {"parts": parts, "tiles": 2, "tile": tile, "warps": warps, "stages": 3}
@@ -78,6 +84,8 @@ def candidates(platform: str, work: Work) -> Iterator[Blocks]:
 
 def arguments_of(work: Work) -> tuple[Any, ...]:
     """Arrays of the operation in order, without sinks: slots hold the whole context, a chunk is its last rows."""
+    if work.operation in MOVES:
+        return arrays_of(work.operation, work.rows, work.kv_heads, work.page_size, work.head_dim, work.pool_dtype)
     rng = np.random.default_rng(0)
     slots = work.rows if work.operation == "paged_attention" else 1
     width = -(-work.context // work.page_size)
@@ -99,6 +107,8 @@ def arguments_of(work: Work) -> tuple[Any, ...]:
 
 def kernel_of(platform: str, operation: str, blocks: Blocks, interpret: bool) -> Callable[..., Array]:
     """The platform's own kernel, cut as told."""
+    if operation in MOVES:
+        return mover(operation, blocks, interpret)
     options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
     decode = operation == "paged_attention"
     if platform == "gpu":
@@ -143,10 +153,11 @@ def tune(platform: str, work: Work, repeats: int, interpret: bool) -> Blocks:
     return min(measured, key=lambda pair: pair[0])[1] if measured else {}
 
 
-def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str]) -> list[Work]:
-    """Every shape with both operations, every number of rows and every pair of dtypes."""
+def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str], *, moves: bool = False) -> list[Work]:
+    """Every shape with both attentions, and of GPUs what moves pages, every number of rows and pair of dtypes."""
     made = []
-    for shape, operation, count, pair in product(shapes, ("paged_attention", "prefill_attention"), rows, dtypes):
+    operations = "paged_attention", "prefill_attention", *(MOVES if moves else ())
+    for shape, operation, count, pair in product(shapes, operations, rows, dtypes):
         size, kv_heads, groups, page_size = map(int, MODELS.get(shape, shape).split("x"))
         queries, pool = pair.split("/")
         made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context))
@@ -187,7 +198,8 @@ def main(arguments: list[str] | None = None) -> None:
     shapes: str = TINY if tiny else flags.shapes
     rows: str = "4" if tiny else flags.rows
     dtypes, context = flags.dtypes.split(",")[: 1 if tiny else None], 40 if tiny else flags.context
-    works = works_of(shapes.split(","), [int(count) for count in rows.split(",")], context, dtypes)
+    moves = (flags.platform or ("tpu" if flags.dry_run else jax.default_backend())) == "gpu"
+    works = works_of(shapes.split(","), [int(count) for count in rows.split(",")], context, dtypes, moves=moves)
     if flags.dry_run:
         for work in works:
             print(*work, sum(1 for _ in candidates(flags.platform or "tpu", work)), "candidates")
