@@ -117,7 +117,7 @@ ALL = (
         "host_step_cpu",
         "benchmarks.host_step",
         "--slots=8,256 --rounds=3 --steps=64",
-        "--slots=2 --stages=1 --turns=2 --layers=1 --rounds=1 --steps=8",
+        "--slots=2 --stages=1 --turns=2 --forms=stacked --layers=2 --rounds=1 --steps=8",
     ),
     Benchmark("ring", "benchmarks.ring", "--rounds=7"),
     Benchmark("aot_pods", "benchmarks.aot_pods", "", "--pods=h100_2 --layers=4"),

@@ -14,9 +14,9 @@ def host_step() -> str:
         of_step, of_tokens = each["by_step"], sum(each["by_token"].values())
         of_token = of_tokens * each["stages"] ** 2 / each["slots"]
         figures = [f"{of_step[part]:.0f}" for part in parts]
-        sizes = each["slots"], each["stages"], each["turns"]
+        sizes = each["slots"], each["stages"], each["turns"], {"out": "written out", "stacked": "stacked"}[each["form"]]
         rows.append([*sizes, *figures, f"{sum(of_step.values()):.0f}", f"{of_token:.1f}"])
-    head = ["slots", "stages", "turns", *parts, "a step and stage", "a token"]
+    head = ["slots", "stages", "turns", "layers", *parts, "a step and stage", "a token"]
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
 
 

@@ -1,9 +1,10 @@
 """What the host's Python takes of a steady decode step, by part: a whole stack whose programs do nothing.
 
 Every slot runs, nothing arrives or ends. Worker, driver, runner and jax's own dispatch are the real ones; layers are
-there as leaves and pools, and their programs hand the pools back and make logits of zeros. Told are microseconds of
-processor time (of threads, so that a busy machine does not count) by step and stage; what grows with the requests and
-not with the step (their tokens told and made text) stands apart. Medians of the rounds.
+there as leaves and pools, each an argument of every program, written out as on CPUs and GPUs or stacked as on TPUs;
+programs hand the pools back and make logits of zeros. Told are microseconds of processor time (of threads, so that a
+busy machine does not count) by step and stage; what grows with the requests and not with the step (their tokens told
+and made text) stands apart. Medians of the rounds.
 
     python -m benchmarks.host_step --output=benchmarks/results/host_step_cpu.json
 """
@@ -11,6 +12,7 @@ not with the step (their tokens told and made text) stands apart. Medians of the
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -19,13 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
-from itertools import pairwise
+from functools import partial, wraps
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 from absl import flags
 from jax import Array
@@ -41,6 +44,7 @@ from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.turn_steps import TurnPrograms
 from jdisagg.engine.turns import Drawn, PendingTurns, Slots
+from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
 from jdisagg.policy.step_results import StepResults
 from jdisagg.policy.worker import Worker
@@ -49,9 +53,10 @@ from jdisagg.serve.driver import LiveDriver
 FLAGS = flags.FlagValues()
 flags.DEFINE_list("slots", ["8", "64", "256"], "of the decode worker, all taken", flag_values=FLAGS)
 flags.DEFINE_list("stages", ["2", "1"], "of the decode worker, the most first", flag_values=FLAGS)
-flags.DEFINE_list("turns", ["1", "8"], "--decode_turns of one stage", flag_values=FLAGS)
+flags.DEFINE_list("turns", ["1", "8", "32"], "--decode_turns of one stage", flag_values=FLAGS)
+flags.DEFINE_list("forms", ["out", "stacked"], "of the layers: written out, or stacked and looped", flag_values=FLAGS)
 flags.DEFINE_integer("layers", 32, "of the model, whose weights are leaves of each program", 1, flag_values=FLAGS)
-flags.DEFINE_integer("steps", 200, "of each round", 1, flag_values=FLAGS)
+flags.DEFINE_integer("steps", 200, "of each round; eight dispatches at least", 1, flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 5, "of each, after one that does not count", 1, flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 
@@ -79,6 +84,8 @@ MODEL = {
 }  # fmt: skip
 PROMPT_TOKENS = 8
 TOKENIZER = Path("tests/fixtures/conformance/llama3")
+DISPATCHES = 8  # of a round at least
+LOOPED = {"out": frozenset[tuple[str, bool]](), "stacked": frozenset({("cpu", False)})}
 
 
 class Clocks:
@@ -161,6 +168,7 @@ def null_programs() -> Iterator[None]:
             stack.enter_context(mock.patch.object(LayerGroupPrograms, name, function))
         stack.enter_context(mock.patch.object(TurnPrograms, "_turns", turns))
         stack.enter_context(mock.patch("jdisagg.engine.decode.draw_greedy", draw))
+        stack.enter_context(mock.patch.object(jax, "jit", partial(jax.jit, keep_unused=True)))  # weights are arguments
         stack.enter_context(mock.patch("jdisagg.policy.turns.MOST_GAP_S", 10.0))  # the machine may be busy
         yield
 
@@ -177,6 +185,7 @@ class Row:
     slots: int
     stages: int
     turns: int  # of a dispatch
+    form: str  # of the layers
     by_step: dict[str, float]
     by_token: dict[str, float]
     rounds: list[dict[str, float]]
@@ -226,28 +235,37 @@ def cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def measure(folder: Path, slots: int, stages: int, turns: int) -> Row:
+def steps_of(turns: int) -> int:
+    """Of a round."""
+    return max(FLAGS.steps, DISPATCHES * turns)
+
+
+def measure(folder: Path, slots: int, stages: int, turns: int, form: str) -> Row:
     clocks = Clocks()
-    tokens = -(-(PROMPT_TOKENS + 64 + (FLAGS.rounds + 2) * FLAGS.steps + 2 * slots) // 128) * 128
+    tokens = -(-(PROMPT_TOKENS + 64 + (FLAGS.rounds + 2) * steps_of(turns) + 2 * slots) // 128) * 128
     with ExitStack() as stack:
         stack.enter_context(null_programs())
+        stack.enter_context(mock.patch.object(looped_params, "LOOPED", LOOPED[form]))
         for kind, name, part in TIMED:
             stack.enter_context(mock.patch.object(kind, name, clocks.timed(getattr(kind, name), part)))
         actors = Actors(clocks)
         stack.enter_context(mock.patch.object(LiveDriver, "_decide", actors.marked(LiveDriver._decide)))
         stack.enter_context(mock.patch.object(LiveDriver, "_one_round", actors.ended(LiveDriver._one_round)))
         llm = stack.enter_context(open_llm(folder, slots, stages, turns, tokens))
-        found = _measured(llm, clocks, slots, stages, tokens)
+        gc.collect()
+        gc.freeze()  # as servers do: what jax holds is looked through at no step
+        found = _measured(llm, clocks, slots, stages, turns, tokens)
+        gc.unfreeze()
     medians = {part: statistics.median(each[part] for each in found) for part in (*BY_STEP, *BY_TOKEN)}
     by_step, by_token = ({part: medians[part] for part in parts} for parts in (BY_STEP, BY_TOKEN))
-    return Row(slots, stages, turns, by_step, by_token, found)
+    return Row(slots, stages, turns, form, by_step, by_token, found)
 
 
-def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, tokens: int) -> list[dict[str, float]]:
+def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, turns: int, tokens: int) -> list[dict[str, float]]:
     """What each round took."""
     threads, marks, over = Threads(llm), list[dict[str, float]](), threading.Event()
     worker = next(name for name in llm.service.driver.executors.by_worker if name.startswith("decode"))
-    steps = stages * FLAGS.steps  # each microbatch takes as many
+    steps = stages * steps_of(turns)  # each microbatch takes as many
 
     def watch(actor: str, item: Any, now_s: float) -> None:
         if actor != worker or not isinstance(item, StepDone) or len(item.decode) < slots // stages:
@@ -278,12 +296,12 @@ def _round(before: dict[str, float], after: dict[str, float], stages: int) -> di
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(title="microseconds of processor time a step and stage")
-    for name in ("slots", "stages", "turns", *BY_STEP, "of a step", *BY_TOKEN, "of a token"):
+    for name in ("slots", "stages", "turns", "layers", *BY_STEP, "of a step", *BY_TOKEN, "of a token"):
         shown.add_column(name, justify="right")
     for row in rows:
         by_step, by_token = (list(map("{:.1f}".format, each.values())) for each in (row.by_step, row.by_token))
         of_token = sum(row.by_token.values()) * row.stages / (row.slots / row.stages)
-        sizes = map(str, (row.slots, row.stages, row.turns))
+        sizes = map(str, (row.slots, row.stages, row.turns, row.form))
         shown.add_row(*sizes, *by_step, f"{row.step_us:.0f}", *by_token, f"{of_token:.1f}")
     return shown
 
@@ -293,9 +311,9 @@ def main() -> int:
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": FLAGS.layers}), encoding="utf-8")
-        for stages in map(int, FLAGS.stages):
-            for turns in map(int, FLAGS.turns if stages == 1 else ["1"]):
-                rows += [measure(folder, slots, stages, turns) for slots in map(int, FLAGS.slots)]
+        cases = [(int(n), int(turns)) for n in FLAGS.stages for turns in (FLAGS.turns if n == "1" else ["1"])]
+        for form, (stages, turns), slots in product(FLAGS.forms, cases, map(int, FLAGS.slots)):
+            rows.append(measure(folder, slots, stages, turns, form))
     Console(width=200).print(table(rows))
     if FLAGS.output:
         report = {**about, "layers": FLAGS.layers, "steps": FLAGS.steps, "rows": [asdict(row) for row in rows]}

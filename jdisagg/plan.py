@@ -155,7 +155,7 @@ def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder |
         max_model_len=most_tokens,
         page_size=values.page_size,
         max_num_seqs=values.max_num_seqs,
-        slots_by_device=True,
+        by_device=True,
         reserve_tokens=values.reserve_tokens,
     )
     chip = hardware(values.hardware)

@@ -253,7 +253,9 @@ class Decoder(DrawPrograms):
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
         """Page table i32[B, width] and state i32[4, B] where the group is."""
-        return batch.table_on(group.submesh, width), group.submesh.spread(batch.state)
+        drawn_there = group is self.layer_groups[-1] and group.submesh.tp == 1
+        state = batch.state if drawn_there else group.submesh.spread(batch.state)
+        return batch.table_on(group.submesh, width), state
 
     def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
         """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""

@@ -163,7 +163,8 @@ class Runner:
         rows = chunks = None
         if slots is not None:
             assert self.decoder is not None
-            rows = self.decoder.finish(slots.batch, slots.plan, out.decode_logits.addressable_data(0))
+            logits = self.layer_groups[-1].submesh.first_copy(out.decode_logits)
+            rows = self.decoder.finish(slots.batch, slots.plan, logits)
         if prompts is not None:
             assert self.prefiller is not None
             logits = None if out.chunk_logits is None else out.chunk_logits.addressable_data(0)

@@ -93,7 +93,7 @@ class TurnSteps(TurnPrograms):
         asked = batch.asked(plan.active)
         kind = PLAIN if asked.plain else DRAWN
         drawn = self._dispatch(kind, self._slots(plan, batch))
-        batch.state = drawn.state.addressable_data(0)
+        batch.state = self._held.submesh.first_copy(drawn.state)
         drawn.tokens.copy_to_host_async()
         load = self._held.load
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
@@ -107,7 +107,8 @@ class TurnSteps(TurnPrograms):
 
     def _slots(self, plan: DecodeRows, batch: Microbatch) -> Slots:
         submesh = self._held.submesh
-        table, state = batch.table_on(submesh, plan.table_pages), submesh.spread(batch.state)
+        table = batch.table_on(submesh, plan.table_pages)
+        state = batch.state if submesh.tp == 1 else submesh.spread(batch.state)  # it is drawn here
         if self._metadata is None or self._metadata[0] is not batch.metadata:
             self._metadata = batch.metadata, SamplingMetadata(*map(submesh.spread, batch.metadata))
         return Slots(table, state, *self._widths.of(plan), self._metadata[1])

@@ -90,6 +90,10 @@ class Submesh:
             return array if array.devices() == {self.devices[0]} else jax.device_put(array, self.devices[0])
         return self._whole_of(array, [array] * len(self.local_devices))
 
+    def first_copy(self, array: jax.Array) -> jax.Array:
+        """Of an array that is whole on every shard here, what lies on `reader`."""
+        return array if self.tp == 1 else array.addressable_data(0)
+
     def join(self, shards: Sequence[jax.Array], spec: PartitionSpec, axis: int) -> jax.Array:
         """One array of this submesh from the shards of this process, each on its own device already, cut along
         `axis`."""

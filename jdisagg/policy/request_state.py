@@ -107,6 +107,8 @@ class RequestState:
     @property
     def untold(self) -> tuple[int, ...]:
         """The beginning of its answer that is known, where nothing behind it has been drawn: told with what is."""
+        if not self.request.forced:
+            return ()
         beginning = self.request.beginning
         return beginning if len(self.output) == len(beginning) else ()
 

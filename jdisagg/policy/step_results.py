@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdisagg.core.events import StepDone
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import TokenDelta
-from jdisagg.core.request import FinishReason, Sampled
+from jdisagg.core.request import BROKEN, FinishReason, Sampled
 from jdisagg.policy.decode_sequence import DecodeSequence, end_of
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import Signal
@@ -57,6 +57,8 @@ class StepResults:
         self, sequence: DecodeSequence, drawn: tuple[Sampled, ...]
     ) -> tuple[tuple[Sampled, ...], FinishReason | None]:
         """The tokens that are the client's, and why it is over with them; None where it goes on."""
+        if len(drawn) > 1 and not _may_end(sequence, drawn):
+            return drawn, None
         for count, sampled in enumerate(drawn, 1):
             reason = end_of(sequence.sampling, sampled, len(sequence.output) + count)
             if reason is not None:
@@ -81,3 +83,11 @@ class StepResults:
         for sequence in step.sequences.values():
             if self.decode_side.end(sequence.owner, Signal.ABORT):
                 self.out.abort(sequence.owner, reason)
+
+
+def _may_end(sequence: DecodeSequence, drawn: tuple[Sampled, ...]) -> bool:
+    """False only where it goes on after all of these: seen at once, for one in hundreds of its tokens is the last."""
+    sampling, tokens = sequence.sampling, [sampled.token for sampled in drawn]
+    if drawn[0].logprob is not None or len(sequence.output) + len(tokens) >= sampling.max_tokens:
+        return True
+    return BROKEN in tokens or any(stop in tokens for stop in sampling.stop_token_ids)

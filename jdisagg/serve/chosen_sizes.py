@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jdisagg.core.default_sizes import (
+    MOST_TURNS,
     Buckets,
     Size,
     beside_chunks,
     buckets_of,
     chunk_sequences,
     decode_slots,
+    one_stage_turns,
     page_size,
     step_tokens,
 )
@@ -22,9 +24,6 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import Chip
 from jdisagg.core.worker_config import Role
-
-MOST_TURNS = 8  # where nothing else is said, and on the CPU of a ring alone: there single steps take no longer
-FORESEEN_TURNS = 32  # of one stage that hears of each sequence before its KV comes; a prompt comes unannounced
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +88,6 @@ def sizes_of(
     turns = settings.decode_turns or one_stage_turns(here.platform, decoding.role)
     ring_turns = settings.decode_turns or MOST_TURNS
     return ChosenSizes(slots.value, tokens.value, prompts.value, turns, ring_turns, buckets, reasons)
-
-
-def one_stage_turns(platform: str, role: Role) -> int:
-    """The most of a dispatch."""
-    if platform == "cpu":
-        return 1
-    return FORESEEN_TURNS if role is Role.DECODE else MOST_TURNS
 
 
 def _of_role(mesh: MeshSpec, *, decodes: bool) -> WorkerMesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -67,6 +68,14 @@ def by_kind(groups: Iterable[Group]) -> dict[Kind, list[Fold]]:
         for kind, fold in group.folds().items():
             found.setdefault(kind, []).append(fold)
     return found
+
+
+def observe_times(histogram: Histogram, value: float, times: int) -> None:
+    """`value` so many times over, for what one observation costs: a dispatch of several turns gives each stream as many
+    tokens, all equally far apart."""
+    bounds: Any = histogram._upper_bounds  # as `Histogram.observe`, which has no count
+    histogram._buckets[bisect_left(bounds, value)].inc(times)
+    histogram._sum.inc(value * times)
 
 
 def kind_of(item: Any) -> Kind:

@@ -9,7 +9,7 @@ from jdisagg.core.events import EmitTokens, Finish, Received, Reject, RunStep, S
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Progress
 from jdisagg.core.request import Request, RequestId
-from jdisagg.serve.metric_families import SECONDS, TOKENS, Families, Fold, Kind
+from jdisagg.serve.metric_families import SECONDS, TOKENS, Families, Fold, Kind, observe_times
 
 TIMED_TOKENS = 16  # of an answer, from which its pace counts
 
@@ -45,8 +45,7 @@ class LatencyMetrics:
 
     def tokens(self, times: RequestTimes, count: int, now_s: float) -> None:
         """`count` tokens after the first that came at once."""
-        for _ in range(count):
-            self._itl.observe((now_s - times.last_s) / count)
+        observe_times(self._itl, (now_s - times.last_s) / count, count)
 
     def finish(self, times: RequestTimes, ledger: Ledger, now_s: float) -> None:
         self._whole.observe(now_s - times.request.arrival_s)

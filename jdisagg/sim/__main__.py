@@ -224,7 +224,7 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         max_model_len=longest(trace),
         page_size=values.page_size,
         max_num_seqs=values.max_num_seqs,
-        slots_by_device=True,
+        by_device=True,
         chunk_tokens=values.max_num_batched_tokens,
         reserve_tokens=values.reserve_tokens,
         transfer=TransferMode(values.transfer),

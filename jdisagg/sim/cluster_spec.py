@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from jdisagg.core.default_sizes import decode_slots
+from jdisagg.core.default_sizes import decode_slots, one_stage_turns
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.targets import CHIPS
+from jdisagg.core.targets import CHIPS, Chip
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
@@ -38,7 +38,7 @@ class Sizes:
     page_size: int = 16
     num_slots: int = 256  # a stage
     max_num_seqs: int = 0  # of a worker, in whole microbatches; 0: num_slots for each of its stages
-    slots_by_device: bool = False  # for 0 as a run would choose, where there is a data sheet (`core/default_sizes.py`)
+    by_device: bool = False  # slots for 0, and turns of one stage, as a run would choose them, where there is a sheet
     chunk_tokens: int = 2048
     max_chunk_seqs: int = 64
     chunks_in_flight: int = 2  # of a stage
@@ -54,12 +54,24 @@ class Sizes:
     def slots(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> int:
         """Of each stage of a worker that costs so much and has room for so many tokens."""
         stages = place.pp if place.role.decodes else 1
-        line = cost.stages if isinstance(cost, RingRoofline) else cost
-        chip = CHIPS.get(line.chip.name) if isinstance(line, Roofline) else None
-        if self.max_num_seqs or not self.slots_by_device or chip is None or not isinstance(line, Roofline):
+        line, chip = cost.stages if isinstance(cost, RingRoofline) else cost, self._chip(cost)
+        if self.max_num_seqs or chip is None or not isinstance(line, Roofline):
             return slots_per_stage(self.max_num_seqs, stages, self.num_slots)
         held = line.model.config, place.tp, stages, chip.platform, chip
         return decode_slots(*held, kv_tokens, self.max_model_len).value // stages
+
+    def turns(self, place: WorkerMesh, cost: CostModel) -> int:
+        """The most of a dispatch."""
+        if place.schedule is Schedule.RING:
+            return self.decode_turns
+        chip = self._chip(cost)
+        alone = place.role.decodes and place.pp == 1
+        return one_stage_turns(chip.platform, place.role) if chip and alone else 1
+
+    def _chip(self, cost: CostModel) -> Chip | None:
+        """The data sheet of devices that cost so much, where sizes go by it."""
+        line = cost.stages if isinstance(cost, RingRoofline) else cost
+        return CHIPS.get(line.chip.name) if self.by_device and isinstance(line, Roofline) else None
 
     def config(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> WorkerConfig:
         pages, ring = kv_tokens // self.page_size, place.schedule is Schedule.RING
@@ -76,7 +88,7 @@ class Sizes:
             num_microbatches=1 if ring else stages,
             prefill_stages=depth,
             ring_stages=place.pp if ring else 1,
-            decode_turns=self.decode_turns if ring else 1,
+            decode_turns=self.turns(place, cost),
             stage_admission=not ring,
             prefill_buckets=(self.chunk_tokens,),
             table_buckets=(-(-self.max_model_len // self.page_size),),

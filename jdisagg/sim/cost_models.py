@@ -198,8 +198,10 @@ class Roofline:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(drawn(plan))
 
     def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
-        batch = len(plan.active)
-        return self.host_s + self._linear_s(batch) + self._read_s(context_tokens) + self._head_s(batch)
+        """Of several turns, which each read every weight and the KV there is by then, the host is paid once."""
+        batch, turns = len(plan.active), plan.num_turns
+        read = context_tokens - (plan.most_tokens - batch) / 2 if turns > 1 else context_tokens  # at the mean turn
+        return self.host_s + turns * (self._linear_s(batch) + self._read_s(read) + self._head_s(batch))
 
     def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
         batch = len(decode.active)
@@ -219,16 +221,16 @@ class Roofline:
         flops = config.num_layers * config.attention_flops(sum(end**2 - start**2 for start, end in ends) / 2, self.tp)
         return flops / (self.chip.flops * self.chip.prefill_attention)
 
-    def _read_s(self, context_tokens: int) -> float:
+    def _read_s(self, context_tokens: float) -> float:
         """Linear in context_tokens, which may be an array: a token's bytes and FLOPs say which of the two is longer."""
         longer = self._scores_s if self._scores_s(1) > self._kv_s(1) else self._kv_s
         return longer(context_tokens)
 
-    def _kv_s(self, context_tokens: int) -> float:
+    def _kv_s(self, context_tokens: float) -> float:
         kv_bytes = self.model.kv_bytes(context_tokens, self.tp)
         return kv_bytes / (self.chip.hbm_bytes_per_s * self.chip.decode_attention)
 
-    def _scores_s(self, context_tokens: int) -> float:
+    def _scores_s(self, context_tokens: float) -> float:
         config = self.model.config
         flops = config.num_layers * config.attention_flops(context_tokens, self.tp, decoding=True)
         return flops / (self.chip.flops * self.chip.prefill_attention)

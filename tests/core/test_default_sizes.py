@@ -19,11 +19,13 @@ from jdisagg.core.default_sizes import (
     chunk_sequences,
     critical_rows,
     decode_slots,
+    one_stage_turns,
     page_size,
     step_tokens,
 )
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.targets import CHIPS, chip_called
+from jdisagg.core.worker_config import Role
 from jdisagg.sim.model_numbers import model_of
 
 LLAMA = model_of("llama3-8b")
@@ -134,3 +136,11 @@ def test_rows_of_a_stage_take_half_of_the_tokens_that_somebody_said_at_most():
     assert beside_chunks(Size(256, "chosen"), 1, 2048) == Size(256, "chosen")
     assert beside_chunks(Size(256, "chosen"), 1, 100).value == 32
     assert beside_chunks(Size(512, "chosen"), 2, 100).value == 2 * 32
+
+
+@pytest.mark.parametrize(
+    ("platform", "role", "most"),
+    [("cpu", Role.DECODE, 1), ("tpu", Role.DECODE, 32), ("gpu", Role.DECODE, 32), ("gpu", Role.COLOCATED, 8)],
+)
+def test_only_who_hears_of_sequences_before_they_come_takes_many_turns(platform: str, role: Role, most: int):
+    assert one_stage_turns(platform, role) == most

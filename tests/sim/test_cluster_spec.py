@@ -6,6 +6,7 @@ import pytest
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
+from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
@@ -88,3 +89,37 @@ def test_hosts_take_workers_in_the_meshs_order():
     assert isinstance(links, DomainLinks)
     assert links.places[WorkerId("prefill-1")] == links.places[WorkerId("decode-0")] == ("host-0",)
     assert links.places[WorkerId("decode-1")] == ("host-1",)
+
+
+def decode_turns(mesh: str, devices: str = "h100", *, chosen: bool = False) -> dict[str, int]:
+    cost_of = by_device(devices_of(devices), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    found = cluster_spec(MeshSpec.parse(mesh), Sizes(8192, by_device=chosen), cost_of).workers
+    return {each.worker: each.decode_turns for each in found}
+
+
+def test_workers_take_the_turns_that_a_run_on_their_devices_would():
+    assert decode_turns("prefill:tp1,decode:tp1", chosen=True) == {"prefill-0": 1, "decode-0": 32}
+    assert decode_turns("prefill:tp1,decode:pp2tp1", chosen=True)["decode-0"] == 1, "several stages take single steps"
+    assert decode_turns("colocated:tp1", chosen=True) == {"colocated-0": 8}
+    assert decode_turns("prefill:tp1,decode:tp1", "xeon8480", chosen=True)["decode-0"] == 1, "it has no data sheet"
+    assert decode_turns("prefill:tp1,decode:tp1")["decode-0"] == 1
+
+
+def test_the_host_is_paid_once_a_dispatch_and_all_else_turn_by_turn():
+    cost, rows = Roofline(SHAPE, devices_of("h100")[Role.DECODE]), tuple(range(4))
+    steps = sum(cost.decode_s(DecodeRows(0, rows, 1), 4000 + 4 * turn) for turn in range(1, 9))
+    dispatch = cost.decode_s(DecodeRows(0, rows, 1, widths=(8,) * 4, turns=True), 4000 + 4 * 8)
+    assert steps - dispatch == pytest.approx(7 * cost.host_s, rel=1e-6)
+
+
+def test_turns_bring_tokens_sooner_where_nobody_is_about_to_come():
+    def tpot_s(*, chosen: bool = False) -> float:
+        cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
+        cluster = simulated(
+            cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), Sizes(8192, by_device=chosen), cost_of)
+        )
+        outcome = cluster.run(Trace(np.zeros(2), np.full(2, 64), np.full(2, 300)))
+        cluster.check_all_ended()
+        return float(outcome.values("TPOT").mean())
+
+    assert tpot_s(chosen=True) < tpot_s() - 0.5e-3, "of a millisecond of the host's a step, most is paid once"

@@ -21,6 +21,7 @@ from jdisagg.core.mesh_spec import PoolSpec
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.turns import MOST_GAP_S
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
@@ -240,8 +241,14 @@ class Decode:
         self.means = workload.means
 
     def step_s(self, batch: float) -> float:
-        """Of one microbatch of `batch` sequences, through all stages; of a ring, a turn of the longest dispatch."""
+        """Of one microbatch of `batch` sequences, through all stages; a turn of the longest dispatch, of one stage of
+        the longest within the gap."""
         active, turns = tuple(range(max(1, round(batch)))), self.config.decode_turns
+        if self.config.takes_turns:
+            turns = max(1, min(turns, int(MOST_GAP_S / self._turn_s(active, 1))))
+        return self._turn_s(active, turns)
+
+    def _turn_s(self, active: tuple[int, ...], turns: int) -> float:
         plan = DecodeRows(0, active, 1, widths=(turns,) * len(active) if turns > 1 else (), turns=turns > 1)
         return self.cost.decode_s(plan, round(len(active) * self.means.context_tokens)) / turns
 
