@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from absl import flags
 from rich.console import Console
@@ -45,13 +46,15 @@ NAMES = ("area", "volume", "total", "mean", "width", "height", "depth", "price")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians of the rounds; `ratio` of the pairs: tokens/s over those of steps of one token."""
+    """Medians of the rounds; `ratio` of the pairs: tokens/s over those of steps of one token. `cpu_ratio` so, of tokens
+    a second of processor time, which a busy machine changes less."""
 
     speculative: str
     work: str
     streams: int
     tokens_per_s: float
     ratio: float
+    cpu_ratio: float
     tokens_a_row: float  # that a row of a step drew, mean of all rounds
     tokens_a_row_early: float  # so, in the first quarter of each answer
     tokens_a_row_late: float  # and in the last
@@ -68,6 +71,11 @@ def prompt(work: str, name: str, index: int) -> str:
     return code + code + code.splitlines(keepends=True)[0] if work == "copies" else f"# {index}: {name}\nimport "
 
 
+class Speed(NamedTuple):
+    tokens_per_s: float
+    tokens_per_cpu_s: float
+
+
 class Stack:
     """One way of decoding, with as many slots as there are streams."""
 
@@ -75,26 +83,28 @@ class Stack:
         self.llm, self.answers = llm, dict[tuple[str, int], list[list[int]]]()
         self.rows: list[tuple[int, int]] = []  # of each row of a step: tokens before it, and drawn by it
 
-    def burst(self, work: str, streams: int) -> float:
-        """Tokens/s of so many answers at once, from the first token that any of them has."""
+    def burst(self, work: str, streams: int) -> Speed:
+        """Of so many answers at once, from the first token that any of them has."""
         return asyncio.run(self._burst(work, streams))
 
-    async def _burst(self, work: str, streams: int) -> float:
+    async def _burst(self, work: str, streams: int) -> Speed:
         asked = SamplingParams(max_tokens=FLAGS.tokens, temperature=0.0, ignore_eos=True)
-        began: list[float] = []
+        began: list[tuple[float, float]] = []
 
         async def one(text: str) -> list[int]:
             tokens: list[int] = []
             async for piece in self.llm.stream(text, asked):
                 if piece.delta.sampled:
-                    began.append(time.perf_counter())
+                    began.append((time.perf_counter(), time.process_time()))
                     self.rows.append((len(tokens), len(piece.delta.sampled)))
                     tokens += [each.token for each in piece.delta.sampled]
             return tokens
 
         found = await asyncio.gather(*map(one, prompts(work, streams)))
         self.answers.setdefault((work, streams), found)
-        return (streams * FLAGS.tokens - 1) / (began[-1] - began[0])
+        (first_s, first_cpu_s), (last_s, last_cpu_s) = began[0], began[-1]
+        tokens = streams * FLAGS.tokens - 1
+        return Speed(tokens / (last_s - first_s), tokens / (last_cpu_s - first_cpu_s))
 
     def tokens_a_row(self) -> tuple[float, float, float]:
         """Of the pieces, each of a row of a step, since it was asked last: in all, early and late in an answer."""
@@ -124,7 +134,7 @@ def measure(streams: int) -> list[Row]:
 
 
 def _rows(stacks: dict[str, Stack], work: str, streams: int) -> list[Row]:
-    speeds: dict[str, list[float]] = {kind: [] for kind in stacks}
+    speeds: dict[str, list[Speed]] = {kind: [] for kind in stacks}
     for number in range(FLAGS.rounds + 1):
         for kind in stacks if number % 2 else reversed(stacks):
             speed = stacks[kind].burst(work, streams)
@@ -136,13 +146,20 @@ def _rows(stacks: dict[str, Stack], work: str, streams: int) -> list[Row]:
             kind,
             work,
             streams,
-            statistics.median(speeds[kind]),
-            statistics.median(mine / other for mine, other in zip(speeds[kind], speeds[OFF], strict=True)),
+            statistics.median(each.tokens_per_s for each in speeds[kind]),
+            *ratios(speeds[kind], speeds[OFF]),
             *stack.tokens_a_row(),
             differing(stack.answers[work, streams], plain),
         )
         for kind, stack in stacks.items()
     ]
+
+
+def ratios(mine: Sequence[Speed], others: Sequence[Speed]) -> tuple[float, float]:
+    """Medians of the pairs, by the clock and by processor time."""
+    pairs = [*zip(mine, others, strict=True)]
+    by_clock = statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs)
+    return by_clock, statistics.median(one.tokens_per_cpu_s / other.tokens_per_cpu_s for one, other in pairs)
 
 
 def differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
@@ -152,11 +169,22 @@ def differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]])
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(title=f"{FLAGS.mesh}, {FLAGS.tokens} tokens an answer")
-    for name in ("work", "streams", "speculative", "tokens/s", "beside off", "tokens a row", "early", "late", "differ"):
+    for name in (
+        "work",
+        "streams",
+        "speculative",
+        "tokens/s",
+        "beside off",
+        "in CPU time",
+        "tokens a row",
+        "early",
+        "late",
+        "differ",
+    ):
         shown.add_column(name, justify="right")
     for row in rows:
         drawn = (f"{each:.2f}" for each in (row.tokens_a_row, row.tokens_a_row_early, row.tokens_a_row_late))
-        figures = f"{row.tokens_per_s:,.0f}", f"{row.ratio:.2f}", *drawn, str(row.differing)
+        figures = f"{row.tokens_per_s:,.0f}", f"{row.ratio:.2f}", f"{row.cpu_ratio:.3f}", *drawn, str(row.differing)
         shown.add_row(row.work, str(row.streams), row.speculative, *figures)
     return shown
 
