@@ -23,6 +23,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.draft_head import (
@@ -114,7 +115,7 @@ class HeadRun:
 def open_head_run(
     settings: HeadSettings, optimiser: OptimiserSettings, target: Target, parts: list[Written]
 ) -> HeadRun:
-    """At its newest checkpoint, if there is one."""
+    """At its newest checkpoint, if there is one. Raises ConfigError where that guesses among other tokens."""
     tokens, states = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "states"))
     guesses = frequent(tokens, settings.tokens, target.config)
     config = HeadConfig(replace(target.config, num_layers=1), norm=True, tokens=guesses)
@@ -127,6 +128,7 @@ def open_head_run(
     rule, leaves = make_optimiser(optimiser, settings.steps), [params.leaves[place] for place in learnt]
     folder = Path(settings.out_dir)
     checkpoints, state, at = Checkpoints(folder / "checkpoints"), rule.init(leaves), 0
+    check_same_tokens(folder, len(parts), guesses, resumes=checkpoints.latest_step() is not None)
     if checkpoints.latest_step() is not None:
         at = checkpoints.latest_step() or 0
         leaves, state = checkpoints.restore(at, leaves, state)
@@ -136,6 +138,21 @@ def open_head_run(
         Written(tokens[cut], states[cut]) for cut in (slice(settings.held_out), slice(settings.held_out, None))
     )
     return HeadRun(settings, config, params, lesson, (shared, table), kept, rest, checkpoints, at, leaves, state, [])
+
+
+def check_same_tokens(folder: Path, parts: int, guesses: tuple[int, ...] | None, *, resumes: bool) -> None:
+    """Raises ConfigError where the checkpoints in `folder` are of a head that guesses among other tokens than these,
+    which so many parts use most; else notes what they are of."""
+    record, now = folder / "guesses.json", {"parts": parts, "tokens": None if guesses is None else list(guesses)}
+    if resumes and record.exists():
+        was = json.loads(record.read_text())
+        if was["tokens"] != now["tokens"]:
+            raise ConfigError(
+                f"{folder}/checkpoints guess among the tokens that parts = {was['parts']} use most, and parts = {parts}"
+                f" use others: delete {folder}/checkpoints, or set parts = {was['parts']} again"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(now) + "\n")
 
 
 def frequent(tokens: np.ndarray, number: int, config: ModelConfig) -> tuple[int, ...] | None:

@@ -12,7 +12,16 @@ from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import read_head
 from jdisagg.training.answers import TargetSettings, open_target, read_or_write
 from jdisagg.training.head_settings import read_head_settings
-from jdisagg.training.heads import HeadSettings, export_head, frequent, judge, later, open_head_run, train_head
+from jdisagg.training.heads import (
+    HeadSettings,
+    check_same_tokens,
+    export_head,
+    frequent,
+    judge,
+    later,
+    open_head_run,
+    train_head,
+)
 from jdisagg.training.step import OptimiserSettings
 from tests.fixtures import conformance
 
@@ -43,6 +52,17 @@ def test_the_most_frequent_tokens_are_guessed_among_in_order():
     config = read_model(conformance.load("llama3").folder)
     assert frequent(np.array([[7, 7, 2, 9, 9, 9]]), 2, config) == (7, 9)
     assert frequent(np.array([[7]]), 0, config) is None
+
+
+def test_a_head_does_not_go_on_from_weights_that_guess_among_other_tokens(tmp_path: Path):
+    check_same_tokens(tmp_path, 2, (3, 5, 7), resumes=False)
+    check_same_tokens(tmp_path, 2, (3, 5, 7), resumes=True)
+    with pytest.raises(ConfigError, match=r"parts = 2 use most, and parts = 4 use others: delete .*checkpoints, or set"):
+        check_same_tokens(tmp_path, 4, (3, 5, 9), resumes=True)
+    check_same_tokens(tmp_path, 4, (3, 5, 7), resumes=True)
+    check_same_tokens(tmp_path, 4, (3, 5, 9), resumes=False)
+    with pytest.raises(ConfigError, match="parts = 4 use most, and parts = 3"):
+        check_same_tokens(tmp_path, 3, None, resumes=True)
 
 
 def test_the_state_before_the_first_token_is_zeros():
