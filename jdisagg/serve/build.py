@@ -223,7 +223,8 @@ def draft_of(deployment: Deployment, settings: Settings, source: WeightSource) -
     folder, config = deployment.draft
     if isinstance(config, HeadConfig):
         return HeadModel(HFSource(folder), config, source)
-    return DraftModel(open_source(folder, settings.load_format, config, settings.seed), config)
+    opened, kept = open_source(folder, settings.load_format, config, settings.seed), deployment.draft_pages
+    return DraftModel(opened, config) if kept is None else DraftModel(opened, config, kept.name)
 
 
 def warm(

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from jdisagg.core.default_sizes import Size
 from jdisagg.core.errors import CheckpointError, ConfigError
-from jdisagg.core.kv_layout import LANES, KVLayout
+from jdisagg.core.kv_layout import LANES, DraftPages, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
-from jdisagg.core.reshard import StageShape
+from jdisagg.core.reshard import StageShape, draft_shape
 from jdisagg.core.settings import Settings
 from jdisagg.core.stages import ring_cut, split_layers
 from jdisagg.core.targets import Chip
@@ -25,7 +25,7 @@ from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, w
 from jdisagg.model.gguf_file import gguf_name, is_gguf
 from jdisagg.serve.chosen_sizes import ChosenSizes, Devices, page_of, sizes_of
 from jdisagg.serve.memory import Budget, num_pages, own_layers
-from jdisagg.serve.speculation import Draft, read_draft, with_head
+from jdisagg.serve.speculation import Draft, draft_layout, kept_draft, read_draft, with_head
 from jdisagg.serve.worker_sizes import kv_runs, shipping_of, worker_config
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
@@ -56,6 +56,7 @@ class Deployment:
     device_bytes: int | None = None  # of memory, of one device; None on the CPU
     dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
     draft: Draft | None = None  # the model or head that guesses what is drawn
+    draft_pages: DraftPages | None = None  # of decode and colocated workers, where its KV goes with the model's
 
     def dtype_of(self, role: Role) -> str:
         """Of activations of workers of this role."""
@@ -73,7 +74,11 @@ class Deployment:
         """The layer groups of the worker at this place."""
         kv = self.layout(place.role)
         runs = kv_runs(self.layers_of(place), kv)
-        return [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in runs]
+        shapes = [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in runs]
+        if self.draft_pages is not None and self.draft is not None and isinstance(self.draft[1], ModelConfig):
+            pages = replace(self.draft_pages, layout=draft_layout(self.draft[1], kv))
+            shapes.append(draft_shape(pages, place.tp))
+        return shapes
 
     def layers_of(self, place: WorkerMesh) -> tuple[range, ...]:
         """Of the worker's stages or layer groups."""
@@ -107,7 +112,11 @@ def resolve_deployment(
     kv, prefill_kv = (with_head(each, draft, settings, mesh) for each in (kv, prefill_kv))
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     layers = cut_layers(model, mesh)
-    budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None)
+    draft_name = fingerprint_of(draft[0], draft[1], settings) if draft and isinstance(draft[1], ModelConfig) else ""
+    draft_pages = kept_draft(draft, settings, mesh, (kv, prefill_kv), draft_name)
+    budget = Budget(
+        model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_kept=draft_pages is not None
+    )
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
     name = settings.served_model_name or name_of(folder)
 
@@ -127,11 +136,11 @@ def resolve_deployment(
         )
         for place in mesh.workers()
     )
-    shipped = [shipping_of(settings, own_layers(model, layers, place), kv) for place in mesh.workers()]
+    shipped = [shipping_of(settings, own_layers(model, layers, place), kv, draft_pages) for place in mesh.workers()]
     workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
-    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft
+    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_pages
     return Deployment(folder, name, model, mesh, layers, dtype, weights, *kept)
 
 

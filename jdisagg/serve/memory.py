@@ -36,6 +36,7 @@ class Budget:
     weights: WeightFormat
     device_bytes: int | None
     draft: ModelConfig | HeadConfig | None = None  # that guesses, beside the last stage
+    draft_kept: bool = False  # whether it stands beside prefill workers too
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
         """The worker's part, where it shares a device with others."""
@@ -89,7 +90,7 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
         if isinstance(budget.draft, HeadConfig) and number == len(stages):
             of_draft = head_bytes(budget.draft, place.tp, budget.dtype)
             page_bytes += kv.layer_page_bytes(place.tp)
-        elif isinstance(budget.draft, ModelConfig) and place.role.decodes and number == len(stages):
+        elif _has_draft(budget, place) and isinstance(budget.draft, ModelConfig) and number == len(stages):
             of_draft = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
             dtype = budget.dtype if kv.scaled else kv.dtype
             small = KVLayout.of(budget.draft, kv.page_size, dtype, kv.tiled)
@@ -104,6 +105,10 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
             f" {longest}; use more devices, or lower --max_model_len"
         )
     return pages
+
+
+def _has_draft(budget: Budget, place: WorkerMesh) -> bool:
+    return place.role.decodes or budget.draft_kept
 
 
 def own_layers(model: ModelConfig, decode_stages: tuple[range, ...], place: WorkerMesh) -> tuple[range, ...]:

@@ -92,11 +92,13 @@ def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: 
         raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
     stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
     layers = own_layers(model, stages, place)
-    budget = Budget(model, stages, deployment.dtype_of(place.role), deployment.weights, deployment.device_bytes)
+    kept, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
+    held = deployment.weights, deployment.device_bytes, draft
+    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, draft_kept=kept is not None)
     longest = deployment.max_model_len
     pages = num_pages(
         settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)
     )
     config = worker_config(settings, deployment.sizes, place, layout.page_size, longest, pages)
-    config = replace(config, worker=name, **shipping_of(settings, layers, deployment.kv))
+    config = replace(config, worker=name, **shipping_of(settings, layers, deployment.kv, kept))
     return Shape(config, layout, layers)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jdisagg.core.errors import CheckpointError, FlagError
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import DraftPages, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
@@ -74,6 +75,27 @@ def own_head(said: str, model_folder: Path, heads: Path = HEADS) -> Path:
     if not found:
         raise CheckpointError(f"--speculative={said}: no head in {folder} nor for {name} in {heads}: name a folder")
     return found[-1]
+
+
+def kept_draft(
+    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: Sequence[KVLayout], name: str
+) -> DraftPages | None:
+    """How a draft model's KV is kept with the model's, whose pages are of the first of these layouts; None where it is
+    not. name: of the draft and its weights. Raises FlagError."""
+    if draft is None or isinstance(draft[1], HeadConfig) or settings.draft_kv == "rebuild":
+        return None
+    kv, said = layouts[0], f"--draft_kv={settings.draft_kv} and --speculative={settings.speculative}"
+    why = f"a ring guesses nothing (--mesh={mesh})" if mesh.is_ring else ""
+    if any(each.scaled for each in layouts):
+        why = f"a draft's pages are not kept beside quantised ones ({', '.join(each.dtype for each in layouts)})"
+    if why:
+        raise FlagError(f"{said}: {why}; say --draft_kv=rebuild")
+    return DraftPages(name, draft_layout(draft[1], kv), kv.num_layers)
+
+
+def draft_layout(draft: ModelConfig, kv: KVLayout) -> KVLayout:
+    """Of a draft's pages beside the model's."""
+    return KVLayout.of(draft, kv.page_size, kv.dtype, kv.tiled)
 
 
 def with_head(kv: KVLayout, draft: Draft | None, settings: Settings, mesh: MeshSpec) -> KVLayout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jdisagg.core.adapters import adapter_sizes
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.kv_layout import DraftPages, KVLayout
 from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings, int_list
@@ -93,14 +93,20 @@ def short_tokens(settings: Settings, sizes: ChosenSizes, rows: int, page_size: i
     return max(0, tokens - tokens % page_size)
 
 
-def shipping_of(settings: Settings, layers: tuple[range, ...], kv: KVLayout) -> dict[str, Any]:
-    """How workers ship KV: when it leaves, in which layer groups, and what its bytes are."""
+def shipping_of(
+    settings: Settings, layers: tuple[range, ...], kv: KVLayout, draft: DraftPages | None = None
+) -> dict[str, Any]:
+    """How workers ship KV: when it leaves, in which layer groups, and what its bytes are; a draft's with the last."""
+    runs = kv_runs(layers, kv)
+    if draft is not None:
+        runs = (*runs[:-1], range(runs[-1].start, draft.layers.stop))
     return {
         "transfer": TransferMode(settings.transfer),
         "digests": Digests(settings.transfer_digests),
         "stage_admission": settings.stage_admission == "on",
-        "layer_groups": tuple((run.start, run.stop) for run in kv_runs(layers, kv)),
-        "kv_token_bytes": kv.bytes_per_page // kv.page_size,
+        "layer_groups": tuple((run.start, run.stop) for run in runs),
+        "draft_layers": draft.layout.num_layers if draft else 0,
+        "kv_token_bytes": kv.bytes_per_token + (draft.layout.bytes_per_token if draft else 0),
         "compress": Compress(settings.transfer_compress),
         "error_bound": settings.transfer_error_bound,
         # Pages and dtypes may differ.

@@ -9,13 +9,23 @@ import pytest
 
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import HeadConfig
 from jdisagg.serve.deployment import EMBEDDED_MODEL
-from jdisagg.serve.speculation import DRAFT_TOKENS, Speculation, check_head, own_head, read_draft, read_speculation
+from jdisagg.serve.speculation import (
+    DRAFT_TOKENS,
+    Speculation,
+    check_head,
+    kept_draft,
+    own_head,
+    read_draft,
+    read_speculation,
+)
+from jdisagg.serve.worker_sizes import shipping_of
 from tests.fixtures import conformance
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 3], list(range(20, 30)), [7] * 12]
@@ -118,6 +128,31 @@ def test_a_model_that_lies_elsewhere_has_the_head_that_its_name_begins_as(tmp_pa
     assert found == tmp_path / "heads" / "Model-1B"
     with pytest.raises(CheckpointError, match=f"no head in {tmp_path}/other/eagle nor for other in {tmp_path}/heads"):
         own_head("eagle", tmp_path / "other", tmp_path / "heads")
+
+
+def test_a_drafts_pages_lie_behind_the_models_and_go_with_the_last_layers():
+    draft = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
+    mesh, kv = MeshSpec.parse("prefill:tp1,decode:tp1"), KVLayout.of(read_model(EMBEDDED_MODEL), 16)
+    settings = Settings(speculative="draft", draft_kv="ship")
+    found = kept_draft(draft, settings, mesh, (kv, kv), "small")
+    assert found is not None and found.layers == range(6, 7) and found.layout.num_kv_heads == 4
+    how = shipping_of(settings, (range(3), range(3, 6)), kv, found)
+    assert how["layer_groups"] == ((0, 3), (3, 7)) and how["draft_layers"] == 1
+    assert how["kv_token_bytes"] == kv.bytes_per_token + found.layout.bytes_per_token
+    assert kept_draft(draft, replace(settings, draft_kv="rebuild"), mesh, (kv, kv), "small") is None
+    assert kept_draft(None, settings, mesh, (kv, kv), "small") is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "why"),
+    [("prefill:tp1,decode:ring2tp1", "float32", "a ring"), ("prefill:tp1,decode:tp1", "int8", "quantised")],
+)
+def test_where_a_drafts_pages_cannot_be_kept_it_is_said_with_what_to_do(mesh: str, dtype: str, why: str):
+    draft = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
+    kv = KVLayout.of(read_model(EMBEDDED_MODEL), 16, dtype)
+    given = MeshSpec.parse(mesh), (kv, kv), "small"
+    with pytest.raises(FlagError, match=f"--draft_kv=ship and --speculative=draft: .*{why}.*say --draft_kv=rebuild"):
+        kept_draft(draft, Settings(speculative="draft", draft_kv="ship"), *given)
 
 
 def test_a_ring_and_adapters_have_no_head():

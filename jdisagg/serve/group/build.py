@@ -88,11 +88,12 @@ class LeaderStart:
     def _peer_record(self, machine: MeshExecutor, mine: Any, built: dict[int, Future[Reply]]) -> PeerRecord:
         capabilities = (mine, *[read_capability(reply["capability"]) for reply in awaited(built, WARM_S)])
         shapes = shapes_of(machine.pages)
-        tps, share = [each.tp for each in shapes], not machine.config.role.decodes
+        tps, share = [each.tp for each in shapes if not each.draft], not machine.config.role.decodes
         devices = max(tps) if share else sum(tps)
-        return PeerRecord(
-            machine.config, shapes, capabilities, holders_of(tps, devices, self.place.size, stages_share=share)
-        )
+        holders = holders_of(tps, devices, self.place.size, stages_share=share)
+        if len(tps) < len(shapes):
+            holders = (*holders, holders[-1])  # a draft's pages lie where the last stage does
+        return PeerRecord(machine.config, shapes, capabilities, holders)
 
     def failed(self, error: BaseException) -> None:
         """Tells the members why there will be no worker."""
