@@ -61,6 +61,25 @@ def test_tokens_are_those_of_a_stack_that_guesses_none_where_pages_do_not_do_for
     assert {len(each) for each in plain} == {40, 30}
 
 
+@pytest.mark.slow
+def test_a_draft_whose_pages_go_with_the_models_is_as_right_after_handoffs_preemptions_and_prefixes_that_were_there():
+    """The model guesses for itself: undisturbed every guess is right. Four answers want more pages than there are, and
+    what is asked for again is found."""
+    folder = str(conformance.load("llama3").folder)
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 64, "page_size": 8, "max_num_seqs": 4}
+    few = {"kv_tokens": 128, "reserve_tokens": 4, "dram_tokens": 128, "prefill_buckets": "64", "table_buckets": "64"}
+    speculative = {"speculative": f"draft:{folder}:2", "draft_kv": "ship"}
+    sampling = [replace(each, max_tokens=20) for each in SAMPLING[:2]]
+    with LLM(model=folder, mesh="prefill:tp1,decode:tp1", **speculative, **sizes, **few) as llm:
+        found = [[each.token_ids for each in llm.generate_all(PROMPTS, which)] for which in sampling for _ in range(2)]
+        assert llm.service.recompiles() == 0 and llm.service.metrics is not None
+        told = [line.split(" ") for line in llm.service.metrics.render().decode().splitlines()]
+    assert found[0] == found[1] and found[2] == found[3]
+    counted = {line[0].split("{")[0]: float(line[1]) for line in told if 'kind="' in line[0]}
+    drafted, accepted = (counted[f"jdisagg_spec_decode_{name}_tokens_total"] for name in ("draft", "accepted"))
+    assert accepted == drafted > 100
+
+
 @pytest.mark.parametrize("said", ["ngram:0", "ngram:x", "grammar:-1", "guess", "ngram:", "draft:0", ""])
 def test_what_drafts_nothing_is_refused_with_what_may_be_said(said: str):
     with pytest.raises(
