@@ -112,13 +112,9 @@ def resolve_deployment(
     kv, prefill_kv = (with_head(each, draft, settings, mesh) for each in (kv, prefill_kv))
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     layers = cut_layers(model, mesh)
-    draft_name = fingerprint_of(draft[0], draft[1], settings) if draft and isinstance(draft[1], ModelConfig) else ""
-    draft_pages = kept_draft(draft, settings, mesh, (kv, prefill_kv), draft_name)
-    budget = Budget(
-        model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_kept=draft_pages is not None
-    )
+    draft_pages = _kept_draft(draft, settings, mesh, (kv, prefill_kv))
+    budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_pages is not None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
-    name = settings.served_model_name or name_of(folder)
 
     def pages_of(place: WorkerMesh, slots: int) -> int:
         layout, held = layouts[place.role], budgets[place.role].of(place, mesh)
@@ -141,7 +137,14 @@ def resolve_deployment(
     workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
     kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_pages
-    return Deployment(folder, name, model, mesh, layers, dtype, weights, *kept)
+    return Deployment(folder, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)
+
+
+def _kept_draft(
+    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: tuple[KVLayout, KVLayout]
+) -> DraftPages | None:
+    name = fingerprint_of(draft[0], draft[1], settings) if draft and isinstance(draft[1], ModelConfig) else ""
+    return kept_draft(draft, settings, mesh, layouts, name)
 
 
 def longest_of(settings: Settings, model: ModelConfig) -> int:
