@@ -1,5 +1,6 @@
 """Models by name: where they are kept, what the demo serves without a network, and the real one where it can be had."""
 
+import asyncio
 import io
 import os
 from dataclasses import replace
@@ -81,9 +82,18 @@ def test_smollm2_knows_the_capital_of_france(silent):
     assert read_model(settings.model).num_heads == 9
     small = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 2, "table_buckets": "256"}
     small |= {"short_prompt_tokens": 0}  # chunks of the decode worker, which one prompt never needs: 28 s of compiling
-    with jdisagg.LLM(model="smollm2", mesh="prefill:tp1,decode:tp1", kv_tokens=1024, **small) as llm:
+    mesh = {"mesh": "prefill:tp1,decode:tp1", "kv_tokens": 1024}
+    with jdisagg.LLM(model="smollm2", **mesh, **small, speculative="eagle") as llm:
         answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
+        drawn = asyncio.run(drawn_by_steps(llm, "Once upon a time"))
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
+    assert sum(drawn) == 64 and len(drawn) < 58, "the head that comes with it guesses some of them"
+
+
+async def drawn_by_steps(llm: jdisagg.LLM, prompt: str) -> list[int]:
+    """How many tokens each step drew of one answer."""
+    asked = jdisagg.SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    return [len(piece.delta.sampled) async for piece in llm.stream(prompt, asked)]
 
 
 def test_an_install_without_the_embedded_model_serves_smollm2_or_says_what_there_is(tmp_path, silent):
