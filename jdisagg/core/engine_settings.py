@@ -123,9 +123,9 @@ class TransferSettings:
 
     transfer: str = everyday("auto", "transfer", "when a prompt's KV leaves its prefill mesh",
                             ("whole", "chunk", "layer", "auto"))  # fmt: skip
-    draft_kv: str = setting("rebuild", "transfer", "a draft model's KV: rebuild: made where tokens are drawn, between"
-                            " steps; ship: made with the model's, and kept, shipped and found as prefixes with it",
-                            ("rebuild", "ship"))  # fmt: skip
+    draft_kv: str = setting("auto", "transfer", "a draft model's KV: rebuild: made where tokens are drawn, between"
+                            " steps; ship: made with the model's, and kept, shipped and found as prefixes with it;"
+                            " auto: whichever is thought to be cheaper", ("auto", "rebuild", "ship"))  # fmt: skip
     stage_admission: str = setting("on", "transfer", "on: decoding begins when the first stage's KV is there, later"
                                    " stages' follows in time; off: when all is", ("on", "off"))  # fmt: skip
     transfer_digests: str = setting("full", "transfer", "pages checked where they land; sampled: every eighth",

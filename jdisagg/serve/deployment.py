@@ -112,7 +112,7 @@ def resolve_deployment(
     kv, prefill_kv = (with_head(each, draft, settings, mesh) for each in (kv, prefill_kv))
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     layers = cut_layers(model, mesh)
-    draft_pages = _kept_draft(draft, settings, mesh, (kv, prefill_kv))
+    draft_pages = _kept_draft(draft, settings, mesh, (kv, prefill_kv), devices)
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_pages is not None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
 
@@ -141,10 +141,10 @@ def resolve_deployment(
 
 
 def _kept_draft(
-    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: tuple[KVLayout, KVLayout]
+    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: tuple[KVLayout, KVLayout], devices: Devices
 ) -> DraftPages | None:
     name = fingerprint_of(draft[0], draft[1], settings) if draft and isinstance(draft[1], ModelConfig) else ""
-    return kept_draft(draft, settings, mesh, layouts, name)
+    return kept_draft(draft, settings, mesh, layouts, name, devices)
 
 
 def longest_of(settings: Settings, model: ModelConfig) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jdisagg.core.default_sizes import sheet_of
 from jdisagg.core.errors import CheckpointError, FlagError
 from jdisagg.core.kv_layout import DraftPages, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
@@ -13,6 +14,8 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_sharing_vocabulary
 from jdisagg.model.draft_head import HeadConfig, read_head
+from jdisagg.policy.draft_kv import DraftPrice, price_of
+from jdisagg.serve.chosen_sizes import Devices
 
 DRAFT_TOKENS = 3
 OWN, OWN_HEAD = "draft", "eagle"  # the draft and the head that lie with a model, in folders of these names
@@ -78,19 +81,28 @@ def own_head(said: str, model_folder: Path, heads: Path = HEADS) -> Path:
 
 
 def kept_draft(
-    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: Sequence[KVLayout], name: str
+    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: Sequence[KVLayout], name: str, devices: Devices
 ) -> DraftPages | None:
     """How a draft model's KV is kept with the model's, whose pages are of the first of these layouts; None where it is
     not. name: of the draft and its weights. Raises FlagError."""
     if draft is None or isinstance(draft[1], HeadConfig) or settings.draft_kv == "rebuild":
         return None
     kv, said = layouts[0], f"--draft_kv={settings.draft_kv} and --speculative={settings.speculative}"
+    pages = DraftPages(name, draft_layout(draft[1], kv), kv.num_layers)
     why = f"a ring guesses nothing (--mesh={mesh})" if mesh.is_ring else ""
     if any(each.scaled for each in layouts):
         why = f"a draft's pages are not kept beside quantised ones ({', '.join(each.dtype for each in layouts)})"
+    if settings.draft_kv == "auto":
+        alone = settings.group_size < 2  # nobody ran one that goes with a group's pages
+        return pages if not why and alone and _price(draft[1], pages.layout, settings, devices).ships else None
     if why:
         raise FlagError(f"{said}: {why}; say --draft_kv=rebuild")
-    return DraftPages(name, draft_layout(draft[1], kv), kv.num_layers)
+    return pages
+
+
+def _price(draft: ModelConfig, pages: KVLayout, settings: Settings, devices: Devices) -> DraftPrice:
+    chip = None if devices.platform == "cpu" else sheet_of(devices.platform, devices.chip)
+    return price_of(draft, pages, chip, prefixes=settings.prefix_caching == "on")
 
 
 def draft_layout(draft: ModelConfig, kv: KVLayout) -> KVLayout:

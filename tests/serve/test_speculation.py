@@ -15,6 +15,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import HeadConfig
+from jdisagg.serve.chosen_sizes import Devices
 from jdisagg.serve.deployment import EMBEDDED_MODEL
 from jdisagg.serve.speculation import (
     DRAFT_TOKENS,
@@ -28,6 +29,7 @@ from jdisagg.serve.speculation import (
 from jdisagg.serve.worker_sizes import shipping_of
 from tests.fixtures import conformance
 
+CPUS = Devices("cpu", None, None)
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 3], list(range(20, 30)), [7] * 12]
 SAMPLING = [
     SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
@@ -153,13 +155,17 @@ def test_a_drafts_pages_lie_behind_the_models_and_go_with_the_last_layers():
     draft = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
     mesh, kv = MeshSpec.parse("prefill:tp1,decode:tp1"), KVLayout.of(read_model(EMBEDDED_MODEL), 16)
     settings = Settings(speculative="draft", draft_kv="ship")
-    found = kept_draft(draft, settings, mesh, (kv, kv), "small")
+    found = kept_draft(draft, settings, mesh, (kv, kv), "small", CPUS)
     assert found is not None and found.layers == range(6, 7) and found.layout.num_kv_heads == 4
     how = shipping_of(settings, (range(3), range(3, 6)), kv, found)
     assert how["layer_groups"] == ((0, 3), (3, 7)) and how["draft_layers"] == 1
     assert how["kv_token_bytes"] == kv.bytes_per_token + found.layout.bytes_per_token
-    assert kept_draft(draft, replace(settings, draft_kv="rebuild"), mesh, (kv, kv), "small") is None
-    assert kept_draft(None, settings, mesh, (kv, kv), "small") is None
+    assert kept_draft(draft, replace(settings, draft_kv="rebuild"), mesh, (kv, kv), "small", CPUS) is None
+    assert kept_draft(None, settings, mesh, (kv, kv), "small", CPUS) is None
+    auto = replace(settings, draft_kv="auto")
+    assert kept_draft(draft, auto, mesh, (kv, kv), "small", CPUS) == found, "it is cheaper to send than to read again"
+    for other in (replace(auto, prefix_caching="off"), replace(auto, group_size=2)):
+        assert kept_draft(draft, other, mesh, (kv, kv), "small", CPUS) is None
 
 
 @pytest.mark.parametrize(
@@ -169,9 +175,10 @@ def test_a_drafts_pages_lie_behind_the_models_and_go_with_the_last_layers():
 def test_where_a_drafts_pages_cannot_be_kept_it_is_said_with_what_to_do(mesh: str, dtype: str, why: str):
     draft = read_draft("draft", EMBEDDED_MODEL, read_model(EMBEDDED_MODEL))
     kv = KVLayout.of(read_model(EMBEDDED_MODEL), 16, dtype)
-    given = MeshSpec.parse(mesh), (kv, kv), "small"
+    given = MeshSpec.parse(mesh), (kv, kv), "small", CPUS
     with pytest.raises(FlagError, match=f"--draft_kv=ship and --speculative=draft: .*{why}.*say --draft_kv=rebuild"):
         kept_draft(draft, Settings(speculative="draft", draft_kv="ship"), *given)
+    assert kept_draft(draft, Settings(speculative="draft"), *given) is None, "auto makes it again there"
 
 
 def test_a_ring_and_adapters_have_no_head():

@@ -1,0 +1,38 @@
+"""Whether a draft model's KV goes where the model's does, or is made where tokens are drawn: by price.
+
+Either way the draft reads each prompt once. What goes with the model's pages is found again with prefixes, and those
+tokens are read no more; its bytes cross each time. That is the question of how fast a link must be for reuse to pay
+(Mooncake: Qin et al., FAST 2025, equation 2), asked of the draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.targets import Chip
+
+REPEATED = 1 / 3  # of prompts' tokens: Mooncake's conversations with room for ten million tokens (figure 9)
+REACHED = 0.4  # of a sheet's FLOP/s, by chunks of a small model
+LINK_BYTES_PER_S = 25e9  # a NIC of 200 Gbit/s
+CPU_FLOPS_PER_S, CPU_BYTES_PER_S = 5e10, 2e9  # two cores, and loopback TCP, of those that the benchmarks ran on
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPrice:
+    """Seconds a token of a prompt, in the mean: of sending the draft's KV, and of reading it again where it was not."""
+
+    send_s: float
+    reread_s: float
+
+    @property
+    def ships(self) -> bool:
+        return self.send_s < self.reread_s
+
+
+def price_of(draft: ModelConfig, pages: KVLayout, chip: Chip | None, *, prefixes: bool) -> DraftPrice:
+    """chip: the devices' sheet, None of CPUs; prefixes: whether they are found again."""
+    flops_per_s, link = (REACHED * chip.flops_per_s, LINK_BYTES_PER_S) if chip else (CPU_FLOPS_PER_S, CPU_BYTES_PER_S)
+    read_s = draft.prefill_flops(1.0) / flops_per_s
+    return DraftPrice(pages.bytes_per_token / link, REPEATED * read_s if prefixes else 0.0)
