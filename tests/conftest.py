@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, a thread pool wide enough for collectives, programs compiled quickly and
 kept from run to run (they make the engine's tests twice as fast), and the folder of traces."""
 
+import ctypes
 import gc
 import importlib
 import os
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from tests.environment import QUICK_XLA
 
 MOST_MAPPINGS = 30_000  # of memory; Linux gives a process 65,530, and a compiled program takes several
+MOST_BYTES, MORE_BYTES = 5 << 30, 1 << 30  # in use: once beyond the first, again for each of the second
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {QUICK_XLA}")
@@ -44,22 +46,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Compiled programs go, between two files, before the kernel refuses their memory: XLA would crash there."""
-    if nextitem is None or nextitem.path != item.path:
-        forget_programs(MOST_MAPPINGS)
+    """Compiled programs go, between two files, before the kernel refuses their memory: XLA would crash there, and two
+    processes that keep all of theirs fill a machine of 24 GiB."""
+    if (nextitem is None or nextitem.path != item.path) and (mappings() > MOST_MAPPINGS or KEPT.is_too_much()):
+        forget_programs()
 
 
-def forget_programs(most: int) -> None:
-    """Of this process, where it has more than `most` mappings of memory."""
-    mappings = Path("/proc/self/maps")
-    if "jax" not in sys.modules or not mappings.exists():
+def mappings() -> int:
+    """Of memory, of this process; 0 where nobody says."""
+    path = Path("/proc/self/maps")
+    if not path.exists():
+        return 0
+    with path.open(encoding="utf-8") as lines:
+        return sum(1 for _ in lines)
+
+
+class Kept:
+    """How much memory was in use when programs were forgotten last: what stays is not programs'."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def is_too_much(self) -> bool:
+        return resident_bytes() > max(MOST_BYTES, self.bytes + MORE_BYTES)
+
+
+KEPT = Kept()
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where nobody says."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
+
+
+def forget_programs() -> None:
+    """Of this process."""
+    if "jax" not in sys.modules:
         return
-    with mappings.open(encoding="utf-8") as lines:
-        if sum(1 for _ in lines) <= most:
-            return
     forget_what_tests_share()
     sys.modules["jax"].clear_caches()
     gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    KEPT.bytes = resident_bytes()
 
 
 def forget_what_tests_share() -> None:
