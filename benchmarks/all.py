@@ -125,8 +125,13 @@ ALL = (
     Benchmark(
         "speculation",
         "benchmarks.speculation",
-        "--streams=1,4,8 --drafts=1,3 --kinds=auto,draft,auto:draft",
+        "--streams=1,4,8 --drafts=1,3 --kinds=auto,draft,auto:draft,eagle",
         "--drafts=3 --streams=1 --rounds=1 --tokens=8",
+    ),
+    Benchmark(
+        "decay_embedded",
+        "benchmarks.speculation",
+        "--streams=1 --tokens=1500 --drafts=3 --kinds=draft,eagle --rounds=1",
     ),
     Benchmark("adapters_cpu", "benchmarks.adapters", "", "--adapters=2 --rank=2 --tokens=4 --rounds=1"),
     Benchmark("adapters_smollm2_cpu", "benchmarks.adapters", "--model=smollm2 --rounds=2 --tokens=32"),
@@ -146,6 +151,12 @@ ALL = (
         "benchmarks.peers.compare",
         "--models={models}/smollm2 --vllm_python={vllm_python} --peers=eager,default"
         " '--meshes=colocated:1xtp1;prefill:tp1,decode:tp1' --rounds=1 --repeats=3 --vocab_size=40000",
+    ),
+    Benchmark(
+        "peers_drafts_smollm2_cpu",
+        "benchmarks.peers.speculation",
+        "--model={models}/smollm2 --vllm_python={vllm_python} --rounds=1 --repeats=2"
+        " --kinds=ngram:3,eagle:jdisagg/heads/SmolLM2-135M-Instruct,auto",
     ),
     Benchmark(
         "kernels_cpu",

@@ -56,6 +56,29 @@ def speculation() -> str:
     return f"{origin(report)}\n\n{rows_of(['answers', 'streams', *kinds], rows)}"
 
 
+def drafts_over_time() -> str:
+    """Tokens that a row drew, early and late in long answers."""
+    report, rows = result("decay_embedded"), []
+    for each in (each for each in report["rows"] if each["speculative"] != "off"):
+        drawn = (f"{each[f'tokens_a_row{part}']:.2f}" for part in ("", "_early", "_late"))
+        rows.append([each["work"], f"`{each['speculative']}`", *drawn, each["differing"]])
+    head = ["answers", "`--speculative`", "tokens a row", "first quarter", "last quarter", "tokens unlike `off`"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def peers_drafts() -> str:
+    """Each engine's drafts beside itself without."""
+    report, rows = result("peers_drafts_smollm2_cpu"), []
+    kinds = dict.fromkeys((each["engine"], each["drafts"]) for each in report["rows"])
+    for shape in dict.fromkeys((each["work"], each["streams"]) for each in report["rows"]):
+        found = {(each["engine"], each["drafts"]): each for each in report["rows"]
+                 if (each["work"], each["streams"]) == shape}  # fmt: skip
+        told = (f"{each['tokens_per_s']:,.0f} ({each['ratio']:.2f})" for each in map(found.get, kinds) if each)
+        rows.append([*shape, *told])
+    head = [f"{engine} `{drafts}`" for engine, drafts in kinds]
+    return f"{origin(report)}\n\n{rows_of(['answers', 'streams', *head], rows)}"
+
+
 def adapters() -> str:
     """Tokens/s of eight streams with adapters beside none, in turns."""
     reports = [result("adapters_cpu"), result("adapters_smollm2_cpu")]

@@ -334,6 +334,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
         engine_tables.ring,
         engine_tables.prefill_stages,
         engine_tables.speculation,
+        engine_tables.drafts_over_time,
+        engine_tables.peers_drafts,
         engine_tables.adapters,
         engine_tables.aot_pods,
         engine_tables.compiler_flags,
