@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from rich.console import Console
@@ -32,7 +33,7 @@ RunWorkers = Callable[[WorkerProcess, Settings, Console, "queue.SimpleQueue[str]
 
 def run_group(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
     """`run_workers` works for the router, as `launch.run_workers`. Raises ConfigError."""
-    each = devices_each(settings, place)
+    settings, each = for_several(settings), devices_each(settings, place)
     devices.configure(settings.platform, each, settings.compile_cache_dir)
     console.print(f"[bold]group[/]    {place.group}: rank {place.rank} of {place.size}, leader at {place.coordinator}")
     try:
@@ -53,6 +54,11 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def for_several(settings: Settings) -> Settings:
+    """A draft's KV was never sent with the model's from several processes: only where somebody says so."""
+    return replace(settings, draft_kv="rebuild") if settings.draft_kv == "auto" else settings
 
 
 def check_whole(settings: Settings, deployment: Deployment) -> None:

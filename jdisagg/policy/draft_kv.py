@@ -14,9 +14,10 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.targets import Chip
 
 REPEATED = 1 / 3  # of prompts' tokens: Mooncake's conversations with room for ten million tokens (figure 9)
-REACHED = 0.4  # of a sheet's FLOP/s, by chunks of a small model
+# Round estimates: nothing here learns what this load repeats, what these chunks reach, or what this link does.
+REACHED = 0.4  # of a sheet's FLOP/s
 LINK_BYTES_PER_S = 25e9  # a NIC of 200 Gbit/s
-CPU_FLOPS_PER_S, CPU_BYTES_PER_S = 5e10, 2e9  # two cores, and loopback TCP, of those that the benchmarks ran on
+CPU_FLOPS_PER_S, CPU_BYTES_PER_S = 5e10, 2e9  # two cores, and loopback TCP
 
 
 @dataclass(frozen=True, slots=True)

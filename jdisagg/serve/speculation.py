@@ -93,8 +93,7 @@ def kept_draft(
     if any(each.scaled for each in layouts):
         why = f"a draft's pages are not kept beside quantised ones ({', '.join(each.dtype for each in layouts)})"
     if settings.draft_kv == "auto":
-        alone = settings.group_size < 2  # nobody ran one that goes with a group's pages
-        return pages if not why and alone and _price(draft[1], pages.layout, settings, devices).ships else None
+        return pages if not why and _price(draft[1], pages.layout, settings, devices).ships else None
     if why:
         raise FlagError(f"{said}: {why}; say --draft_kv=rebuild")
     return pages

@@ -13,6 +13,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.pack_kv_pages import hopper as pack_hopper
 from pallas_kernels.platforms import traced_for
 from pallas_kernels.unpack_kv_pages import hopper as unpack_hopper
+from pallas_kernels.wire_format import PackedPages
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.test_hopper import INTERPRETED
@@ -33,6 +34,13 @@ def test_pages_are_the_definition_to_the_bit_without_a_race(shape, dtype, capfd)
     check_pack(PACK, shape, dtype, "raw")
     check_unpack(partial(UNPACK, wire="raw"), shape, dtype, "raw", dtype)
     assert RACE not in capfd.readouterr().out
+
+
+def test_padding_writes_nothing_to_the_null_page():
+    pool = jnp.ones((3, 1, 2, 8, 64), jnp.float32)
+    packed = PackedPages(jnp.full((1, 2, 1, 2, 8, 64), 7.0), None, None)
+    (written,), _ = UNPACK([pool], packed, jnp.array([0, 2], jnp.int32), wire="raw", digests=False)
+    assert (written[:2] == 1).all() and (written[2] == 7).all()
 
 
 @pytest.mark.usefixtures("no_kept_programs")

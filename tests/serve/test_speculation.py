@@ -13,6 +13,7 @@ from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
+from jdisagg.groups import for_several
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import HeadConfig
 from jdisagg.serve.chosen_sizes import Devices
@@ -164,8 +165,9 @@ def test_a_drafts_pages_lie_behind_the_models_and_go_with_the_last_layers():
     assert kept_draft(None, settings, mesh, (kv, kv), "small", CPUS) is None
     auto = replace(settings, draft_kv="auto")
     assert kept_draft(draft, auto, mesh, (kv, kv), "small", CPUS) == found, "it is cheaper to send than to read again"
-    for other in (replace(auto, prefix_caching="off"), replace(auto, group_size=2)):
+    for other in (replace(auto, prefix_caching="off"), for_several(auto)):
         assert kept_draft(draft, other, mesh, (kv, kv), "small", CPUS) is None
+    assert for_several(settings) == settings, "what somebody said stands"
 
 
 @pytest.mark.parametrize(
