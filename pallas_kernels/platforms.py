@@ -39,6 +39,11 @@ def traced_for(platform: str | None) -> AbstractContextManager[None]:
     return _KNOWN(_NAMES.get(platform, platform) if platform else None)
 
 
+def traced_platform() -> str | None:
+    """As `traced_for` was told: "cpu", "gpu" or "tpu"; None where nobody said."""
+    return next((name for name, rule in _NAMES.items() if rule == _KNOWN.value), _KNOWN.value)
+
+
 def moved_as_stored(holds: bool) -> AbstractContextManager[None]:
     """What is traced inside is compiled so that bf16 and fp8 are moved as they are, on a CPU too: XLA's passes that
     widen them (`float-normalization-bf16`, `float-normalization-f8e4m3fn`) are left out."""

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.weight_format import AS_ACTIVATIONS
 from jdisagg.parallel.machine_name import has_feature
+from pallas_kernels.platforms import traced_platform
 
 FEW_ROWS = 128  # the most that go as a product of the matrix
 # In bf16 all do: a product with it adds up in another order than one of it, and so a row would have other bits in a
@@ -32,6 +33,8 @@ FEW = {"int8": 32, "bfloat16": 1 << 30}
 TILE_ROWS = 16
 # With AVX-512 it adds up in yet another order where they are a multiple of 32 or 64, and where the matrix is on the
 # right: they are filled up to odd multiples of 16, and all go as products of the matrix (512 rows take 18 % longer).
+# Of the machine that compiles, and so for its own programs alone: what is compiled here for a TPU or a GPU is the same
+# on any machine.
 WIDE_VECTORS = has_feature("avx512f")
 # Of fewer outputs (a router's, small adapters') rows are summed up in another order from 200 to 512 of them on.
 LEAST_OUTPUTS = 64
@@ -135,17 +138,23 @@ def _dot(rows: Array, kernel: Array, form: MatrixForm, sums: DTypeLike) -> Array
     if rows.shape[0] == 1 and kernel.dtype != jnp.float32:
         return _dot(jnp.concatenate([rows, rows]), kernel, form, sums)[:1]
     ordered = kernel.dtype != jnp.int8  # sums of integers have no order
-    if rows.shape[0] == 1 or (rows.shape[0] > FEW.get(kernel.dtype.name, FEW_ROWS) and not (ordered and WIDE_VECTORS)):
+    few = rows.shape[0] <= FEW.get(kernel.dtype.name, FEW_ROWS) or (ordered and wide_vectors())
+    if rows.shape[0] == 1 or not few:
         return _contract(rows, kernel, 1, sums)
     if not ordered:
         return _of_matrix(kernel, rows, sums)
     return _of_matrix(kernel, filled(rows), sums)[: rows.shape[0]]
 
 
+def wide_vectors() -> bool:
+    """Whether what is traced now runs on a CPU with AVX-512."""
+    return WIDE_VECTORS and traced_platform() in (None, "cpu")
+
+
 def filled(rows: Array) -> Array:
-    """With rows of zeros, so that there are a multiple of TILE_ROWS; an odd one with wide vectors."""
+    """With rows of zeros, so that there are a multiple of TILE_ROWS; an odd one with wide vectors (`wide_vectors`)."""
     tiles = -(-rows.shape[0] // TILE_ROWS)
-    tiles += WIDE_VECTORS and tiles % 2 == 0
+    tiles += wide_vectors() and tiles % 2 == 0
     return jnp.pad(rows, ((0, tiles * TILE_ROWS - rows.shape[0]), (0, 0)))
 
 

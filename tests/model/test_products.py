@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdisagg.model import products
+from jdisagg.model.network import scored
 from jdisagg.model.products import FEW_ROWS, MatrixForm, product
+from pallas_kernels.platforms import traced_for
 from tests.environment import as_users
 from tests.model.row_bits import FORMS, INPUTS, OUTPUTS, bits_of
 
@@ -39,6 +42,26 @@ def test_rows_may_have_any_leading_dimensions():
     y = product(jnp.asarray(x), jnp.asarray(matrix().T), None, MatrixForm(True))
     assert y.shape == (2, 3, 4, OUTPUTS)
     np.testing.assert_allclose(y, x @ matrix(), atol=1e-4)
+
+
+def lowered(platform: str) -> str:
+    """A head's scores and a product of the matrix, of rows that fill an even number of tiles."""
+    rows, table = jnp.zeros((32, INPUTS)), jnp.zeros((OUTPUTS, INPUTS))
+
+    def both(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return scored(x, table), product(x, table, None, MatrixForm(True))
+
+    with traced_for(platform):
+        return jax.jit(both).lower(rows, table).as_text()
+
+
+def test_what_is_compiled_for_an_accelerator_does_not_ask_what_this_machines_processor_can(monkeypatch):
+    made = dict[bool, dict[str, str]]()
+    for wide in (False, True):
+        monkeypatch.setattr(products, "WIDE_VECTORS", wide)
+        made[wide] = {platform: lowered(platform) for platform in ("cpu", "gpu", "tpu")}
+    assert made[False].pop("cpu") != made[True].pop("cpu"), "a CPU's programs are its own"
+    assert made[False] == made[True]
 
 
 @pytest.mark.parametrize("form", FORMS)
