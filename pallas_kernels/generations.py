@@ -20,7 +20,7 @@ from pallas_kernels.wire_format import STORED, PackedPages
 HOPPER = 9
 ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows and pages
     "paged_attention": mosaic.fits_widened,
-    "prefill_attention": mosaic.fits,
+    "prefill_attention": mosaic.fits_widened,
     "write_kv_pages": mosaic.copies,
     "pack_kv_pages": mosaic.carries,
     "unpack_kv_pages": mosaic.carries,

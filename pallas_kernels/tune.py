@@ -62,7 +62,7 @@ def candidates(platform: str, work: Work) -> Iterator[Blocks]:
     yield {}
     decode = work.operation == "paged_attention"
     if platform == "gpu":
-        codes = decode and work.pool_dtype in LARGEST and 4 * work.page_size % SHARED_BYTES == 0
+        codes = work.pool_dtype in LARGEST and 4 * work.page_size % SHARED_BYTES == 0
         mosaic = work.q_dtype == "bfloat16" and (work.pool_dtype == "bfloat16" or codes)
         if decode:
             for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):

@@ -6,8 +6,10 @@ tiles of K and V; a tile's buffer is filled anew when both said that they are do
 results go token by token, so that a block may begin and end anywhere in a packed chunk: what lies past its end is
 another sequence's, or nobody's.
 
-Compiled for an H100, nothing is spilled; with heads of 128 a block takes 192 KiB of shared memory, so that a core has
-one. Nothing is measured yet.
+Codes of 8 bits are widened by the warpgroup that brings them, so that those that multiply find bf16 either way.
+
+Compiled for an H100, nothing is spilled; with heads of 128 a block takes 192 KiB of shared memory, of codes 210, so
+that a core has one. Nothing is measured yet.
 """
 
 from functools import partial
@@ -19,13 +21,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
+from pallas_kernels.mosaic import ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER
+from pallas_kernels.paged_attention.hopper_tiles import Held
 from pallas_kernels.prefill_attention import xla
+from pallas_kernels.prefill_attention.hopper_pages import Pages, Room, bring, rooms_of, scratch_of_rooms
+from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import tuned
 
 WARPGROUPS = 2  # that multiply
 REGISTERS, FEW_REGISTERS = 232, 40  # a thread, of those that multiply and of those that bring pages
+REGISTERS_OF_CODES = 192, 128  # where those that bring them widen them too
 
 
 class Blocks(NamedTuple):
@@ -49,16 +55,19 @@ class Rule(NamedTuple):
         return ROWS // self.groups
 
 
-def choose_blocks(q: Array, kv_pages: Array) -> Blocks:
-    """The tuned choice, or two tiles in flight: with heads of 128 they are 128 KiB."""
+def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
+    """The tuned choice, or two tiles in flight: with heads of 128 they are 128 KiB. Of codes, which lie there twice,
+    three of half as many tokens: 144 KiB."""
     found = tuned("prefill_attention", q, kv_pages)
-    return Blocks(found["tile"], found["stages"]) if found.get(MOSAIC) else Blocks(2 * TILE, 2)
+    if found.get(MOSAIC):
+        return Blocks(found["tile"], found["stages"])
+    return Blocks(TILE, 3) if isinstance(kv_pages, QuantizedPages) else Blocks(2 * TILE, 2)
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
 def prefill_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: Array | QuantizedPages,
     page_table: Array,
     kv_lens: Array,
     cu_q_lens: Array,
@@ -71,10 +80,11 @@ def prefill_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`, of what `mosaic.fits`. interpret: parameters of Mosaic's interpreter."""
+    """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_widened`. interpret: the interpreter's parameters."""
     assert value_size is None, value_size
     tokens, heads, size = q.shape
-    _, kv_heads, _, page_size, _ = kv_pages.shape
+    _, kv_heads, _, page_size, _ = stored(kv_pages).shape
+    held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
     blocks = blocks or choose_blocks(q, kv_pages)
     rule = Rule(scale, window, soft_cap, heads // kv_heads)
     rows = WARPGROUPS * rule.tokens
@@ -82,16 +92,16 @@ def prefill_attention(
     end = jnp.minimum(cu_q_lens[work.sequence + 1] - work.start, rows)
     spans = jnp.stack([work.sequence, work.start, work.position, work.first, work.stop, end], axis=1)
     out = plgpu.kernel(
-        partial(attend_block, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret)),
+        partial(attend_block, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret), kind=kind),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid=(spans.shape[0], kv_heads),
         grid_names=("blocks", "heads"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types=scratch(blocks, page_size, size, rule),
+        scratch_types=scratch(blocks, page_size, size, rule, codes=kind is not None),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret or None,
-    )(q, kv_pages.reshape(-1, size), page_table, spans, row_sinks(sinks, kv_heads, rule))
+    )(q, page_table, spans, row_sinks(sinks, kv_heads, rule), *held.refs)
     real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
     return jnp.where(real, mosaic.varying_as(q, out), 0)  # no block writes the padding
 
@@ -104,60 +114,36 @@ def row_sinks(sinks: Array | None, kv_heads: int, rule: Rule) -> Array:
     return jnp.pad(own, ((0, 0), (0, ROWS - own.shape[1])), constant_values=NEVER)
 
 
-def scratch(blocks: Blocks, page_size: int, size: int, rule: Rule) -> list[Any]:
-    """Rows as they come and go and as a wgmma reads them, tiles of K and of V, and who waits for what."""
-    copies = max(1, blocks.tile // page_size)
-    arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages)
-    done = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages)
+def scratch(blocks: Blocks, page_size: int, size: int, rule: Rule, *, codes: bool) -> list[Any]:
+    """Rows as they come and go and as a wgmma reads them, who waits for them, and tiles of K and of V."""
     return [
         plgpu.SMEM((WARPGROUPS, ROWS, size), jnp.bfloat16),
         mosaic.swizzled(WARPGROUPS, ROWS, size),
-        mosaic.swizzled(blocks.stages, blocks.tile, size),
-        mosaic.swizzled(blocks.stages, blocks.tile, size),
         plgpu.Barrier(num_arrivals=rule.tokens, num_barriers=WARPGROUPS),
-        arrived,
-        arrived,
-        done,
-        done,
+        *scratch_of_rooms(blocks.stages, blocks.tile, page_size, size, readers=WARPGROUPS, codes=codes),
     ]
 
 
 def attend_block(
-    q_ref,
-    pool,
-    table_ref,
-    spans_ref,
-    sinks_ref,
-    out_ref,
-    rows_smem,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_barriers,
-    k_barriers,
-    v_barriers,
-    k_done,
-    v_done,
-    *,
-    blocks: Blocks,
-    rule: Rule,
-    page_size: int,
-    chip: type[Chip],
+    q_ref, table_ref, spans_ref, sinks_ref, *refs, blocks: Blocks, rule: Rule, page_size: int, chip, kind: str | None
 ):
-    """One block and KV head."""
+    """One block and KV head. `refs` are the pool and its scales, what leaves, and what `scratch` says. kind: dtype of
+    the pool's codes."""
+    pool, refs = Held(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
+    (out_ref, rows_smem, q_smem, q_barriers), rooms = refs[:4], rooms_of(refs[4:])
     block, head, warpgroup = (lax.axis_index(name) for name in ("blocks", "heads", "warpgroup"))
     sequence, start, position, first, stop, end = (spans_ref[block, at] for at in range(6))
-    rooms = (k_smem, k_barriers, k_done), (v_smem, v_barriers, v_done)
+    many, few = REGISTERS_OF_CODES if kind else (REGISTERS, FEW_REGISTERS)
 
     @pl.when((warpgroup == WARPGROUPS) & (stop > first))
     def _():
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+        plgpu.set_max_registers(few, action="decrease")
         place = Pages(pool, table_ref, sequence, head, position + end, page_size)
-        bring(place, (first, stop), rooms, blocks)
+        bring(place, (first, stop), rooms, chip, e4m3=kind == "float8_e4m3fn")
 
     @pl.when((warpgroup < WARPGROUPS) & (stop > first))
     def _():
-        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.set_max_registers(many, action="increase")
         own = Rows(q_ref, out_ref, rows_smem.at[warpgroup], start + warpgroup * rule.tokens, head * rule.groups)
         own.fetch(q_barriers.at[warpgroup], rule)
         queries = q_smem.at[warpgroup]
@@ -204,62 +190,20 @@ class Rows(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
 
-class Pages(NamedTuple):
-    """Where a sequence's K and V of one head lie."""
-
-    pool: Any
-    table: Any
-    sequence: Array
-    head: Array
-    visible: Array  # tokens that the block's last row sees
-    page_size: int
-
-    def fetch(self, which: int, first: Array, count: int, room: Any, barrier: Any) -> None:
-        """`count` tokens of K (0) or V (1); of pages that nobody sees, those of the null page."""
-        kv_heads = lax.axis_size("heads")
-        size = min(self.page_size, count)
-        for at in range(0, count, self.page_size):
-            token = first + at
-            column = lax.div(jnp.minimum(token, self.visible - 1), self.page_size)
-            page = jnp.where(token < self.visible, self.table[self.sequence, column], 0)
-            row = ((page * kv_heads + self.head) * 2 + which) * self.page_size + lax.rem(token, self.page_size)
-            held = self.pool.at[pl.ds(pl.multiple_of(row, BOX), size)]
-            plgpu.copy_gmem_to_smem(held, room.at[pl.ds(at, size)], barrier)
-
-
-def bring(pages: Pages, span: tuple[Array, Array], rooms: Any, blocks: Blocks) -> None:
-    """The third warpgroup: a tile's K and V after another's, each into the buffer that was free the longest."""
-    first, stop = span
-
-    def freed(step):
-        """Waits until the tile that lay in this step's buffer was read."""
-        for _, _, done in rooms:
-            plgpu.barrier_wait(done.at[lax.rem(step, blocks.stages)])
-
-    @pl.loop(0, stop - first)
-    def _(step):
-        buffer = lax.rem(step, blocks.stages)
-        for which, (room, arrived, done) in enumerate(rooms):
-            pl.when(step >= blocks.stages)(partial(plgpu.barrier_wait, done.at[buffer]))
-            pages.fetch(which, (first + step) * blocks.tile, blocks.tile, room.at[buffer], arrived.at[buffer])
-
-    pl.loop(jnp.maximum(stop - first - blocks.stages, 0), stop - first)(freed)
-
-
-def attend_tiles(queries, rooms, span, blocks: Blocks, rule: Rule, chip: type[Chip]):
+def attend_tiles(queries, rooms: tuple[Room, Room], span, blocks: Blocks, rule: Rule, chip: type[Chip]):
     """The greatest logit, total and mixture of a warpgroup's rows after the tiles from first to stop; `at` is its first
     row's place. Sinks are left to the caller: within a `shard_map` that checks they are each shard's own, as nothing
     here is said to be."""
     first, stop, at = span
-    (keys, k_arrived, k_done), (values, v_arrived, v_done) = rooms
+    keys, values = rooms
     shape = ROWS, blocks.tile
 
     def step(index, carry, *, masked: bool):
         top, total, mixed = carry
         buffer = lax.rem(index - first, blocks.stages)
-        plgpu.barrier_wait(k_arrived.at[buffer])
-        logits = chip.logits(queries, keys.at[buffer])
-        plgpu.barrier_arrive(k_done.at[buffer])
+        plgpu.barrier_wait(keys.arrived.at[buffer])
+        logits = keys.scaled(chip.logits(queries, keys.numbers.at[buffer]), buffer, chip)
+        plgpu.barrier_arrive(keys.done.at[buffer])
         if rule.soft_cap is None:
             logits = logits * (rule.scale * LOG2_E)
         else:
@@ -276,9 +220,10 @@ def attend_tiles(queries, rooms, span, blocks: Blocks, rule: Rule, chip: type[Ch
         weights = jnp.exp2(logits - per_row(higher, shape))
         total = total * share + weights.sum(axis=1)
         mixed = mixed * per_row(share, mixed.shape)
-        plgpu.barrier_wait(v_arrived.at[buffer])
-        mixed = chip.mixture(mixed, weights.astype(jnp.bfloat16), values.at[buffer])
-        plgpu.barrier_arrive(v_done.at[buffer])
+        plgpu.barrier_wait(values.arrived.at[buffer])
+        weights = values.scaled(weights, buffer, chip)
+        mixed = chip.mixture(mixed, weights.astype(jnp.bfloat16), values.numbers.at[buffer])
+        plgpu.barrier_arrive(values.done.at[buffer])
         return higher, total, mixed
 
     reduced = plgpu.Layout.WGMMA.reduce(1)

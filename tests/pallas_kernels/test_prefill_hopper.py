@@ -16,6 +16,7 @@ from pallas_kernels import prefill_attention
 from pallas_kernels.generations import takes_mosaic
 from pallas_kernels.mosaic import BOX
 from pallas_kernels.prefill_attention import hopper
+from pallas_kernels.quantized import quantize_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import Shape, rest_slow
 from tests.pallas_kernels.test_hopper import INTERPRETED
@@ -46,8 +47,20 @@ def test_it_meets_the_oracle_without_a_race(shape, packed, options, capfd):
     assert RACE not in capfd.readouterr().out
 
 
-def compiled(submesh: Submesh, shape: Shape, attend=prefill_attention, spec=WHOLE) -> str:
-    (pool,) = make_pools(submesh, shape, "bfloat16", 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    [(Shape(64, 1, 4, 32), "int8", {}), (Shape(64, 1, 8, 64), "float8_e4m3fn", {"window": 20, "soft_cap": 3.0})],
+    ids=str,
+)
+def test_codes_with_scales_meet_the_oracle_without_a_race(shape, dtype, options, capfd):
+    q, pool, *rest = inputs(shape, [(9, 200)], "float32", padding=1)
+    check(attend, (q.astype("bfloat16"), quantize_pages(pool, jnp.dtype(dtype)), *rest), "bfloat16", **options)
+    assert RACE not in capfd.readouterr().out
+
+
+def compiled(submesh: Submesh, shape: Shape, attend=prefill_attention, spec=WHOLE, dtype: str = "bfloat16") -> str:
+    (pool,) = make_pools(submesh, shape, dtype, 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
     q = array(submesh, (2048, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
     ints = [array(submesh, size, jnp.int32) for size in ((4, 256), (4,), (5,))]
     with jax.sharding.set_mesh(submesh.mesh):
@@ -56,20 +69,22 @@ def compiled(submesh: Submesh, shape: Shape, attend=prefill_attention, spec=WHOL
 
 @pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "dtype", "options"),
     rest_slow(
         [
-            (Shape(128, 8, 4, 16), {}),
-            (Shape(64, 8, 8, 64), {"soft_cap": 30.0}),
-            (Shape(128, 1, 7, 128), {"window": 4096}),
+            (Shape(128, 8, 4, 16), "bfloat16", {}),
+            (Shape(128, 8, 4, 32), "float8_e4m3fn", {}),
+            (Shape(128, 8, 4, 64), "int8", {"window": 4096}),
+            (Shape(64, 8, 8, 64), "bfloat16", {"soft_cap": 30.0}),
+            (Shape(128, 1, 7, 128), "bfloat16", {"window": 4096}),
         ]
     ),
     ids=str,
 )
-def test_an_h100_gets_it_with_no_register_spilled(shape, options, monkeypatch, capfd):
+def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, options, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, partial(prefill_attention, **options))
+    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, partial(prefill_attention, **options), dtype=dtype)
     told = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 
