@@ -87,7 +87,8 @@ def _programs(config: WorkerConfig, deployment: Deployment) -> str:
             stages = f"a ring of {config.ring_stages}, {config.decode_turns} turns"
         elif config.takes_turns:
             stages = f"1 stage, {config.decode_turns} turns"
-        parts.append(f"decode of {config.slots_per_microbatch} slots x {stages} x {widths} tokens")
+        forced = f" + {config.forced_tokens} rows of forced tokens" if config.forced_tokens else ""
+        parts.append(f"decode of {config.slots_per_microbatch} slots x {stages} x {widths} tokens{forced}")
     return ", ".join(parts)
 
 

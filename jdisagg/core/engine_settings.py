@@ -109,6 +109,8 @@ class SchedulingSettings:
                                 " draft[:MODEL][:N]: by a small model (MODEL/draft of --model where none is named);"
                                 " eagle[:FOLDER][:N]: by a head on its states; auto[:MODEL|:eagle[:FOLDER]][:N]: where"
                                 " faster; grammar[:N]: what a grammar forces")  # fmt: skip
+    forced_tokens: int = setting(8, "scheduling", "without --speculative: tokens that grammars force, of all rows of a"
+                                 " decode step together, fed beside its slots'; 0: one a step")  # fmt: skip
     handoff_timeout_s: float = setting(30.0, "scheduling", "deadline of a handoff's waits, prefill apart")
     prefill_timeout_s: float = setting(300.0, "scheduling", "from a free reservation to the first token")
     stall_timeout_s: float = setting(120.0, "scheduling", "longest gap between two tokens of a request")

@@ -47,6 +47,7 @@ class Digests(StrEnum):
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
 MAY_BE_NONE = (
     *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "draft_layers"),
+    *("forced_tokens",),
     *("short_prompt_tokens", "part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
 )
 WHOLE = (
@@ -93,6 +94,7 @@ class WorkerConfig:
     ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
     decode_turns: int = 1  # tokens of each row that a step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
+    forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
     draft_ngrams: bool = True  # guessed from tokens that stood there before; else by a model
     draft_layers: int = 0  # of a draft model, numbered behind the model's, whose KV goes where the model's does
@@ -166,12 +168,18 @@ class WorkerConfig:
                 f"{self.worker}: decode_turns is {self.decode_turns}, for a ring or for one stage that guesses nothing,"
                 f" or only at times; it has {what}"
             )
-        if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or self.draft_tokens):
-            what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens {self.draft_tokens}"
+        ahead = self.tokens_ahead
+        if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or ahead):
+            what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens or forced_tokens {ahead}"
             raise ConfigError(f"{self.worker}: a ring decodes and nothing else; it is {self.role} with {what}")
         if self.ring_stages > 1 and (self.num_slots % self.ring_stages or self.num_microbatches > 1):
             what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
             raise ConfigError(f"{self.worker}: {what} for a ring of {self.ring_stages}: whole multiples, in one")
+
+    @property
+    def tokens_ahead(self) -> int:
+        """That a row of a step may draw beyond the next one: of a draft, or of what its grammar forces."""
+        return self.draft_tokens or self.forced_tokens
 
     @property
     def draft_sizes(self) -> tuple[int, ...]:

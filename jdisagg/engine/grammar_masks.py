@@ -102,6 +102,29 @@ class GrammarMasks:
                 self._fill(self.places[row], masks[row])
         return self.put(masks.reshape(-1, self.words))
 
+    def make_forced(self, widths: Mapping[int, int], most: int) -> dict[int, tuple[int, ...]]:
+        """What the grammars of rows leave no choice about, as long as each row's width has room, and of all together
+        at most so many tokens; rows of which nothing is forced are not among them."""
+        found = dict[int, tuple[int, ...]]()
+        self.make_drafts(widths, guesses=False)
+        for row in sorted(self.places):
+            place = self.places[row]
+            place.draft = place.draft[: most - sum(map(len, found.values()))]
+            if place.draft:
+                found[row] = place.draft
+        return found
+
+    def allowed_in(self, rows: Iterable[int], runs: Mapping[int, range], number: int) -> Array:
+        """u32[number, words]: of each row, as `allowed`, and of those that feed its draft, which `runs` names."""
+        masks = np.full((number, self.words), EVERYTHING, np.uint32)
+        for row in rows:
+            if row in self.places:
+                own = [row, *runs.get(row, ())]
+                behind = np.empty((len(own), self.words), np.uint32)
+                self._fill(self.places[row], behind)
+                masks[own] = behind
+        return self.put(masks)
+
     # ------------------------------------------------------------ matchers
 
     def _fill(self, place: Place, masks: np.ndarray) -> None:

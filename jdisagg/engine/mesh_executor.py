@@ -206,7 +206,7 @@ class MeshExecutor:
         owners: Any = self.layer_groups, self.transfer_programs, self.runner.prefiller, self.runner.decoder
         if self.ring is not None:
             return RingTable(*sizes, *owners, ring=self.ring)
-        return ProgramTable(*sizes, *owners, draft=self.draft, drafts=self.runner.drafts, turns=self.runner.turns)
+        return ProgramTable(*sizes, *owners, draft=self.draft, **self.runner.programs)
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         return self.runner.run(plan, group_done)

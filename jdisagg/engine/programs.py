@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jdisagg.engine.draft_declarations import declared_drafts, declared_reading
 from jdisagg.engine.draft_layers import DraftLayers
 from jdisagg.engine.drafting import DraftPrograms
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
+from jdisagg.engine.forced import ForcedPrograms, declared_forced
 from jdisagg.engine.head_declarations import declared_heads, gathers_of, scored_bytes
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
@@ -54,13 +56,14 @@ class ProgramTable:
     draws: DrawPrograms | None  # None where it does not decode
     draft: DraftLayers | None = field(default=None, kw_only=True)  # the model that guesses, where it is loaded
     drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None where no row draws more than one token
+    forced: ForcedPrograms | None = field(default=None, kw_only=True)  # None where grammars force one token a step
     turns: TurnPrograms | None = field(default=None, kw_only=True)  # None where a step is one turn
 
     @property
     def owned(self) -> list[Program]:
         """The jitted functions, each with all that it was compiled for."""
         draft = self.draft if self.drafts is None else None  # else among those
-        draws = self.first_draws, self.draws, self.drafts, self.turns, draft
+        draws = self.first_draws, self.draws, self.drafts, self.forced, self.turns, draft
         owners = *self.layer_groups, *self.transfer_programs.values(), *draws
         return [program for owner in owners if owner is not None for program in owner.programs]
 
@@ -91,6 +94,8 @@ class ProgramTable:
             found += declared_draws(self.draws, self._drawn(slots))
             if self.drafts is not None:
                 found += self._verified(self.drafts)
+            if self.forced is not None:
+                found += self._forced(self.forced)
         if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
             found += [each for rows in self._row_counts for each in self._mixed(rows)]
         return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
@@ -147,9 +152,9 @@ class ProgramTable:
             yield self._layers("prefill", stage, tokens, tokens, group.prefill_program, batch)
         yield from declared_heads(self.config, self.layer_groups[-1], len(self.layer_groups) - 1, tokens, self.dtype)
 
-    def _decodes(self, kind: str, width: int, rows: int) -> Iterator[DeclaredProgram]:
-        """Of so many rows: one a slot, or more where drafts are verified."""
-        slots = self.config.slots_per_microbatch
+    def _decodes(self, kind: str, width: int, rows: int, tables: int = 0) -> Iterator[DeclaredProgram]:
+        """Of so many rows: one a slot, or more where drafts are verified; and page tables, of slots where not said."""
+        slots = tables or self.config.slots_per_microbatch
         for stage, group in enumerate(self.layer_groups):
             submesh = group.submesh
             batch = (
@@ -172,6 +177,13 @@ class ProgramTable:
                 yield from self._decodes(f"verify {rows}", width, slots * rows)
         rows = [self._drawn(slots * each) for each in sizes]
         yield from declared_drafts(drafts, self._drawn(slots), rows, self.config)
+
+    def _forced(self, forced: ForcedPrograms) -> Iterator[DeclaredProgram]:
+        """With the widest table."""
+        slots = self.config.slots_per_microbatch
+        rows = slots + self.config.forced_tokens
+        yield from self._decodes("forced", self.config.table_buckets[-1], rows, rows)
+        yield from declared_forced(forced, self._drawn(slots), self._drawn(rows))
 
     def _mixed(self, rows: int) -> Iterator[DeclaredProgram]:
         """Slots of so many rows with the widest table, and chunks; their logits are made with the layers."""
@@ -217,8 +229,12 @@ def abstract_table(
     draws = DrawPrograms() if config.role.decodes else None
     drafts = DraftPrograms() if config.role.decodes and config.draft_tokens else None
     transfers = transfer_programs_of(config, submeshes, layout)
-    turns = TurnPrograms(groups[0], config.decode_turns) if config.takes_turns else None
-    return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, drafts=drafts, turns=turns)
+    beside: Any = {
+        "drafts": drafts,
+        "forced": ForcedPrograms() if config.role.decodes and config.forced_tokens and not drafts else None,
+        "turns": TurnPrograms(groups[0], config.decode_turns) if config.takes_turns else None,
+    }
+    return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, **beside)
 
 
 def chunk_shapes(config: WorkerConfig, tokens: int) -> list[tuple[int, ...]]:

@@ -94,7 +94,7 @@ class RingRunner:
     """One ring's slots, and its steps."""
 
     prefiller = None  # it computes no prompts
-    draft = drafts = turns = None  # a row's turns are its own, in the ring's program
+    draft, programs = None, dict[str, Any]()  # a row's turns are its own, in the ring's program
     decoder = None  # what draws is part of the ring's program
 
     def __init__(

@@ -21,6 +21,7 @@ from jdisagg.engine.draft_layers import DraftLayers
 from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
+from jdisagg.engine.forced import ForcingDecoder
 from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.headed_decode import HeadedDecoder
 from jdisagg.engine.headed_group import HeadedGroup
@@ -86,9 +87,16 @@ class Runner:
         drafting = _drafting(*parts, draft) if config.role.decodes and config.draft_tokens else None
         self.drafts = drafting.drafts if drafting else None
         self.draft = draft
-        self.decoder = drafting or (Decoder(*parts) if config.role.decodes else None)
+        forcing = ForcingDecoder(*parts) if config.role.decodes and config.forced_tokens and not drafting else None
+        self.forced = forcing.forced if forcing else None
+        self.decoder = drafting or forcing or (Decoder(*parts) if config.role.decodes else None)
         self.turns = TurnSteps(layer_groups[0], config) if config.takes_turns else None
         self.gates = Gates()
+
+    @property
+    def programs(self) -> dict[str, Any]:
+        """Those of steps whose rows may draw several tokens, as fields of a `ProgramTable`."""
+        return {"drafts": self.drafts, "forced": self.forced, "turns": self.turns}
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """See `executor.Executor.run`."""

@@ -34,7 +34,8 @@ def left_of(sequence: DecodeSequence) -> int:
 
 def drafted(sequence: DecodeSequence, config: WorkerConfig) -> bool:
     """Whether its rows may verify drafts."""
-    return sequence.sampling.speculative and (config.guesses or bool(sequence.sampling.grammar))
+    guesses = config.guesses and config.draft_tokens > 0
+    return sequence.sampling.speculative and (guesses or bool(sequence.sampling.grammar))
 
 
 def draft_widths(sequences: Sequence[DecodeSequence], most: int, decode_side: DecodeSide) -> tuple[int, ...]:
@@ -95,7 +96,8 @@ class Scheduler:
         self._looked = True
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
-            rows = replace(rows, table_pages=self.config.table_buckets[-1])  # one mixed program a chunk size
+            widths = rows.widths if self.config.draft_tokens else ()  # what is forced has programs without chunks
+            rows = replace(rows, table_pages=self.config.table_buckets[-1], widths=widths)  # one program a chunk size
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)
             self.steps_since_chunk = 0
@@ -181,10 +183,10 @@ class Scheduler:
         )
 
     def _widths(self, sequences: Sequence[DecodeSequence], most: int, *, drafts: bool) -> tuple[int, ...]:
-        if self.config.draft_tokens == 0 and self.config.decode_turns == 1:
-            return ()  # rows never draw more than one token a step
         if drafts:
             return draft_widths(sequences, most, self.decode_side)
+        if self.config.draft_tokens == 0 and self.config.decode_turns == 1:
+            return ()  # each draws one
         return tuple(min(most, left_of(sequence)) for sequence in sequences)
 
     def _may_draw(self, sequence: DecodeSequence) -> bool:
@@ -216,7 +218,7 @@ class Scheduler:
 
     def _drafts(self, seated: Collection[DecodeSequence], turns: int) -> int:
         """Tokens of the drafts that the next step verifies, which else takes so many turns; 0: none."""
-        choice, most = self.decode_side.draft_choice, self.config.draft_tokens
+        choice, most = self.decode_side.draft_choice, self.config.tokens_ahead
         if not most or (choice and choice.rests()) or not any(drafted(sequence, self.config) for sequence in seated):
             return 0
         return most if choice is None else choice.drafts([*seated], self._table_pages(seated, 1 + most), turns)

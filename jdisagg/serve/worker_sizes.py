@@ -12,6 +12,7 @@ from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
 from jdisagg.serve.chosen_sizes import ChosenSizes
 from jdisagg.serve.speculation import Speculation, read_speculation
+from jdisagg.serve.structured.grammars import why_no_grammars
 
 
 def worker_config(
@@ -41,6 +42,7 @@ def worker_config(
         decode_turns=turns_of(sizes, place, speculation),
         prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
         draft_tokens=guessed,
+        forced_tokens=0 if ring or guessed or why_no_grammars(settings) else settings.forced_tokens,
         guesses=speculation.guesses,
         draft_auto=speculation.auto and not ring,
         draft_ngrams=not speculation.draft,

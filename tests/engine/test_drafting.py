@@ -1,7 +1,5 @@
 """Rows that verify a draft draw the tokens that rows of one token would have drawn, in fewer steps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -12,30 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.request import BROKEN, SamplingParams
-from jdisagg.core.steps import History, Read
+from jdisagg.core.request import BROKEN
+from jdisagg.core.steps import History
 from jdisagg.core.worker_config import MIN_NGRAM, Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
 from jdisagg.engine.drafting import FREE, MAX_NGRAM, NO_GUESS, guessed, noted_late, widened
 from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.runner import Runner
 from jdisagg.engine.sampling_metadata import SamplingRows
 from jdisagg.engine.verification import noted, taken
-from jdisagg.model.grammars.grammars import Grammars
+from tests.engine.answers import answers, speaking
 from tests.engine.evens import Evens, Fours
 from tests.engine.stacks import (
     CONFIG,
     GREEDY,
     HALVES,
     LONGEST,
-    Steps,
-    first_tokens,
     open_machine,
-    prefill_machine,
-    prefill_plans,
-    run_prefill,
-    ship_all,
     tokens_of,
 )
 from tests.steps import decode_plan
@@ -133,33 +124,6 @@ def drafting_machine(pp: int) -> MeshExecutor:
     return machine
 
 
-def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: list[SamplingParams], most: int) -> list:
-    """What each prompt draws, by rows that may draw `most` a step, each step read before the next; and the rows."""
-    source = prefill_machine(1)
-    source.warm(peers=[machine])
-    free = [replace(each, grammar="", synchronous=False) for each in sampling]
-    firsts = first_tokens(run_prefill(source, prefill_plans(prompts, free)))
-    ship_all(source, machine, [len(prompt) for prompt in prompts])
-    admitted = Steps(machine).admissions(prompts, firsts, sampling)
-    rows, steps, count, active = [[first] for first in firsts], 0, 0, tuple(range(len(prompts)))
-    drawn: dict[int, tuple[int, ...]] = {}  # by each slot's last step
-    while active:
-        left = [min(most, 24 - len(rows[slot])) for slot in active]
-        read = tuple(Read(slot, drawn[slot]) for slot in active if steps and sampling[slot].grammar)
-        plan = decode_plan(
-            *(steps, 0, active, 12, admitted if steps == 0 else ()),
-            widths=tuple(left) if most > 1 else (),
-            read=read,
-        )
-        for slot, found in machine.run(plan).read().decode:
-            assert found is not None
-            rows[slot] += found
-            drawn[slot] = tuple(each.token for each in found)
-        steps, count = steps + 1, count + len(active)
-        active = tuple(slot for slot in active if len(rows[slot]) < 24 and rows[slot][-1].token != BROKEN)
-    return [rows, count]
-
-
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_rows_of_one_token_and_steps_are_fewer(pp: int):
     prompts = [(5, 6, 7, 5, 6, 7, 5, 6), tuple(range(20)), (1, 2) * 8, (9, 3, 4)]
@@ -191,19 +155,6 @@ def test_penalties_look_at_the_guesses_in_front_of_a_row_as_at_what_was_drawn():
     (plain, many), (drafted, few) = (answers(machine, prompts, sampling, most) for most in (1, 1 + DRAFTS))
     assert tokens_of(drafted) == tokens_of(plain) and few < 0.9 * many
     assert machine.recompiles() == 0
-
-
-@contextmanager
-def speaking(machine: MeshExecutor, grammars: Grammars) -> Iterator[None]:
-    """The machine's rows know these grammars meanwhile."""
-    assert isinstance(machine.runner, Runner) and machine.runner.decoder is not None
-    batches = machine.runner.decoder.microbatches
-    for batch in batches:
-        batch.masks.grammars = grammars
-    yield
-    for batch in batches:
-        batch.masks.grammars = None
-        batch.masks.places.clear()
 
 
 def test_what_a_grammar_forces_is_drawn_several_tokens_a_step_and_they_are_the_same():

@@ -205,7 +205,12 @@ def test_a_table_counts_the_padding_that_its_pages_and_weights_hold():
 
 @pytest.mark.parametrize(
     ("role", "sizes"),
-    [(Role.PREFILL, {}), (Role.DECODE, {}), (Role.DECODE, ENDS), (Role.COLOCATED, {"mixed_steps": True})],
+    [
+        (Role.PREFILL, {}),
+        (Role.DECODE, {}),
+        (Role.DECODE, {**ENDS, "forced_tokens": 6}),
+        (Role.COLOCATED, {"mixed_steps": True}),
+    ],
 )
 def test_a_table_of_shapes_declares_what_a_machine_declares(role: Role, sizes: dict[str, Any]):
     """What `jdisagg.aot` compiles for a chip is what a worker there would warm, placements included."""

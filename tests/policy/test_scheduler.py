@@ -177,9 +177,9 @@ def test_a_row_with_a_grammar_is_told_every_token_it_drew_before_it_draws_the_ne
     assert [*admission.history.output, *told] == definition(asked)[:-1] and admission.history.prompt == ()
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_an_answer_keeps_to_its_grammar_when_its_pages_are_taken_half_way(draft_tokens: int):
-    world = World(pair(num_pages=16, reserve_tokens=1, draft_tokens=draft_tokens))
+@pytest.mark.parametrize("ahead", [{}, {"draft_tokens": 3}, {"forced_tokens": 3}])
+def test_an_answer_keeps_to_its_grammar_when_its_pages_are_taken_half_way(ahead: dict[str, int]):
+    world = World(pair(num_pages=16, reserve_tokens=1, **ahead))
     asked = [request(f"r{i}", 9, max_tokens=24, synchronous=True, grammar="even") for i in range(4)]
     run_all(world, asked)
     assert any(isinstance(message, Preempted) for message in sent(world, Preempted))
@@ -199,6 +199,29 @@ def test_a_row_with_a_grammar_may_draw_a_draft_and_is_told_all_of_it_before_the_
     for slot, width in [row for each in rows for row in zip(each.active, each.widths, strict=True)]:
         widest[slot] = max(widest[slot], width)
     assert widest[seats["free"]] == (4 if guesses else 1) and widest[seats["slow"]] == 1
+
+
+def test_without_drafts_only_rows_with_a_grammar_may_draw_several_tokens_and_only_where_they_have_not_refused_it():
+    world = World(pair(forced_tokens=3))
+    held = {"synchronous": True, "grammar": "even"}
+    free, plain = request("free", max_tokens=60), request("plain", max_tokens=20, speculative=False, **held)
+    run_all(world, [request("held", max_tokens=20, **held), free, plain])
+    rows = rows_of(world)
+    seats = {str(each.request_id): each.slot for row in rows for each in row.admit}
+    widths = {name: [dict(zip(each.active, each.widths, strict=True)).get(slot) for each in rows if each.widths]
+              for name, slot in seats.items()}  # fmt: skip
+    assert max(width or 0 for width in widths["held"]) == 4
+    assert {*widths["free"], *widths["plain"]} <= {1, None}
+    assert any(not each.widths for each in rows), "alone again, they are told no widths"
+
+
+def test_a_step_with_chunks_has_no_rows_for_what_is_forced():
+    world = World(colocated(forced_tokens=3, **BOTH))
+    held = {"synchronous": True, "grammar": "even", "max_tokens": 30}
+    run_all(world, [request(f"r{i}", 30, arrival_s=0.01 * i, **held) for i in range(3)])
+    plans = [effect.plan for _, _, effect in world.effects if runs_decode(effect)]
+    assert {max(plan.decode.widths, default=1) for plan in plans if plan.mixed} == {1}
+    assert {max(plan.decode.widths, default=1) for plan in plans if not plan.mixed} >= {4}
 
 
 def widths_of(world: World) -> list[tuple[int, ...]]:
@@ -255,6 +278,7 @@ def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails
     sizes = {
         "mixed_steps": draw(st.booleans()),
         "draft_tokens": draw(st.integers(0, 3)),
+        **({} if cluster is ring else {"forced_tokens": draw(st.integers(0, 3))}),
         "num_pages": draw(st.sampled_from([24, 64])),
         "num_microbatches": draw(st.sampled_from([1, 2])),
         "prefix_caching": draw(st.booleans()),

@@ -1,0 +1,243 @@
+"""Decode rows whose grammars leave no choice: what one forces goes behind its last token as one chunk, in one step.
+
+A step has a row a slot, and a few more that all slots share; without forced tokens it is a step as any. Each of the
+rows beyond the slots' feeds one forced token, at its place behind its slot's last one, reads its slot's page table and
+draws as a step of its own would have: under its own mask, at its own position, after what was fed in front of it. So
+tokens, log-probabilities and numbers are those of one token a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jdisagg.core.steps import GRAMMAR, DecodeRows
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram, local_bytes
+from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, Decoder, Drawing, DrawnRows, Microbatch, advanced
+from jdisagg.engine.draw_declarations import Drawn
+from jdisagg.engine.grammar_masks import masked
+from jdisagg.engine.layer_group import LayerGroup
+from jdisagg.engine.sampling import (
+    FREQUENCY,
+    REPETITION,
+    Counts,
+    SamplingMetadata,
+    penalised,
+    pick,
+    pick_greedy,
+    token_logprobs,
+)
+from jdisagg.engine.sampling_metadata import sampled_rows
+from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.parallel.submesh import Program
+
+SLOT, AHEAD, FED, USED = range(4)  # rows of `behind`, i32[4, K]: whose it is, how far behind its last token, and which
+
+
+def widened(state: Array, behind: Array) -> Array:
+    """The state i32[4, B + K] of a step's rows: those of the slots, then those of forced tokens."""
+    own = state[:, behind[SLOT]]
+    rows = behind[FED], own[POSITION] + behind[AHEAD], own[STOPPED], own[ENABLED] * behind[USED]
+    return jnp.concatenate([state, jnp.stack(rows)], axis=1)
+
+
+def taken(state: Array, behind: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+    """The state after these were drawn, i32[B + K], and what is told of each row: MASKED from where a slot's row was
+    fed another token than the one before it drew, as one does whose logits are no numbers."""
+    slots, most = state.shape[1], behind.shape[1]
+    at = behind[SLOT], jnp.where(behind[USED] == 1, behind[AHEAD], most + 1)
+    fed = jnp.full((slots, most + 1), MASKED, jnp.int32).at[at].set(behind[FED], mode="drop")
+    drawn = jnp.zeros((slots, most + 1), jnp.int32).at[:, 0].set(tokens[:slots])
+    drawn = drawn.at[at].set(tokens[slots:], mode="drop")
+    going, first = advanced(state, drawn[:, 0], metadata)
+    told = [first]
+    for column in range(1, most + 1):
+        on = (fed[:, column] >= 0) & (fed[:, column] == told[-1])
+        going, each = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
+        told.append(each)
+    behind_told = jnp.where(behind[USED] == 1, jnp.stack(told, axis=1)[behind[SLOT], behind[AHEAD]], MASKED)
+    return going.at[ENABLED].set(state[ENABLED]), jnp.concatenate([first, behind_told])
+
+
+def draw_forced_greedy(logits: Array, state: Array, behind: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+    return taken(state, behind, pick_greedy(logits), metadata)
+
+
+def draw_forced(
+    logits: Array, state: Array, behind: Array, metadata: SamplingMetadata, counts: Counts
+) -> tuple[Array, Array]:
+    """As `taken`, of logits f32[B + K, V]."""
+    asked, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
+    logits = jax.lax.cond(
+        jnp.any(asked != neutral), penalised_behind, lambda logits, *_: logits, logits, behind, metadata, counts
+    )
+    owners = jnp.concatenate([jnp.arange(state.shape[1]), behind[SLOT]])
+    drawn = pick(logits, of_slots(metadata, owners), None, widened(state, behind)[POSITION] + 1)
+    return taken(state, behind, drawn, metadata)
+
+
+def of_slots(metadata: SamplingMetadata, slots: Array) -> SamplingMetadata:
+    return SamplingMetadata(*(each[slots] for each in metadata))
+
+
+def penalised_behind(logits: Array, behind: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
+    """f32[B + K, V]: each row's, with all that its slot is fed in front of it as drawn."""
+    slots, owners = metadata.ints.shape[0], behind[SLOT]
+    mine, others = behind[:, :, None], behind[:, None, :]
+    before = (mine[SLOT] == others[SLOT]) & (others[AHEAD] <= mine[AHEAD]) & (others[USED] == 1)
+    rows = jnp.arange(behind.shape[1])[:, None]
+    output = counts.output[owners].at[rows, others[FED]].add(before.astype(jnp.int32))
+    own = Counts(counts.prompt[owners], output)
+    parts = penalised(logits[:slots], metadata, counts), penalised(logits[slots:], of_slots(metadata, owners), own)
+    return jnp.concatenate(parts)
+
+
+def counted_forced(counts: Counts, behind: Array, told: Array) -> Counts:
+    """The counts with all that was drawn."""
+    slots, vocab_size = counts.output.shape
+    owners = jnp.concatenate([jnp.arange(slots), behind[SLOT]])
+    tokens = jnp.where(told < 0, vocab_size, told)
+    return counts._replace(output=counts.output.at[owners, tokens].add(1, mode="drop"))
+
+
+class ForcedPrograms:
+    """Those of steps with forced tokens, beside those of one token a row."""
+
+    def __init__(self) -> None:
+        self.widen, self.mask, self.logprobs = Program(widened), Program(masked), Program(token_logprobs)
+        self.draw_greedy, self.draw = Program(draw_forced_greedy), Program(draw_forced)
+        self.count = Program(counted_forced, donate=(0,))
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.widen, self.mask, self.logprobs, self.draw_greedy, self.draw, self.count]
+
+
+def declared_forced(programs: ForcedPrograms, slots: Drawn, rows: Drawn) -> Iterator[DeclaredProgram]:
+    """As `ForcingDecoder`: `slots` that draw, and `rows` of a step, those of forced tokens included."""
+    state, behind = slots.ints(4, slots.rows), slots.ints(4, rows.rows - slots.rows)
+    told, held = slots.ints(rows.rows), (rows.logits, state, behind, slots.metadata)
+    yield rows.program("draw forced rows", programs.widen, (state, behind))
+    yield rows.program("draw forced mask", programs.mask, (rows.logits, rows.masks))
+    yield rows.program("draw forced greedy", programs.draw_greedy, held)
+    yield rows.program("draw forced", programs.draw, (*held, slots.counts))
+    yield rows.program("draw forced logprobs", programs.logprobs, (rows.logits, told))
+    counts = slots.counts, behind, told
+    yield rows.program("draw forced count", programs.count, counts, local_bytes(slots.counts.output))
+
+
+@dataclass(frozen=True)
+class ForcedRows:
+    """The rows of a step that is being dispatched."""
+
+    runs: dict[int, range]  # by slot of the microbatch: which of the step's rows feed what is forced behind its token
+    owners: np.ndarray  # i32[B + K]: whose page table each row reads
+    behind: Array
+    state: Array  # i32[4, B + K]
+
+
+@dataclass(frozen=True)
+class PendingForced:
+    """What a step with forced tokens draws, on its way to the host."""
+
+    plan: DecodeRows
+    first_slot: int
+    runs: dict[int, range]
+    told: Array  # i32[B + K], see `taken`
+    wanted: list[int | None]  # SamplingParams.logprobs of the active slots
+    logprobs: tuple[Array, Array, Array] | None
+
+    def read(self) -> DrawnRows:
+        """Blocks until they are there; see `StepDone`."""
+        told, found = np.asarray(self.told).tolist(), list[tuple[int, Any]]()
+        parts = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
+        for slot, number in zip(self.plan.active, self.wanted, strict=True):
+            row = slot - self.first_slot
+            rows = [each for each in (row, *self.runs.get(row, ())) if told[each] != MASKED]
+            scores = parts and [part[rows] for part in parts]
+            found.append((slot, tuple(sampled_rows([told[each] for each in rows], [number] * len(rows), scores))))
+        return tuple((slot, drawn or None) for slot, drawn in found)
+
+    def guessed(self) -> tuple[tuple[int, str, int], ...]:
+        """As `StepDone.guessed`."""
+        return tuple((self.first_slot + row, GRAMMAR, len(run)) for row, run in self.runs.items())
+
+
+class ForcingDecoder(Decoder):
+    """A `Decoder` whose rows may draw what their grammars force, as far as a step has rows for it."""
+
+    def __init__(
+        self,
+        layer_groups: Sequence[LayerGroup],
+        config: WorkerConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        super().__init__(layer_groups, config, vocab_size, grammars)
+        self.forced = ForcedPrograms()
+        self._rows: dict[int, ForcedRows | None] = {}  # by first slot; None: one a slot
+
+    def begin(self, plan: DecodeRows) -> Microbatch:
+        batch = super().begin(plan)
+        wide = max(plan.widths, default=1) > 1 and not plan.turns and bool(batch.masks.places)
+        self._rows[batch.first_slot] = self._with_forced(batch, plan) if wide else None
+        return batch
+
+    def _with_forced(self, batch: Microbatch, plan: DecodeRows) -> ForcedRows | None:
+        """None where too little is forced: a wide step is to cost no token more than as many steps would."""
+        widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=True)}
+        most = self.config.forced_tokens
+        drafts = batch.masks.make_forced(widths, most)
+        number = sum(map(len, drafts.values()))
+        if not pays(number, len(widths), batch.size, most):
+            return None
+        behind, runs, at = np.zeros((4, most), np.int32), dict[int, range](), 0
+        for row, tokens in drafts.items():
+            own = slice(at, at + len(tokens))
+            behind[SLOT, own], behind[USED, own], behind[FED, own] = row, 1, tokens
+            behind[AHEAD, own] = range(1, len(tokens) + 1)
+            runs[row], at = range(batch.size + own.start, batch.size + own.stop), own.stop
+        owners, there = np.concatenate([np.arange(batch.size), behind[SLOT]]), batch.put(behind)
+        return ForcedRows(runs, owners, there, self.forced.widen(batch.state, there))
+
+    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
+        """Page table i32[B, width] and state i32[4, B], or of B + K rows and the widest table, where the group is."""
+        rows = self._rows[batch.first_slot]
+        if rows is None:
+            return super().inputs(group, batch, width)
+        table, adapters = batch.table[rows.owners], batch.rows.adapters
+        if adapters is not None:
+            table = np.concatenate([table, adapters[rows.owners, None]], axis=1)
+        return group.submesh.put(table), group.submesh.spread(rows.state)
+
+    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+        rows = self._rows[batch.first_slot]
+        if rows is None:
+            return super().finish(batch, plan, logits)
+        asked, active = batch.asked(plan.active), [slot - batch.first_slot for slot in plan.active]
+        held = batch.state, rows.behind, batch.metadata
+        under = self.forced.mask(logits, batch.masks.allowed_in(active, rows.runs, len(rows.owners)))
+        if asked.plain:
+            batch.state, told = self.forced.draw_greedy(under, *held)
+        else:
+            batch.state, told = self.forced.draw(under, *held, batch.counts)
+        if asked.penalised:
+            batch.counts = self.forced.count(batch.counts, rows.behind, told)
+        logprobs = self.forced.logprobs(logits, told) if asked.scored else None
+        for array in (told, *(logprobs or ())):
+            array.copy_to_host_async()
+        return PendingForced(plan, batch.first_slot, rows.runs, told, asked.wanted, logprobs)
+
+
+def pays(forced: int, active: int, slots: int, most: int) -> bool:
+    """Whether so many forced tokens of `active` rows are worth the `most` rows that a step has for them beside those of
+    its slots. A step is thought to cost as many rows as it has, which is the dearest that it may be: where it reads
+    weights for most of its time, the rows beyond are nearly free."""
+    return forced > 0 and forced * slots >= active * most
