@@ -63,10 +63,13 @@ class SizeSettings:
     max_num_batched_tokens: int = everyday(
         0,
         "sizes",
-        "tokens of one step: prompts', and a row a slot where steps mix both; 0: chosen (512 on the CPU)",
+        "tokens of one step: prompts', and a row a slot where steps mix both; 0: chosen (512 on the CPU;"
+        " sim: 2,048 where the device has no data sheet)",
     )
     max_chunk_seqs: int = setting(0, "sizes", "sequences packed into one prefill chunk; 0: chosen (8 on the CPU)")
-    page_size: int = everyday(0, "sizes", "tokens a KV page; 0: chosen (32 on CPU and GPU)")
+    page_size: int = everyday(
+        0, "sizes", "tokens a KV page; 0: chosen (32 on CPU and GPU; sim: 16 without a data sheet)"
+    )
     kv_tokens: int = everyday(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
     hbm_fraction: float = everyday(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")
     prefill_buckets: str = setting("", "sizes", "declared chunk sizes in tokens, as 128,512; empty: chosen")

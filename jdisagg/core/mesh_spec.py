@@ -156,6 +156,12 @@ class MeshSpec:
                 first += pool.pp * pool.tp
         return tuple(placed)
 
+    def place_of(self, *, decodes: bool) -> WorkerMesh:
+        """A worker that decodes, or one that computes prompts: the first of those that do nothing else, or of both."""
+        only = Role.DECODE if decodes else Role.PREFILL
+        places = self.workers()
+        return next((each for each in places if each.role is only), places[0])
+
     def on_device(self) -> dict[int, tuple[WorkerId, ...]]:
         """Who stands on each device that is used; more than one where pools were placed on the same."""
         places = self.workers()

@@ -56,7 +56,7 @@ def page_of(settings: Settings, mesh: MeshSpec, devices: Devices, kv: KVLayout, 
     """Of workers that decode; those of prefill alone have it too, unless --prefill_page_size says another."""
     if settings.page_size:
         return Size(settings.page_size, "")
-    place = _of_role(mesh, decodes=True)
+    place = mesh.place_of(decodes=True)
     return page_size(devices.of(place).platform, kv, place.tp, longest)
 
 
@@ -70,7 +70,7 @@ def sizes_of(
     room: Mapping[WorkerId, int | None],
 ) -> ChosenSizes:
     """room: a worker's tokens of KV, None where nobody knows."""
-    decoding, prefilling = _of_role(mesh, decodes=True), _of_role(mesh, decodes=False)
+    decoding, prefilling = mesh.place_of(decodes=True), mesh.place_of(decodes=False)
     here, there = devices.of(decoding), devices.of(prefilling)
     slots, tokens = Size(settings.max_num_seqs, ""), Size(settings.max_num_batched_tokens, "")
     if not slots.value:
@@ -88,10 +88,3 @@ def sizes_of(
     turns = settings.decode_turns or one_stage_turns(here.platform, decoding.role)
     ring_turns = settings.decode_turns or MOST_TURNS
     return ChosenSizes(slots.value, tokens.value, prompts.value, turns, ring_turns, buckets, reasons)
-
-
-def _of_role(mesh: MeshSpec, *, decodes: bool) -> WorkerMesh:
-    """A worker that decodes, or one that computes prompts: the first of those that do nothing else, or of both."""
-    only = Role.DECODE if decodes else Role.PREFILL
-    places = mesh.workers()
-    return next((each for each in places if each.role is only), places[0])

@@ -112,7 +112,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     flags.define(values, mesh="prefill:tp1,decode:tp1", cost="roofline", hardware="h100", host_s=1e-3, kv_tokens=0)
     flags.define(values, early_rejection="off", reserve="early")
     flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
-    flags.define(values, max_num_seqs=0, max_num_batched_tokens=2048, page_size=16, reserve_tokens=512)
+    flags.define(values, max_num_seqs=0, max_num_batched_tokens=0, page_size=0, reserve_tokens=512)
     flags.define(values, dram_tokens=0, disk_tokens=0)
     absl_flags.DEFINE_integer(
         "pool_tokens",
@@ -231,11 +231,11 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         mixed_steps=mixed,
         prefix_caching=keeps,
         **(ONE_AT_A_TIME if mixed else {}),
-    )
+    ).chosen(mesh, cost_of)
     if mixed:
         place = next(each for each in mesh.workers() if each.role.decodes)
         slots = sizes.slots(place, *cost_of(place))
-        sizes = replace(sizes, chunk_tokens=chunk_tokens(values.max_num_batched_tokens, slots, values.page_size))
+        sizes = replace(sizes, chunk_tokens=chunk_tokens(sizes.chunk_tokens, slots, sizes.page_size))
     hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
     return cluster_spec(mesh, sizes, cost_of, values.port_gb_per_s * 1e9 or None, hosts)
 

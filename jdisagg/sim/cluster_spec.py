@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from jdisagg.core.default_sizes import decode_slots, one_stage_turns
+from jdisagg.core.default_sizes import chunk_sequences, decode_slots, one_stage_turns, page_size, step_tokens
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
@@ -23,6 +24,7 @@ from jdisagg.sim.tiers import TierSpec
 from jdisagg.sim.traces import Trace
 
 ONE_TOKEN = KVTransfer(Attempt(RequestId("one"), 0), WorkerId("a"), WorkerId("b"), (1,), (1,), 1)
+PAGE_SIZE, STEP_TOKENS = 16, 2048  # where nobody said another, and no data sheet does
 
 
 def slots_per_stage(max_num_seqs: int, stages: int, otherwise: int = 256) -> int:
@@ -35,11 +37,11 @@ class Sizes:
     """What all workers of a cluster are given alike."""
 
     max_model_len: int
-    page_size: int = 16
+    page_size: int = PAGE_SIZE
     num_slots: int = 256  # a stage
     max_num_seqs: int = 0  # of a worker, in whole microbatches; 0: num_slots for each of its stages
-    by_device: bool = False  # slots for 0, and turns of one stage, as a run would choose them, where there is a sheet
-    chunk_tokens: int = 2048
+    by_device: bool = False  # `chosen`, slots for 0, and turns of one stage, where there is a sheet of the device
+    chunk_tokens: int = STEP_TOKENS
     max_chunk_seqs: int = 64
     chunks_in_flight: int = 2  # of a stage
     steps_in_flight: int = 2
@@ -51,12 +53,29 @@ class Sizes:
     mixed_steps: bool = False  # chunks and decode rows in one step, where a worker has both
     prefix_caching: bool = False  # full pages are kept; only prompts whose blocks have names find any
 
+    def chosen(self, mesh: MeshSpec, cost_of: CostOf) -> Sizes:
+        """The same, with a page and tokens a step for 0 as a run on these devices would choose them."""
+        decoding, prefilling = (mesh.place_of(decodes=decodes) for decodes in (True, False))
+        page, tokens = self.page_size, self.chunk_tokens
+        held, computed = (self._by_sheet(cost_of(place)[0]) for place in (decoding, prefilling))
+        if page == 0 and held is not None:
+            line, sheet = held
+            kv = KVLayout.of(line.model.config, 1, line.model.dtype, sheet.platform == "tpu")
+            page = page_size(sheet.platform, kv, decoding.tp, self.max_model_len).value
+        sizes = replace(self, page_size=page or PAGE_SIZE, chunk_tokens=tokens or STEP_TOKENS)
+        if tokens or computed is None:
+            return sizes
+        line, sheet = computed
+        tokens = step_tokens(line.model.config, prefilling.tp, sheet.platform, sheet, None).value
+        return replace(sizes, chunk_tokens=tokens, max_chunk_seqs=chunk_sequences(sheet.platform, tokens).value)
+
     def slots(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> int:
         """Of each stage of a worker that costs so much and has room for so many tokens."""
         stages = place.pp if place.role.decodes else 1
-        line, chip = cost.stages if isinstance(cost, RingRoofline) else cost, self._chip(cost)
-        if self.max_num_seqs or chip is None or not isinstance(line, Roofline):
+        found = self._by_sheet(cost)
+        if self.max_num_seqs or found is None:
             return slots_per_stage(self.max_num_seqs, stages, self.num_slots)
+        line, chip = found
         held = line.model.config, place.tp, stages, chip.platform, chip
         return decode_slots(*held, kv_tokens, self.max_model_len).value // stages
 
@@ -64,14 +83,15 @@ class Sizes:
         """The most of a dispatch."""
         if place.schedule is Schedule.RING:
             return self.decode_turns
-        chip = self._chip(cost)
+        found = self._by_sheet(cost)
         alone = place.role.decodes and place.pp == 1
-        return one_stage_turns(chip.platform, place.role) if chip and alone else 1
+        return one_stage_turns(found[1].platform, place.role) if found and alone else 1
 
-    def _chip(self, cost: CostModel) -> Chip | None:
-        """The data sheet of devices that cost so much, where sizes go by it."""
+    def _by_sheet(self, cost: CostModel) -> tuple[Roofline, Chip] | None:
+        """What devices cost, and their data sheet, where sizes go by one."""
         line = cost.stages if isinstance(cost, RingRoofline) else cost
-        return CHIPS.get(line.chip.name) if self.by_device and isinstance(line, Roofline) else None
+        chip = CHIPS.get(line.chip.name) if self.by_device and isinstance(line, Roofline) else None
+        return (line, chip) if chip is not None and isinstance(line, Roofline) else None
 
     def config(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> WorkerConfig:
         pages, ring = kv_tokens // self.page_size, place.schedule is Schedule.RING

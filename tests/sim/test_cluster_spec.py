@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
 from jdisagg.core.steps import DecodeRows
+from jdisagg.core.targets import CHIPS
 from jdisagg.core.worker_config import Role
+from jdisagg.serve.chosen_sizes import Devices, page_of, sizes_of
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
 from jdisagg.sim.cost_models import Model, Roofline
@@ -123,3 +127,29 @@ def test_turns_bring_tokens_sooner_where_nobody_is_about_to_come():
         return float(outcome.values("TPOT").mean())
 
     assert tpot_s(chosen=True) < tpot_s() - 0.5e-3, "of a millisecond of the host's a step, most is paid once"
+
+
+@pytest.mark.parametrize(("device", "page", "tokens", "prompts"), [("h100", 32, 2048, 32), ("v5p", 32, 1024, 16)])
+def test_a_page_and_a_steps_tokens_that_nobody_said_are_those_that_a_run_would_choose(
+    device: str, page: int, tokens: int, prompts: int
+):
+    mesh, chip = MeshSpec.parse("prefill:2xtp1,decode:pp2tp1"), CHIPS[device]
+    cost_of = by_device(devices_of(device), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    found = Sizes(8192, page_size=0, chunk_tokens=0, by_device=True).chosen(mesh, cost_of)
+    devices = Devices(chip.platform, chip, None)
+    kv = KVLayout.of(SHAPE.config, 1, "bfloat16", chip.platform == "tpu")
+    size = page_of(Settings(), mesh, devices, kv, 8192)
+    room = dict.fromkeys((each.worker for each in mesh.workers()), None)
+    run = sizes_of(Settings(), SHAPE.config, mesh, devices, size, 8192, room)
+    assert (found.page_size, found.chunk_tokens, found.max_chunk_seqs) == (page, tokens, prompts)
+    assert (size.value, run.max_num_batched_tokens, run.max_chunk_seqs) == (page, tokens, prompts)
+
+
+def test_sizes_that_somebody_said_stay_and_a_device_without_a_sheet_has_the_simulators_own():
+    mesh = MeshSpec.parse("prefill:tp1,decode:tp1")
+    cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    said = Sizes(8192, page_size=512, chunk_tokens=1000, by_device=True)
+    assert said.chosen(mesh, cost_of) == said
+    cost_of = by_device(devices_of("xeon8480"), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    found = Sizes(8192, page_size=0, chunk_tokens=0, by_device=True).chosen(mesh, cost_of)
+    assert found == Sizes(8192, by_device=True)
