@@ -18,8 +18,9 @@ from pallas_kernels.tuning import tuned
 from pallas_kernels.wire_format import STORED, PackedPages
 
 HOPPER = 9
+DECODE = "paged_attention"
 ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows and pages
-    "paged_attention": mosaic.fits_widened,
+    DECODE: mosaic.fits_widened,
     "prefill_attention": mosaic.fits_widened,
     "write_kv_pages": mosaic.copies,
     "pack_kv_pages": mosaic.carries,
@@ -27,10 +28,16 @@ ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows a
 }
 
 
-def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages) -> bool:
+def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages, value_size: int | None = None) -> bool:
     """Whether the GPU compiled for runs Mosaic's code of `operation` on these arguments. rows: of queries, of what is
-    written, or of what is packed."""
-    if gpu_generation() != HOPPER or not ABLE[operation](rows, kv_pages):
+    written, or of what is packed. value_size: of attention to latents."""
+    if gpu_generation() != HOPPER:
+        return False
+    if value_size is None:
+        able = ABLE[operation](rows, kv_pages)
+    else:
+        able = operation == DECODE and mosaic.fits_latents(rows, kv_pages, value_size)
+    if not able:
         return False
     found = tuned(operation, rows, kv_pages)
     return bool(found.get(MOSAIC)) if found else True
@@ -40,7 +47,8 @@ def by_generation(operation: str, hopper: Callable[..., Array], triton: Callable
     """`operation`, by the code for the generation that is compiled for."""
 
     def attend(q: Array, kv_pages: Array | QuantizedPages, *rest: Any, **options: Any) -> Array:
-        return (hopper if takes_mosaic(operation, q, kv_pages) else triton)(q, kv_pages, *rest, **options)
+        mine = takes_mosaic(operation, q, kv_pages, options.get("value_size"))
+        return (hopper if mine else triton)(q, kv_pages, *rest, **options)
 
     return attend
 

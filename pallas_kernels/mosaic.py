@@ -35,6 +35,7 @@ SHARED_BYTES = 128  # what a copy that comes to shared memory is a multiple of
 MOST_OF_A_COPY = 256  # of any dimension
 LINE = 128  # numbers side by side where pages are copied whole
 WORDS = 4  # side by side of a thread
+BLOCK_BYTES = 220 << 10  # of a block's shared memory, less what barriers take
 ROOM_BYTES = 64 << 10  # of shared memory for a head's page, so that a core has three of them at least
 
 
@@ -51,6 +52,17 @@ def fits_widened(q: Array, kv_pages: Array | QuantizedPages) -> bool:
     if not isinstance(kv_pages, QuantizedPages):
         return fits(q, kv_pages)
     return _tiled(q, kv_pages.values) and 4 * kv_pages.values.shape[3] % SHARED_BYTES == 0
+
+
+def fits_latents(q: Array, kv_pages: Array | QuantizedPages, value_size: int) -> bool:
+    """Whether decode attention can over pages of one part: bf16, whole swizzles in a row and in each half of its V,
+    and room for rows of queries and two tiles in shared memory."""
+    if plgpu is None or isinstance(kv_pages, QuantizedPages) or not q.dtype == kv_pages.dtype == jnp.bfloat16:
+        return False
+    *_, page_size, size = kv_pages.shape
+    halves = value_size % SWIZZLE_BYTES == 0 and value_size <= 2 * MOST_OF_A_COPY
+    whole = size % (SWIZZLE_BYTES // 2) == 0 and page_size % BOX == 0 and page_size & page_size - 1 == 0
+    return halves and whole and 2 * size * (ROWS + 2 * TILE) <= BLOCK_BYTES
 
 
 def _tiled(q: Array, pool: Array) -> bool:

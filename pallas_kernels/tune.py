@@ -35,7 +35,13 @@ from pallas_kernels.tuning import key_of
 
 DATA = Path(__file__).with_name("tuned.py")
 HEADER = DATA.read_text(encoding="utf-8").split("\n\n")[0]
-MODELS = {"llama3_8b": "128x8x4x32", "llama3_70b_tp8": "128x1x8x32", "small": "64x4x2x32"}
+MODELS = {
+    "llama3_8b": "128x8x4x32",
+    "llama3_70b_tp8": "128x1x8x32",
+    "deepseek_v3_tp8": "576x1x16x64x512",
+    "small": "64x4x2x32",
+}
+SHAPE = "DxHkvxGxpage, of latents DxHkvxGxpagexvalues"
 TINY, TINY_CANDIDATES = "16x2x2x16", 3
 Blocks = dict[str, int]
 
@@ -52,6 +58,7 @@ class Work(NamedTuple):
     pool_dtype: str
     rows: int  # slots of a decode step, tokens of a chunk
     context: int  # tokens held by each slot
+    value_size: int | None = None  # of latents: numbers of a row that are V as well
 
 
 def candidates(platform: str, work: Work) -> Iterator[Blocks]:
@@ -62,8 +69,9 @@ def candidates(platform: str, work: Work) -> Iterator[Blocks]:
     yield {}
     decode = work.operation == "paged_attention"
     if platform == "gpu":
-        codes = work.pool_dtype in LARGEST and 4 * work.page_size % SHARED_BYTES == 0
-        mosaic = work.q_dtype == "bfloat16" and (work.pool_dtype == "bfloat16" or codes)
+        latents = work.value_size is not None
+        codes = work.pool_dtype in LARGEST and 4 * work.page_size % SHARED_BYTES == 0 and not latents
+        mosaic = work.q_dtype == "bfloat16" and (work.pool_dtype == "bfloat16" or codes) and (decode or not latents)
         if decode:
             for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):
                 yield {"parts": parts, "tiles": 2, "tile": tile, "warps": warps, "stages": 3}
@@ -88,9 +96,9 @@ def arguments_of(work: Work) -> tuple[Any, ...]:
         return arrays_of(work.operation, work.rows, work.kv_heads, work.page_size, work.head_dim, work.pool_dtype)
     rng = np.random.default_rng(0)
     slots = work.rows if work.operation == "paged_attention" else 1
-    width = -(-work.context // work.page_size)
+    width, parts = -(-work.context // work.page_size), 2 if work.value_size is None else 1
     pool: Array | QuantizedPages = jnp.asarray(
-        rng.standard_normal((slots * width + 1, work.kv_heads, 2, work.page_size, work.head_dim)), jnp.float32
+        rng.standard_normal((slots * width + 1, work.kv_heads, parts, work.page_size, work.head_dim)), jnp.float32
     )
     if work.pool_dtype in LARGEST:
         pool = quantize_pages(pool, jnp.dtype(work.pool_dtype))
@@ -105,12 +113,13 @@ def arguments_of(work: Work) -> tuple[Any, ...]:
     return q, pool, table, lengths, jnp.asarray([0, min(work.rows, work.context)], jnp.int32), None
 
 
-def kernel_of(platform: str, operation: str, blocks: Blocks, interpret: bool) -> Callable[..., Array]:
+def kernel_of(platform: str, work: Work, blocks: Blocks, interpret: bool) -> Callable[..., Array]:
     """The platform's own kernel, cut as told."""
-    if operation in MOVES:
-        return mover(operation, blocks, interpret)
+    if work.operation in MOVES:
+        return mover(work.operation, blocks, interpret)
     options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
-    decode = operation == "paged_attention"
+    options["value_size"] = work.value_size
+    decode = work.operation == "paged_attention"
     if platform == "gpu":
         if not blocks:
             attend = decode_on_gpu if decode else prefill_on_gpu
@@ -146,7 +155,7 @@ def tune(platform: str, work: Work, repeats: int, interpret: bool) -> Blocks:
     arrays = arguments_of(work)
     measured = []
     for blocks in islice(candidates(platform, work), TINY_CANDIDATES if interpret else None):
-        took = seconds(kernel_of(platform, work.operation, blocks, interpret), arrays, repeats)
+        took = seconds(kernel_of(platform, work, blocks, interpret), arrays, repeats)
         if took is not None:
             print(f"    {took * 1e6:10.1f} us  {blocks or 'the rule'}")
             measured.append((took, blocks))
@@ -158,9 +167,11 @@ def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str]
     made = []
     operations = "paged_attention", "prefill_attention", *(MOVES if moves else ())
     for shape, operation, count, pair in product(shapes, operations, rows, dtypes):
-        size, kv_heads, groups, page_size = map(int, MODELS.get(shape, shape).split("x"))
+        size, kv_heads, groups, page_size, *value_size = map(int, MODELS.get(shape, shape).split("x"))
+        if operation in MOVES and value_size:
+            continue  # measured of K and V apart alone
         queries, pool = pair.split("/")
-        made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context))
+        made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context, *value_size))
     return made
 
 
@@ -181,7 +192,7 @@ def write(path: Path, table: dict[tuple[str | int, ...], Blocks]) -> None:
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", default="llama3_8b,llama3_70b_tp8", help=f"of {', '.join(MODELS)} or DxHkvxGxpage")
+    parser.add_argument("--shapes", default="llama3_8b,llama3_70b_tp8", help=f"of {', '.join(MODELS)} or {SHAPE}")
     parser.add_argument("--rows", default="1,64,1024", help="slots of a decode step and tokens of a chunk")
     parser.add_argument("--dtypes", default="bfloat16/bfloat16,bfloat16/int8", help="of queries / of the pool")
     parser.add_argument("--context", type=int, default=4096, help="tokens held by each slot")

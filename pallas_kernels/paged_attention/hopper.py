@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
-from pallas_kernels.paged_attention import gpu
+from pallas_kernels.paged_attention import gpu, hopper_latents
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER, Blocks, Rule, blocks_of
 from pallas_kernels.paged_attention.hopper_tiles import Held, Rooms
 from pallas_kernels.quantized import QuantizedPages, stored
@@ -47,8 +47,12 @@ def paged_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`, of what `mosaic.fits_widened`. interpret: parameters of the interpreter."""
-    assert value_size is None, value_size
+    """As `pallas_kernels.paged_attention`, of what `mosaic.fits_widened` or `mosaic.fits_latents`. interpret: the
+    interpreter's parameters."""
+    if value_size is not None:
+        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
+        options |= {"value_size": value_size, "blocks": blocks}
+        return hopper_latents.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
     interpret = interpret or None
     slots, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
@@ -72,10 +76,7 @@ def paged_attention(
     )(queries.reshape(-1, size), page_table, lengths, *held.refs)
     found = mosaic.varying_as(q, top), mosaic.varying_as(q, total), mosaic.varying_as(q, mixed)
     partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in found]
-    if sinks is not None:
-        sinks = jnp.pad(sinks.reshape(kv_heads, groups), ((0, 0), (0, rows - groups))).reshape(-1)
-    out = gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret=interpret is not None)
-    return out.reshape(slots, kv_heads, rows, size)[:, :, :groups].reshape(slots, heads, size)
+    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret is not None, padded=(groups, rows))
 
 
 def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[Any]:

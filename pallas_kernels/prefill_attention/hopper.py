@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER
+from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring, rooms_of, scratch_of_rooms
 from pallas_kernels.paged_attention.hopper_tiles import Held
 from pallas_kernels.prefill_attention import xla
-from pallas_kernels.prefill_attention.hopper_pages import Pages, Room, bring, rooms_of, scratch_of_rooms
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import tuned
 
@@ -138,7 +138,7 @@ def attend_block(
     @pl.when((warpgroup == WARPGROUPS) & (stop > first))
     def _():
         plgpu.set_max_registers(few, action="decrease")
-        place = Pages(pool, table_ref, sequence, head, position + end, page_size)
+        place = Pages(pool, table_ref, sequence, head, position + end, page_size, lax.axis_size("heads"))
         bring(place, (first, stop), rooms, chip, e4m3=kind == "float8_e4m3fn")
 
     @pl.when((warpgroup < WARPGROUPS) & (stop > first))

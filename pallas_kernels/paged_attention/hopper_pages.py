@@ -1,4 +1,4 @@
-"""How a warpgroup brings tiles of K and V to those that multiply (prefill attention on Hopper GPUs).
+"""How a warpgroup brings tiles of K and V, or of latents, to those that multiply (attention on Hopper GPUs).
 
 Pages come as they are, or as codes that it widens to bf16, which holds them exactly, in the buffer that the others
 read. Scales multiply logits and weights.
@@ -19,7 +19,8 @@ from pallas_kernels.wire_format import decode_e4m3
 
 
 class Room(NamedTuple):
-    """A ring of tiles of K, or of V, in shared memory, and who waits for what. The last three are of codes alone."""
+    """A ring of tiles of K, of V, or of what is both, in shared memory, and who waits for what. The last three are of
+    codes alone."""
 
     numbers: Any  # bf16 [stages, tile, D]
     arrived: Any  # a barrier a stage, for those that multiply
@@ -66,7 +67,7 @@ def rooms_of(refs: Sequence[Any]) -> tuple[Room, Room]:
 
 
 class Pages(NamedTuple):
-    """Where a sequence's K and V of one head lie."""
+    """Where a sequence's K and V of one head lie, or its latents."""
 
     pool: Held
     table: Any
@@ -74,10 +75,11 @@ class Pages(NamedTuple):
     head: Array
     visible: Array  # tokens that the block's last row sees
     page_size: int
+    kv_heads: int
+    parts: int = 2  # of a page
 
     def fetch(self, which: int, first: Array, count: int, room: Any, barrier: Any, *, scales: bool = False) -> None:
         """`count` tokens of K (0) or V (1), or their scales; of pages that nobody sees, those of the null page."""
-        kv_heads = lax.axis_size("heads")
         size = min(self.page_size, count)
         for at in range(0, count, self.page_size):
             token = first + at
@@ -87,7 +89,7 @@ class Pages(NamedTuple):
             if scales:
                 held = self.pool.scales.at[page, self.head, pl.ds(pl.multiple_of(offset, BOX), size)]
             else:
-                row = (page * kv_heads + self.head) * 2 * self.page_size + offset
+                row = (page * self.kv_heads + self.head) * self.parts * self.page_size + offset
                 held = self.pool.numbers.at[pl.ds(pl.multiple_of(row, BOX), size)]
             plgpu.copy_gmem_to_smem(held, room.at[pl.ds(at, size)], barrier)
 

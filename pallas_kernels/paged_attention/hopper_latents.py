@@ -1,0 +1,186 @@
+"""Decode attention to latents on Hopper GPUs (Pallas Mosaic GPU).
+
+All query heads read one row of K, whose beginning is V as well (DeepSeek-V2, section 2.1.2): heads fill the rows of a
+wgmma. One block a part of a slot and 64 query heads. A third warpgroup brings tiles of latents by TMA, each once for
+logits and mixture; the other two mix a half of V each, for all of it would take every register that a thread may have.
+Both make all logits: of 576 numbers against 256 they are the greater part of the products, but those of both together
+(by the data sheet 3,300 cycles a tile of 64 tokens) are done before the next tile is read (5,100), and neither waits
+for the other.
+
+Compiled for an H100, nothing is spilled and rows of 576 take 216 KiB of shared memory. Nothing is measured yet.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
+from pallas_kernels.paged_attention import gpu
+from pallas_kernels.paged_attention.gpu import LOG2_E, MAX_PARTS, MOSAIC, NEVER, PART_NUMBERS, Blocks, Rule, blocks_of
+from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring
+from pallas_kernels.paged_attention.hopper_tiles import Held
+from pallas_kernels.tuning import tuned
+
+HALVES = 2  # of V: warpgroups that multiply
+REGISTERS, FEW_REGISTERS = 232, 40  # a thread, of those that multiply and of those that bring pages
+BLOCKS = 4 * 132  # of a call: four for each core of an H100, which has room for one at a time
+STAGES = 2  # tiles in flight
+
+
+def choose_blocks(q: Array, kv_pages: Array, value_size: int) -> Blocks:
+    """The tuned choice, or enough parts for every core, of four tiles at least."""
+    found = tuned("paged_attention", q, kv_pages)
+    if found.get(MOSAIC):
+        return blocks_of(found)
+    kv_heads = kv_pages.shape[1]
+    across = max(1, q.shape[0] * kv_heads * pl.cdiv(q.shape[1] // kv_heads, ROWS))
+    parts = max(1, min(MAX_PARTS, BLOCKS // across, PART_NUMBERS // (across * ROWS * value_size)))
+    return Blocks(parts, 4, TILE, warps=4, stages=STAGES)
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
+def paged_attention(
+    q: Array,
+    kv_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    sinks: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    value_size: int,
+    blocks: Blocks | None = None,
+    interpret: Any = None,
+) -> Array:
+    """As `pallas_kernels.paged_attention`, of what `mosaic.fits_latents`. interpret: parameters of the interpreter."""
+    slots, heads, size = q.shape
+    _, kv_heads, _, page_size, _ = kv_pages.shape
+    blocks = blocks or choose_blocks(q, kv_pages, value_size)
+    parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
+    groups = heads // kv_heads
+    row_blocks = pl.cdiv(groups, ROWS)
+    rows = ROWS if row_blocks > 1 else pl.cdiv(groups, BOX) * BOX
+    spare = row_blocks * rows - groups
+    queries = jnp.pad(q.reshape(slots, kv_heads, groups, size), ((0, 0), (0, 0), (0, spare), (0, 0)))
+    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
+    sums = shape((slots * parts * kv_heads * row_blocks, ROWS), jnp.float32)
+    rule = Rule(scale, window, soft_cap, ((0, value_size),), None)
+    found = plgpu.kernel(
+        partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, rows=rows, chip=mosaic.chip_of(interpret)),
+        out_type=(sums, sums, shape((*sums.shape, value_size), jnp.float32)),
+        grid=(slots, kv_heads, row_blocks, parts),
+        grid_names=("slots", "heads", "row_blocks", "parts"),
+        num_threads=HALVES + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch(blocks, page_size, size),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret or None,
+    )(queries.reshape(-1, size), page_table, lengths, Held.of(kv_pages).numbers)
+    partials = [
+        mosaic.varying_as(q, each).reshape(slots, parts, kv_heads * row_blocks * ROWS, *each.shape[2:])
+        for each in found
+    ]
+    padded = groups, row_blocks * ROWS
+    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, bool(interpret), padded=padded)
+
+
+def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
+    """Rows of queries, who waits for them, and a ring of tiles."""
+    copies = max(1, blocks.tile // page_size)
+    return [
+        mosaic.swizzled(ROWS, size),
+        plgpu.Barrier(num_arrivals=1),
+        mosaic.swizzled(blocks.stages, blocks.tile, size),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
+        plgpu.Barrier(num_arrivals=HALVES, num_barriers=blocks.stages),
+    ]
+
+
+def attend_part(
+    q_ref,
+    table_ref,
+    lengths_ref,
+    pool_ref,
+    top_ref,
+    total_ref,
+    mixed_ref,
+    q_smem,
+    q_barrier,
+    *ring,
+    blocks: Blocks,
+    rule: Rule,
+    page_size: int,
+    rows: int,
+    chip: type[Chip],
+):
+    """One part of one slot, up to 64 query heads of one KV head."""
+    names = "slots", "heads", "row_blocks", "parts", "warpgroup"
+    slot, head, row_block, part, warpgroup = map(lax.axis_index, names)
+    kv_heads, row_blocks = lax.axis_size("heads"), lax.axis_size("row_blocks")
+    room, length = Room(*ring), lengths_ref[slot]
+    start, first, tiles, parts = gpu.cut(length, rule.window, blocks)
+    first = first + part * tiles
+    stop = jnp.minimum(first + tiles, pl.cdiv(length, blocks.tile))
+
+    @pl.when((warpgroup == HALVES) & (part < parts))
+    def _():
+        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+        mine = (slot * kv_heads + head) * row_blocks + row_block
+        held = q_ref.at[pl.ds(pl.multiple_of(mine * rows, BOX), rows)]
+        plgpu.copy_gmem_to_smem(held, q_smem.at[pl.ds(0, rows)], q_barrier)
+        place = Pages(Held(pool_ref, None), table_ref, slot, head, length, page_size, kv_heads, parts=1)
+        bring(place, (first, stop), [room], chip, e4m3=False)
+
+    @pl.when((warpgroup < HALVES) & (part < parts))
+    def _():
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.barrier_wait(q_barrier)
+        own = ((slot * lax.axis_size("parts") + part) * kv_heads + head) * row_blocks + row_block
+        half = mixed_ref.shape[2] // HALVES
+        span = first, stop, start, length
+        top, total, mixed = mix_half(q_smem, room, span, (warpgroup, half), rule, chip)
+        mixed_ref.at[own, :, pl.ds(warpgroup * half, half)][...] = mixed
+
+        @pl.when(warpgroup == 0)
+        def _():
+            top_ref.at[own][...] = top
+            total_ref.at[own][...] = total
+
+
+def mix_half(queries, room: Room, span, mine, rule: Rule, chip: type[Chip]):
+    """The greatest logit and total of the rows after the tiles from first to stop, and of their mixture the numbers of
+    this warpgroup's half."""
+    (first, stop, start, length), (warpgroup, half) = span, mine
+    stages, tile, _ = room.numbers.shape
+
+    def step(index, carry):
+        top, total, mixed = carry
+        buffer = lax.rem(index - first, stages)
+        plgpu.barrier_wait(room.arrived.at[buffer])
+        logits = chip.logits(queries, room.numbers.at[buffer])
+        if rule.soft_cap is None:
+            logits = logits * (rule.scale * LOG2_E)
+        else:
+            logits = jnp.tanh(logits * (rule.scale / rule.soft_cap)) * (rule.soft_cap * LOG2_E)
+        token = places(chip, logits.shape, 1) + index * tile
+        logits = jnp.where((token < length) & (token >= start), logits, NEVER)
+        higher = jnp.maximum(top, logits.max(axis=1))
+        share = jnp.exp2(top - higher)
+        weights = jnp.exp2(logits - per_row(higher, logits.shape))
+        total = total * share + weights.sum(axis=1)
+        values = room.numbers.at[buffer, :, pl.ds(pl.multiple_of(warpgroup * half, half), half)]
+        mixed = chip.mixture(mixed * per_row(share, mixed.shape), weights.astype(jnp.bfloat16), values)
+        plgpu.barrier_arrive(room.done.at[buffer])
+        return higher, total, mixed
+
+    reduced = plgpu.Layout.WGMMA.reduce(1)
+    top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), reduced)
+    total = chip.lay(jnp.zeros((ROWS,), jnp.float32), reduced)
+    mixed = chip.lay(jnp.zeros((ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(first, stop, step, (top, total, mixed))
