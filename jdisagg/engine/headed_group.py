@@ -8,7 +8,7 @@ one row a slot, and once for each token that it guesses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,12 +24,13 @@ from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_a
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.draft_layers import FREE, drawn_alike
-from jdisagg.engine.layer_group import LayerGroup, MixedOut, running
+from jdisagg.engine.layer_group import LayerGroup, MixedOut, in_chunks, running
 from jdisagg.engine.looped_layers import shifted
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATURE, SamplingMetadata, pick_greedy
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.model.draft_head import DraftHead, HeadModel, HeadParams, load_head
 from jdisagg.model.looped_params import LoopedParams
+from jdisagg.model.low_rank import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import Submesh
@@ -41,15 +42,15 @@ Kinds = tuple[DecodeRows | None, ChunkRows | None]
 
 @dataclass(frozen=True)
 class HeadedParams:
-    """The weights of a stage and of its head, in one list."""
+    """The weights of a stage and of its head."""
 
     stage: StageParams
     head: HeadParams
-    leaves: list[Any] = field(default_factory=list)
 
-    @staticmethod
-    def of(stage: StageParams, head: HeadParams) -> HeadedParams:
-        return HeadedParams(stage, head, [*stage.leaves, *head.leaves])
+    @property
+    def leaves(self) -> list[Any]:
+        """In one list, as they are now: the stage's adapters come and go."""
+        return [*self.stage.leaves, *self.head.leaves]
 
     @property
     def specs(self) -> list[PartitionSpec]:
@@ -87,10 +88,11 @@ class HeadedGroup(LayerGroup):
         worker: WorkerConfig,
         head: HeadModel,
         dtype: Any,
+        room: AdapterCapacity | None = None,
     ) -> None:
-        super().__init__(params, config, layers, submesh, layout, worker.num_pages)
+        super().__init__(params, config, layers, submesh, layout, worker.num_pages, room)
         loaded = load_head(head, submesh.mesh, dtype, embeds=not self.is_first)
-        self.params: Any = HeadedParams.of(self.params, loaded)
+        self.params: Any = HeadedParams(self.params, loaded)
         self.head_config, self.worker, self.dtype = head.config, worker, dtype
         counts = 1 if self.sparse else 0
         self.decode_program = self._program(self.decode_step, 4, 2 + counts)
@@ -120,8 +122,9 @@ class HeadedGroup(LayerGroup):
     ) -> tuple[list[Pool] | Array, ...]:
         """kept [B, hidden]: the state before each slot's first row. Beside the logits the states of all rows."""
         stage, x = self._run(leaves, x, state[TOKEN])
-        kinds: Kinds = self._slots(pools, table, state)[0], None
-        x, layers = self._run_layers(stage, pools, kinds, running(state), [], x, state[POSITION])
+        slots, adapters = self._slots(pools, table, state)
+        kinds: Kinds = slots, None
+        x, layers = self._run_layers(stage, pools, kinds, running(state), adapters, x, state[POSITION])
         states = stage.states(x)
         before = behind(kept, states)
         pools = self._write(leaves, stage, layers.pools, kinds, state[TOKEN], state[POSITION], before)
@@ -150,9 +153,10 @@ class HeadedGroup(LayerGroup):
     ) -> tuple[list[Pool] | Array, ...]:
         tokens, positions = (jnp.concatenate([state[row], rows[row]]) for row in (TOKEN, POSITION))
         stage, x = self._run(leaves, x, tokens)
-        kinds: Kinds = self._slots(pools, slot_table, state)[0], self._chunks(pools, rows, spans, table)
-        live = jnp.concatenate([running(state), jnp.arange(rows.shape[1]) < spans[1, -1]])
-        x, layers = self._run_layers(stage, pools, kinds, live, [], x, positions)
+        slots, adapters = self._slots(pools, slot_table, state)
+        kinds: Kinds = slots, self._chunks(pools, rows, spans, table)
+        live = jnp.concatenate([running(state), in_chunks(rows, spans)])
+        x, layers = self._run_layers(stage, pools, kinds, live, [*adapters, *rows[3:]], x, positions)
         states, number = stage.states(x), state.shape[1]
         before = jnp.concatenate([behind(kept, states[:number]), behind_in_chunks(spans, states[number:])])
         pools = self._write(leaves, stage, layers.pools, kinds, tokens, positions, before)
@@ -214,7 +218,9 @@ class HeadedGroup(LayerGroup):
         given: Array,
         metadata: SamplingMetadata,
     ) -> tuple[list[Pool] | Array, ...]:
-        """Where a slot guesses anew, its row's state is what the head made of the row before."""
+        """Where a slot guesses anew, its row's state is what the head made of the row before. A head knows no adapters:
+        those of the rows are in the states that it begins with."""
+        table = table[:, :-1] if self.adapters else table
         stage, head = self.params.merge(leaves), self.params.merge_head(leaves)
         token, states, found = state[TOKEN], kept, []
         for ahead in range(given.shape[1]):
@@ -246,9 +252,8 @@ class HeadedGroup(LayerGroup):
     # ------------------------------------------------------------ how it is called
 
     def given_up(self) -> StageParams:
-        held, own = self.params, list(self.params.leaves[: len(self.params.leaves) - len(self.params.head.specs)])
-        held.leaves.clear()
-        return replace(held.stage, leaves=own)
+        self.params.head.leaves.clear()
+        return self.params.stage
 
     def decode(self, table: Array, state: Array, *rest: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As a `LayerGroup`; before the activations of the stage before come the states before the rows."""
@@ -289,13 +294,13 @@ def declared_guesses(group: HeadedGroup, stage: int, slots: int, drafts: int) ->
             stage,
             width,
             group.guess_program,
-            (ints(slots, width), *batch),
+            (ints(slots, width + group.worker.adapter_columns), *batch),
             group.submesh,
             layers,
             abstract(group.params.leaves),
             pools,
             batch_bytes=logit_bytes(group.config, slots),
-            donated_bytes=sum(map(local_bytes, pools)),
+            donated_bytes=sum(map(local_bytes, jax.tree.leaves(pools))),
         )
         for width in group.worker.table_buckets
     ]

@@ -174,8 +174,7 @@ class MeshExecutor:
         parts = params, self.model, run, submesh, place.layout
         if not isinstance(place.draft, HeadModel) or run.stop < self.model.num_layers:
             return LayerGroup(*parts, self.config.num_pages, room)
-        assert room is None, "adapters and a head were refused together"
-        return HeadedGroup(*parts, self.config, place.draft, place.dtype)
+        return HeadedGroup(*parts, self.config, place.draft, place.dtype, room)
 
     def _adapters(self) -> AdapterSlots | None:
         owners = [self.ring] if self.ring is not None else self.layer_groups

@@ -179,8 +179,6 @@ def check_scaled(settings: Settings, model: ModelConfig, mesh: MeshSpec, kv: KVL
         raise ConfigError(f"{said} and --mesh={mesh}: a ring's pages are not quantised")
     if model.latent:
         raise ConfigError(f"{said} and a model of {model.family}: latents are not quantised")
-    if "eagle" in settings.speculative:
-        raise ConfigError(f"{said} and --speculative={settings.speculative}: a head's pages are not quantised")
     if len({each.dtype for each in own}) > 1:
         raise ConfigError(f"{said}: pages of one cannot become the other's; give both the same, or one of them a float")
     for name in ("transfer_compress", "tier_compress"):

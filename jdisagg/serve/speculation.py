@@ -119,11 +119,8 @@ def with_head(kv: KVLayout, draft: Draft | None, settings: Settings, mesh: MeshS
 
 def check_head(settings: Settings, mesh: MeshSpec) -> None:
     """What a head cannot do, it is not asked for. Raises FlagError."""
-    said = f"--speculative={settings.speculative}"
     if mesh.is_ring:
-        raise FlagError(f"{said}: a ring runs no head; --mesh={mesh} may have stages in its place, or say ngram")
-    if settings.lora or settings.enable_lora:
-        what = f"--lora={settings.lora}" if settings.lora else "--enable_lora"
         raise FlagError(
-            f"{said} and {what}: a head guesses for the model itself alone; draft:MODEL does beside adapters"
+            f"--speculative={settings.speculative}: a ring runs no head; --mesh={mesh} may have stages in its place,"
+            " or say ngram"
         )

@@ -23,6 +23,7 @@ from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, Ste
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource, Source
@@ -46,12 +47,13 @@ def open_machine(
     config: ModelConfig = CONFIG,
     source: Source = SOURCE,
     pp: int = 1,
-    draft: DraftModel | None = None,
+    draft: DraftModel | HeadModel | None = None,
     tiled: bool = False,
+    kv_dtype: str = "float32",
     **sizes: Any,
 ) -> MeshExecutor:
     """A cold machine over `devices`; `tiled`: pages as TPUs hold them; `sizes` are fields of its WorkerConfig."""
-    layout = KVLayout.of(config, PAGE_SIZE, tiled=tiled)
+    layout = KVLayout.of(config, PAGE_SIZE, kv_dtype, tiled=tiled)
     worker = WorkerConfig(
         WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
     )

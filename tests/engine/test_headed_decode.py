@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
+from tests.adapter_files import adapters_in
 from tests.engine.heads import SHALLOW, ignorant_head, knowing_head
 from tests.engine.stacks import (
     CONFIG,
@@ -31,7 +33,7 @@ SAMPLING = [GREEDY, replace(GREEDY, temperature=0.9, seed=7), GREEDY, replace(GR
 
 
 @cache
-def pair(kind: str, pp: int = 1) -> tuple[MeshExecutor, MeshExecutor]:
+def pair(kind: str, pp: int = 1, tp: int = 1, **sizes: Any) -> tuple[MeshExecutor, MeshExecutor]:
     """A prefill and a decode machine: of a model whose head is always right, or of one whose head knows nothing."""
     if kind == "knowing":
         source, head = knowing_head()
@@ -41,10 +43,10 @@ def pair(kind: str, pp: int = 1) -> tuple[MeshExecutor, MeshExecutor]:
         head = ignorant_head((1, 3, *range(20, 60)) if kind == "some tokens" else None)
     size = config.num_layers // pp
     layers = [range(start, start + size) for start in range(0, config.num_layers, size)]
-    of: dict[str, Any] = {"config": config, "source": source, "draft": head}
+    of: dict[str, Any] = {"config": config, "source": source, "draft": head, **sizes}
     machines = (
-        open_machine(Role.PREFILL, layers, jax.devices()[:1], **of),
-        open_machine(Role.DECODE, layers, jax.devices()[8 - pp :], pp=pp, draft_tokens=DRAFTS, **of),
+        open_machine(Role.PREFILL, layers, jax.devices()[:tp], **of),
+        open_machine(Role.DECODE, layers, jax.devices()[8 - pp * tp :], pp=pp, draft_tokens=DRAFTS, **of),
     )
     machines[1].warm()
     machines[0].warm(peers=[machines[1]])
@@ -89,4 +91,29 @@ def test_a_head_that_guesses_badly_changes_no_token(kind: str):
     plain, _ = answers(machines, SAMPLING, TOKENS)
     found, drawn = answers(machines, SAMPLING, 0)
     assert found == plain and sum(drawn) < 2 * len(drawn)
+    assert not any(machine.recompiles() for machine in machines)
+
+
+@pytest.mark.parametrize(("tp", "kv_dtype"), [(2, "float32"), (1, "int8")])
+def test_a_head_over_shards_or_quantised_pages_is_as_right(tp: int, kv_dtype: str):
+    """Its layer is cut as the model's are, and its keys and values are quantised as theirs."""
+    machines = pair("knowing", 1, tp, kv_dtype=kv_dtype)
+    plain, _ = answers(machines, SAMPLING, TOKENS)
+    found, drawn = answers(machines, SAMPLING, 2)
+    assert found == plain and drawn and set(drawn) == {1 + DRAFTS}
+    assert not any(machine.recompiles() for machine in machines)
+
+
+def test_a_head_guesses_beside_adapters_and_changes_no_token(tmp_path: Path):
+    """It knows the model alone: rows without an adapter are guessed right, whoever is beside them."""
+    machines = pair("knowing", max_loras=2, max_lora_rank=4)
+    one, other = adapters_in(tmp_path, SHALLOW, 2)
+    pairs = zip(SAMPLING, (one, None, other, one), strict=True)
+    adapted = [replace(row, adapter=each) for row, each in pairs]
+    plain, _ = answers(machines, adapted, TOKENS)
+    found, _ = answers(machines, adapted, 0)
+    assert found == plain
+    bare, drawn = answers(machines, SAMPLING, 0)
+    assert set(drawn) == {1 + DRAFTS} and bare[1] == plain[1]
+    assert all(bare[row] != plain[row] for row in (0, 2, 3)), "adapters change what is drawn"
     assert not any(machine.recompiles() for machine in machines)

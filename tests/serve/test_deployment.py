@@ -189,7 +189,6 @@ def test_int8_pages_hold_almost_four_times_the_tokens_of_f32_and_their_scales_ar
         ({"mesh": "prefill:tp1,decode:ring2"}, "--mesh=prefill:tp1,decode:ring2: a ring's pages are not quantised"),
         ({"prefill_kv_dtype": "fp8"}, "--kv_dtype=int8, --prefill_kv_dtype=fp8: pages of one cannot become"),
         ({"transfer_compress": "fp8"}, "--transfer_compress=fp8: quantised pages travel as they are"),
-        ({"speculative": "eagle"}, "--speculative=eagle: a head's pages are not quantised"),
         ({"tier_compress": "int4"}, "--tier_compress=int4: quantised pages travel as they are"),
     ],
 )

@@ -183,8 +183,6 @@ def test_where_a_drafts_pages_cannot_be_kept_it_is_said_with_what_to_do(mesh: st
     assert kept_draft(draft, Settings(speculative="draft"), *given) is None, "auto makes it again there"
 
 
-def test_a_ring_and_adapters_have_no_head():
+def test_a_ring_has_no_head():
     with pytest.raises(FlagError, match="--speculative=eagle: a ring runs no head; --mesh=prefill:tp1,decode:ring2"):
         check_head(Settings(speculative="eagle"), MeshSpec.parse("prefill:tp1,decode:ring2tp1"))
-    with pytest.raises(FlagError, match="--speculative=eagle and --lora=a=/b: a head guesses for the model"):
-        check_head(Settings(speculative="eagle", lora="a=/b"), MeshSpec.parse("colocated:tp1"))
