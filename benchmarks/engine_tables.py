@@ -58,12 +58,16 @@ def speculation() -> str:
 
 def drafts_over_time() -> str:
     """Tokens that a row drew, early and late in long answers."""
-    report, rows = result("decay_embedded"), []
-    for each in (each for each in report["rows"] if each["speculative"] != "off"):
-        drawn = (f"{each[f'tokens_a_row{part}']:.2f}" for part in ("", "_early", "_late"))
-        rows.append([each["work"], f"`{each['speculative']}`", *drawn, each["differing"]])
-    head = ["answers", "`--speculative`", "tokens a row", "first quarter", "last quarter", "tokens unlike `off`"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+    reports = [result("decay_embedded"), result("decay_smollm2")]
+    rows = []
+    for report in reports:
+        for each in (each for each in report["rows"] if each["speculative"] != "off"):
+            drawn = (f"{each[f'tokens_a_row{part}']:.2f}" for part in ("", "_early", "_late"))
+            told = [report["model"], f"{report['tokens']:,}", each["work"], f"`{each['speculative']}`"]
+            rows.append([*told, *drawn, each["differing"]])
+    head = ["model", "tokens", "answers", "`--speculative`", "tokens a row", "first quarter", "last quarter",
+            "tokens unlike `off`"]  # fmt: skip
+    return f"{origin(reports[0])} {origin(reports[1])}\n\n{rows_of(head, rows)}"
 
 
 def peers_drafts() -> str:
