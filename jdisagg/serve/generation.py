@@ -15,6 +15,7 @@ from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.serve.service import Rejected, Service, Update
 from jdisagg.serve.structured.beginnings import with_beginning
+from jdisagg.serve.structured.endings import explain
 from jdisagg.serve.text import Piece, TextOptions, Transcript
 
 CANCEL_WAIT_S = 2.0  # for the ledger of an answer that a stop string ended
@@ -29,9 +30,15 @@ class AnswerFailed(JdisaggError):
         self.finish = finish
 
 
+class GrammarEnded(AnswerFailed):
+    """Its grammar allowed no token half way: it went over its limits."""
+
+
 def failure_of(piece: Piece) -> AnswerFailed | None:
     """The error that an answer's last piece stands for; None where the answer goes on or is whole."""
-    return AnswerFailed(piece.finish) if piece.finish_reason == "abort" and piece.finish is not None else None
+    if piece.finish_reason != "abort" or piece.finish is None:
+        return None
+    return GrammarEnded(piece.finish) if piece.by_grammar else AnswerFailed(piece.finish)
 
 
 async def pieces(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
@@ -39,11 +46,14 @@ async def pieces(service: Service, request: Request, options: TextOptions) -> As
 
     Raises what `Service.stream` raises, before the first piece.
     """
-    transcript = Transcript(service.tokenizer, options)
+    transcript, drawn = Transcript(service.tokenizer, options), list[int]()
     begun = await with_beginning(request, service)
     async with aclosing(service.stream(begun)) as updates:
         async for update in updates:
             piece = transcript.take(update)
+            if request.sampling.grammar:
+                drawn += [each.token for each in update.delta.sampled]
+                await explain(piece, request.sampling.grammar, drawn, service)
             if transcript.stopped and piece.finish is None:
                 service.cancel(request.request_id, FinishReason.STOP)
                 piece.finish = await _finish_of(updates)

@@ -36,6 +36,7 @@ class Piece:
     finish: Finish | None = None
     reasoning: str = ""  # where the text was read for it, as for calls
     calls: tuple[Call, ...] = ()
+    by_grammar: bool = False  # it ended because its grammar allowed no token any more
     choice: int = 0  # which of several answers it is of, where they come in one stream
 
 

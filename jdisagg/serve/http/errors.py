@@ -18,7 +18,7 @@ from jdisagg.policy.client_limits import Allowance
 from jdisagg.serve.adapters import NoSuchAdapter
 from jdisagg.serve.clients import RateLimited
 from jdisagg.serve.device_trace import Busy
-from jdisagg.serve.generation import AnswerFailed
+from jdisagg.serve.generation import AnswerFailed, GrammarEnded
 from jdisagg.serve.pools import NoSuchWorker, RoleConflict
 from jdisagg.serve.service import Draining, ObjectiveUnmet, Rejected
 
@@ -79,6 +79,8 @@ FAILED_STATUS = {FinishReason.TIMEOUT: 408, FinishReason.ABORT: 503}  # all else
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and `{"error": {...}}` of an error."""
+    if isinstance(error, GrammarEnded):
+        return 400, _body(str(error), "invalid_request_error", None, "grammar_limit")
     if isinstance(error, AnswerFailed):
         reason = error.finish.reason
         return FAILED_STATUS.get(reason, 500), _body(str(error), "server_error", None, f"request_{reason.value}")
