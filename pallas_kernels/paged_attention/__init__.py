@@ -1,6 +1,8 @@
 """Decode attention: a query token a slot, or a few, over paged KV. Checks the arguments, picks the platform's code."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ def paged_attention(
     """Attention of one token per slot, or of as many of each, to the tokens its slot holds.
 
     q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv). [B * R, Hq, D] where each slot has R rows,
-    a token and what is guessed to follow it, one behind the other: on a TPU its pages are read once, not R times.
+    a token and what is guessed to follow it, one behind the other: TPUs and Hoppers read its pages once, not R times.
     kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count.
     page_table: i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P).
     lengths: i32[B] or i32[B * R], tokens that a row sees with its own, at most W * page_size; length 0 gives zeros.
@@ -55,7 +57,25 @@ def paged_attention(
     return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap, value_size)
 
 
-on_gpu = by_generation("paged_attention", hopper.paged_attention, gpu.paged_attention)
+def _row_by_row(
+    attend: Callable[..., Array],
+    q: Array,
+    kv_pages: Array | QuantizedPages,
+    page_table: Array,
+    *rest: Array | None,
+    **options: Any,
+) -> Array:
+    """By code that knows one row a slot: how it cuts a slot's tokens follows from the row's length alone, so that a row
+    has the same bits whatever is guessed behind it."""
+    return attend(q, kv_pages, by_rows(page_table, q.shape[0]), *rest, **options)
+
+
+def by_rows(page_table: Array, rows: int) -> Array:
+    """i32[B, W] -> i32[rows, W], each slot's as often as it has rows."""
+    return page_table if page_table.shape[0] == rows else jnp.repeat(page_table, rows // page_table.shape[0], axis=0)
+
+
+on_gpu = by_generation("paged_attention", hopper.paged_attention, partial(_row_by_row, gpu.paged_attention))
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
@@ -79,17 +99,6 @@ def _on_its_platform(
         lengths,
         sinks,
         tpu=partial(tpu.paged_attention, **options),
-        cuda=partial(_row_by_row, on_gpu, options),
-        default=partial(_row_by_row, xla.paged_attention, options),
+        cuda=partial(on_gpu, **options),
+        default=partial(_row_by_row, xla.paged_attention, **options),
     )
-
-
-def _row_by_row(attend, options, q: Array, kv_pages: Array | QuantizedPages, page_table: Array, *rest: Array | None):
-    """By code that knows one row a slot: how it cuts a slot's tokens follows from the row's length alone, so that a row
-    has the same bits whatever is guessed behind it."""
-    return attend(q, kv_pages, by_rows(page_table, q.shape[0]), *rest, **options)
-
-
-def by_rows(page_table: Array, rows: int) -> Array:
-    """i32[B, W] -> i32[rows, W], each slot's as often as it has rows."""
-    return page_table if page_table.shape[0] == rows else jnp.repeat(page_table, rows // page_table.shape[0], axis=0)

@@ -109,14 +109,14 @@ def joined(
     blocks: Blocks,
     window: int | None,
     interpret: bool,
-    padded: tuple[int, int] = (1, 1),
+    padded: tuple[int, int, int] = (1, 1, 1),
 ) -> Array:
     """Top logit and sum f32 [slots, parts, rows], mixture [slots, parts, rows, D] -> [slots, heads, D].
 
-    padded: (query heads of a KV head, rows that they lie in).
+    padded: (query heads of a KV head, rows that they lie in, tokens of a slot that lie there).
     """
     slots, _, rows, size = partials[2].shape
-    heads = rows // padded[1] * padded[0]
+    slots, heads = slots * padded[2], rows // padded[1] * padded[0]
     return pl.pallas_call(
         partial(join_parts, blocks=blocks, window=window, padded=padded),
         out_shape=jax.ShapeDtypeStruct(
@@ -353,7 +353,8 @@ def read_factor(pool: Any, page, head, offset, held, *, which: int):
 def join_parts(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *, blocks: Blocks, window, padded):
     """One query head of one slot: its parts weighed by their shares of the softmax, in their own order."""
     slot, head = pl.program_id(0), pl.program_id(1)
-    row = head // padded[0] * padded[1] + head % padded[0]
+    groups, rows, times = padded
+    held_by, row = slot // times, head // groups * rows + slot % times * groups + head % groups
     size = out_ref.shape[2]
     dims = jnp.arange(pl.next_power_of_2(size))
     *_, parts = cut(lengths_ref[slot], window, blocks)
@@ -362,10 +363,10 @@ def join_parts(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *
         top, total, mixed = carry
         part = index * JOINED + jnp.arange(JOINED)
         held = part < parts
-        tops = pltriton.load(top_ref.at[slot, part, row], mask=held, other=NEVER)
-        totals = pltriton.load(total_ref.at[slot, part, row], mask=held, other=0.0)
+        tops = pltriton.load(top_ref.at[held_by, part, row], mask=held, other=NEVER)
+        totals = pltriton.load(total_ref.at[held_by, part, row], mask=held, other=0.0)
         own = held[:, None] & (dims < size)[None, :]
-        mixes = pltriton.load(mixed_ref.at[slot, part[:, None], row, dims[None, :]], mask=own, other=0.0)
+        mixes = pltriton.load(mixed_ref.at[held_by, part[:, None], row, dims[None, :]], mask=own, other=0.0)
         higher = jnp.maximum(top, jnp.max(tops))
         share, keep = jnp.exp2(tops - higher), jnp.exp2(top - higher)
         total = total * keep + jnp.sum(totals * share)

@@ -2,8 +2,9 @@
 
 The work is cut as in the Triton code: one warpgroup a part of a slot and KV head, and the same kernel joins a slot's
 parts. The query heads of a KV head are the first rows of the 64 that a wgmma takes; the others hold whatever shared
-memory held, and nothing of them leaves. A ring of tiles is in flight: a tile's pages are two copies each, K and V, that
-arrive at one barrier, and two more of their scales where they are quantised.
+memory held, and nothing of them leaves. A draft's rows lie behind those of the token that it follows (`hopper_rows`). A
+ring of tiles is in flight: a tile's pages are two copies each, K and V, that arrive at one barrier, and two more of
+their scales where they are quantised.
 """
 
 from functools import partial
@@ -18,6 +19,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu, hopper_latents
 from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER, Blocks, Rule, blocks_of
+from pallas_kernels.paged_attention.hopper_rows import Walk, rows_of, side_by_side, visible_rows
 from pallas_kernels.paged_attention.hopper_tiles import Held, Rooms
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import tuned
@@ -54,14 +56,16 @@ def paged_attention(
         options |= {"value_size": value_size, "blocks": blocks}
         return hopper_latents.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
     interpret = interpret or None
-    slots, heads, size = q.shape
+    (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
-    blocks = blocks or choose_blocks(q, kv_pages)
+    blocks = blocks or choose_blocks(jax.ShapeDtypeStruct((slots, heads, size), q.dtype), kv_pages)
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     groups = heads // kv_heads
-    rows = pl.cdiv(groups, BOX) * BOX
-    queries = jnp.pad(q.reshape(slots, kv_heads, groups, size), ((0, 0), (0, 0), (0, rows - groups), (0, 0)))
+    if times * groups > ROWS:
+        page_table, slots, times = jnp.repeat(page_table, times, axis=0), q.shape[0], 1
+    rows = rows_of(times * groups)
+    told = visible_rows(lengths, times, groups, window, blocks)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     sums = shape((slots * parts * kv_heads * rows,), jnp.float32)
     rule = Rule(scale, window, soft_cap, ((0, size),), None)
@@ -73,10 +77,10 @@ def paged_attention(
         scratch_types=scratch(blocks, page_size, size, codes=kind is not None),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(queries.reshape(-1, size), page_table, lengths, *held.refs)
+    )(side_by_side(q, kv_heads, times, rows).reshape(-1, size), page_table, lengths, told, *held.refs)
     found = mosaic.varying_as(q, top), mosaic.varying_as(q, total), mosaic.varying_as(q, mixed)
     partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in found]
-    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret is not None, padded=(groups, rows))
+    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret is not None, (groups, rows, times))
 
 
 def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[Any]:
@@ -91,7 +95,16 @@ def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[A
 
 
 def attend_part(
-    q_ref, table_ref, lengths_ref, *refs, blocks: Blocks, rule: Rule, page_size: int, chip: type[Chip], kind: str | None
+    q_ref,
+    table_ref,
+    lengths_ref,
+    told_ref,
+    *refs,
+    blocks: Blocks,
+    rule: Rule,
+    page_size: int,
+    chip: type[Chip],
+    kind: str | None,
 ):
     """One part of one slot, all query heads of one KV head. `refs` are the pool and its scales, what leaves, and what
     `scratch` says. kind: dtype of the pool's codes."""
@@ -101,34 +114,32 @@ def attend_part(
     slot, head, part = (lax.axis_index(name) for name in ("slots", "heads", "parts"))
     kv_heads = lax.axis_size("heads")
     tile, stages, rows = blocks.tile, blocks.stages, q_ref.shape[0] // (lax.axis_size("slots") * kv_heads)
-    length = lengths_ref[slot]
-    start, first, tiles, parts = gpu.cut(length, rule.window, blocks)
-    first = first + part * tiles
-    stop = jnp.minimum(first + tiles, pl.cdiv(length, tile))
+    times = lengths_ref.shape[0] // lax.axis_size("slots")
+    walk = Walk.of([lengths_ref[slot * times + at] for at in range(times)], part, rule.window, blocks)
     own = ((slot * lax.axis_size("parts") + part) * kv_heads + head) * rows
 
-    def fetch(index):
+    def fetch(step):
         """Starts K and V of a tile on their way; of pages past the end, those of the null page."""
-        buffer = lax.rem(index - first, stages)
+        (index, _), buffer, length = walk.at(step), lax.rem(step, stages), walk.longest
         for at in range(0, tile, page_size):
             token = index * tile + at
             page = jnp.where(token < length, table_ref[slot, lax.div(jnp.minimum(token, length - 1), page_size)], 0)
             seat = buffer, at, min(page_size, tile)
             rooms.fetch(pool, page, head, lax.rem(token, page_size), seat, page_size)
 
-    @pl.when(part < parts)
+    @pl.when(walk.steps > 0)
     def _():
         for ahead in range(stages - 1):
-            pl.when(first + ahead < stop)(partial(fetch, first + ahead))
+            pl.when(ahead < walk.steps)(partial(fetch, jnp.int32(ahead)))
         plgpu.copy_gmem_to_smem(
             q_ref.at[pl.ds((slot * kv_heads + head) * rows, rows)], q_smem.at[pl.ds(0, rows)], q_barrier
         )
         plgpu.barrier_wait(q_barrier)
 
-        def step(index, carry):
+        def step(at, carry):
             top, total, mixed = carry
-            buffer = lax.rem(index - first, stages)
-            pl.when(index + stages - 1 < stop)(lambda: fetch(index + stages - 1))
+            (index, run), buffer = walk.at(at), lax.rem(at, stages)
+            pl.when(at + stages - 1 < walk.steps)(lambda: fetch(at + stages - 1))
             plgpu.barrier_wait(rooms.arrived.at[buffer])
             keys, values = rooms.widen(buffer, chip, e4m3=kind == "float8_e4m3fn")
             logits = rooms.scaled(chip.logits(q_smem, keys), buffer, 0, chip)
@@ -137,7 +148,7 @@ def attend_part(
             else:
                 logits = jnp.tanh(logits * (rule.scale / rule.soft_cap)) * (rule.soft_cap * LOG2_E)
             token = places(chip, logits.shape, 1) + index * tile
-            logits = jnp.where((token < length) & (token >= start), logits, NEVER)
+            logits = jnp.where(walk.seen(token, run, told_ref.at[slot], rule.window, chip), logits, NEVER)
             higher = jnp.maximum(top, logits.max(axis=1))
             share = jnp.exp2(top - higher)
             weights = jnp.exp2(logits - per_row(higher, logits.shape))
@@ -151,7 +162,7 @@ def attend_part(
         top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), of_rows)
         total = chip.lay(jnp.zeros((ROWS,), jnp.float32), of_rows)
         mixed = chip.lay(jnp.zeros(mixed_smem.shape, jnp.float32), plgpu.Layout.WGMMA)
-        top, total, mixed = lax.fori_loop(first, stop, step, (top, total, mixed))
+        top, total, mixed = lax.fori_loop(0, walk.steps, step, (top, total, mixed))
         mixed_smem[...] = mixed
         sums_smem[0] = top
         sums_smem[1] = total

@@ -23,6 +23,7 @@ from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MAX_PARTS, MOSAIC, NEVER, PART_NUMBERS, Blocks, Rule, blocks_of
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring
+from pallas_kernels.paged_attention.hopper_rows import Walk, rows_of, side_by_side, visible_rows
 from pallas_kernels.paged_attention.hopper_tiles import Held
 from pallas_kernels.tuning import tuned
 
@@ -59,20 +60,28 @@ def paged_attention(
     interpret: Any = None,
 ) -> Array:
     """As `pallas_kernels.paged_attention`, of what `mosaic.fits_latents`. interpret: parameters of the interpreter."""
-    slots, heads, size = q.shape
+    (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = kv_pages.shape
-    blocks = blocks or choose_blocks(q, kv_pages, value_size)
+    blocks = blocks or choose_blocks(jax.ShapeDtypeStruct((slots, heads, size), q.dtype), kv_pages, value_size)
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     groups = heads // kv_heads
-    row_blocks = pl.cdiv(groups, ROWS)
-    rows = ROWS if row_blocks > 1 else pl.cdiv(groups, BOX) * BOX
-    spare = row_blocks * rows - groups
-    queries = jnp.pad(q.reshape(slots, kv_heads, groups, size), ((0, 0), (0, 0), (0, spare), (0, 0)))
+    if times * groups > ROWS:
+        page_table, slots, times = jnp.repeat(page_table, times, axis=0), q.shape[0], 1
+    rows = rows_of(times * groups)
+    row_blocks = pl.cdiv(rows, ROWS)
+    told = visible_rows(lengths, times, groups, window, blocks)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     sums = shape((slots * parts * kv_heads * row_blocks, ROWS), jnp.float32)
     rule = Rule(scale, window, soft_cap, ((0, value_size),), None)
     found = plgpu.kernel(
-        partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, rows=rows, chip=mosaic.chip_of(interpret)),
+        partial(
+            attend_part,
+            blocks=blocks,
+            rule=rule,
+            page_size=page_size,
+            rows=min(rows, ROWS),
+            chip=mosaic.chip_of(interpret),
+        ),
         out_type=(sums, sums, shape((*sums.shape, value_size), jnp.float32)),
         grid=(slots, kv_heads, row_blocks, parts),
         grid_names=("slots", "heads", "row_blocks", "parts"),
@@ -81,13 +90,13 @@ def paged_attention(
         scratch_types=scratch(blocks, page_size, size),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret or None,
-    )(queries.reshape(-1, size), page_table, lengths, Held.of(kv_pages).numbers)
+    )(side_by_side(q, kv_heads, times, rows).reshape(-1, size), page_table, lengths, told, Held.of(kv_pages).numbers)
     partials = [
         mosaic.varying_as(q, each).reshape(slots, parts, kv_heads * row_blocks * ROWS, *each.shape[2:])
         for each in found
     ]
-    padded = groups, row_blocks * ROWS
-    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, bool(interpret), padded=padded)
+    padded = groups, row_blocks * ROWS, times
+    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, bool(interpret), padded)
 
 
 def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
@@ -106,6 +115,7 @@ def attend_part(
     q_ref,
     table_ref,
     lengths_ref,
+    told_ref,
     pool_ref,
     top_ref,
     total_ref,
@@ -123,28 +133,25 @@ def attend_part(
     names = "slots", "heads", "row_blocks", "parts", "warpgroup"
     slot, head, row_block, part, warpgroup = map(lax.axis_index, names)
     kv_heads, row_blocks = lax.axis_size("heads"), lax.axis_size("row_blocks")
-    room, length = Room(*ring), lengths_ref[slot]
-    start, first, tiles, parts = gpu.cut(length, rule.window, blocks)
-    first = first + part * tiles
-    stop = jnp.minimum(first + tiles, pl.cdiv(length, blocks.tile))
+    room, times = Room(*ring), lengths_ref.shape[0] // lax.axis_size("slots")
+    walk = Walk.of([lengths_ref[slot * times + at] for at in range(times)], part, rule.window, blocks)
 
-    @pl.when((warpgroup == HALVES) & (part < parts))
+    @pl.when((warpgroup == HALVES) & (walk.steps > 0))
     def _():
         plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
         mine = (slot * kv_heads + head) * row_blocks + row_block
         held = q_ref.at[pl.ds(pl.multiple_of(mine * rows, BOX), rows)]
         plgpu.copy_gmem_to_smem(held, q_smem.at[pl.ds(0, rows)], q_barrier)
-        place = Pages(Held(pool_ref, None), table_ref, slot, head, length, page_size, kv_heads, parts=1)
-        bring(place, (first, stop), [room], chip, e4m3=False)
+        place = Pages(Held(pool_ref, None), table_ref, slot, head, walk.longest, page_size, kv_heads, parts=1)
+        bring(place, walk.steps, lambda step: walk.at(step)[0], [room], chip, e4m3=False)
 
-    @pl.when((warpgroup < HALVES) & (part < parts))
+    @pl.when((warpgroup < HALVES) & (walk.steps > 0))
     def _():
         plgpu.set_max_registers(REGISTERS, action="increase")
         plgpu.barrier_wait(q_barrier)
         own = ((slot * lax.axis_size("parts") + part) * kv_heads + head) * row_blocks + row_block
         half = mixed_ref.shape[2] // HALVES
-        span = first, stop, start, length
-        top, total, mixed = mix_half(q_smem, room, span, (warpgroup, half), rule, chip)
+        top, total, mixed = mix_half(q_smem, room, (walk, told_ref.at[slot]), (warpgroup, half), rule, chip)
         mixed_ref.at[own, :, pl.ds(warpgroup * half, half)][...] = mixed
 
         @pl.when(warpgroup == 0)
@@ -153,15 +160,15 @@ def attend_part(
             total_ref.at[own][...] = total
 
 
-def mix_half(queries, room: Room, span, mine, rule: Rule, chip: type[Chip]):
-    """The greatest logit and total of the rows after the tiles from first to stop, and of their mixture the numbers of
-    this warpgroup's half."""
-    (first, stop, start, length), (warpgroup, half) = span, mine
+def mix_half(queries, room: Room, rows, mine, rule: Rule, chip: type[Chip]):
+    """The greatest logit and total of the rows after all tiles, and of their mixture the numbers of this warpgroup's
+    half."""
+    (walk, told), (warpgroup, half) = rows, mine
     stages, tile, _ = room.numbers.shape
 
-    def step(index, carry):
+    def step(at, carry):
         top, total, mixed = carry
-        buffer = lax.rem(index - first, stages)
+        (index, run), buffer = walk.at(at), lax.rem(at, stages)
         plgpu.barrier_wait(room.arrived.at[buffer])
         logits = chip.logits(queries, room.numbers.at[buffer])
         if rule.soft_cap is None:
@@ -169,7 +176,7 @@ def mix_half(queries, room: Room, span, mine, rule: Rule, chip: type[Chip]):
         else:
             logits = jnp.tanh(logits * (rule.scale / rule.soft_cap)) * (rule.soft_cap * LOG2_E)
         token = places(chip, logits.shape, 1) + index * tile
-        logits = jnp.where((token < length) & (token >= start), logits, NEVER)
+        logits = jnp.where(walk.seen(token, run, told, rule.window, chip), logits, NEVER)
         higher = jnp.maximum(top, logits.max(axis=1))
         share = jnp.exp2(top - higher)
         weights = jnp.exp2(logits - per_row(higher, logits.shape))
@@ -183,4 +190,4 @@ def mix_half(queries, room: Room, span, mine, rule: Rule, chip: type[Chip]):
     top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), reduced)
     total = chip.lay(jnp.zeros((ROWS,), jnp.float32), reduced)
     mixed = chip.lay(jnp.zeros((ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(first, stop, step, (top, total, mixed))
+    return lax.fori_loop(0, walk.steps, step, (top, total, mixed))

@@ -4,7 +4,7 @@ Pages come as they are, or as codes that it widens to bf16, which holds them exa
 read. Scales multiply logits and weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,15 +94,23 @@ class Pages(NamedTuple):
             plgpu.copy_gmem_to_smem(held, room.at[pl.ds(at, size)], barrier)
 
 
-def bring(pages: Pages, span: tuple[Array, Array], rooms: Sequence[Room], chip: type[Chip], *, e4m3: bool) -> None:
+def bring(
+    pages: Pages,
+    steps: Array,
+    tile_at: Callable[[Array], Array],
+    rooms: Sequence[Room],
+    chip: type[Chip],
+    *,
+    e4m3: bool,
+) -> None:
     """A tile's K and V after another's, each into the buffer that was free the longest. Codes are a ring of their own,
-    fetched anew as soon as they are widened."""
-    (first, stop), (stages, tile, _) = span, rooms[0].numbers.shape
+    fetched anew as soon as they are widened. tile_at: of a step."""
+    stages, tile, _ = rooms[0].numbers.shape
     widened = rooms[0].codes is not None
 
     def fetch(step, which, room, arrived):
         pages.fetch(
-            which, (first + step) * tile, tile, room.at[lax.rem(step, stages)], arrived.at[lax.rem(step, stages)]
+            which, tile_at(step) * tile, tile, room.at[lax.rem(step, stages)], arrived.at[lax.rem(step, stages)]
         )
 
     def freed(step):
@@ -112,9 +120,9 @@ def bring(pages: Pages, span: tuple[Array, Array], rooms: Sequence[Room], chip: 
 
     for ahead in range(stages) if widened else ():
         for which, room in enumerate(rooms):
-            pl.when(first + ahead < stop)(partial(fetch, jnp.int32(ahead), which, room.codes, room.came))
+            pl.when(ahead < steps)(partial(fetch, jnp.int32(ahead), which, room.codes, room.came))
 
-    @pl.loop(0, stop - first)
+    @pl.loop(0, steps)
     def _(step):
         buffer = lax.rem(step, stages)
         for which, room in enumerate(rooms):
@@ -122,11 +130,11 @@ def bring(pages: Pages, span: tuple[Array, Array], rooms: Sequence[Room], chip: 
             if not widened:
                 fetch(step, which, room.numbers, room.arrived)
                 continue
-            at = (first + step) * tile
+            at = tile_at(step) * tile
             pages.fetch(which, at, tile, room.scales.at[buffer], room.arrived.at[buffer], scales=True)
             plgpu.barrier_wait(room.came.at[buffer])
             room.widen(buffer, chip, e4m3=e4m3)
             plgpu.barrier_arrive(room.arrived.at[buffer])
-            pl.when(first + step + stages < stop)(partial(fetch, step + stages, which, room.codes, room.came))
+            pl.when(step + stages < steps)(partial(fetch, step + stages, which, room.codes, room.came))
 
-    pl.loop(jnp.maximum(stop - first - stages, 0), stop - first)(freed)
+    pl.loop(jnp.maximum(steps - stages, 0), steps)(freed)

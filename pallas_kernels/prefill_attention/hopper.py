@@ -139,7 +139,7 @@ def attend_block(
     def _():
         plgpu.set_max_registers(few, action="decrease")
         place = Pages(pool, table_ref, sequence, head, position + end, page_size, lax.axis_size("heads"))
-        bring(place, (first, stop), rooms, chip, e4m3=kind == "float8_e4m3fn")
+        bring(place, stop - first, lambda step: first + step, rooms, chip, e4m3=kind == "float8_e4m3fn")
 
     @pl.when((warpgroup < WARPGROUPS) & (stop > first))
     def _():

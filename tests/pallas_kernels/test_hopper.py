@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -16,7 +17,7 @@ from pallas_kernels.paged_attention import hopper
 from pallas_kernels.platforms import gpu_generation, traced_for
 from pallas_kernels.quantized import QuantizedPages, quantize_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
-from tests.pallas_kernels.shapes import Shape, rest_slow
+from tests.pallas_kernels.shapes import Shape, assert_close, decode_oracle, make_queries, plain_pool, rest_slow
 from tests.pallas_kernels.test_pack_aot import array, make_pools
 from tests.pallas_kernels.test_paged_attention import SINKS, check, inputs
 from tests.pallas_kernels.tpu_modes import RACE
@@ -55,6 +56,24 @@ def test_codes_with_scales_meet_the_oracle_without_a_race(shape, dtype, options,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 100])
+def test_rows_of_a_draft_share_a_reading_and_have_the_bits_that_each_has_alone(window, capfd):
+    """Cut alike; about a bound where one more tile or another cut begins; with nothing to see."""
+    shape = Shape(64, 1, 2, 16)
+    _, pool, table, _ = inputs(shape, (257, 130, 40), "bfloat16")
+    lengths = jnp.asarray([255, 256, 257, 128, 129, 0, 1, 2, 40], jnp.int32)
+    rows = jnp.asarray(make_queries(shape, 9), jnp.bfloat16)
+    blocks = hopper.Blocks(parts=2, tiles=1, tile=64, warps=4, stages=2)
+    together = attend(rows, pool, table, lengths, window=window, blocks=blocks)
+    repeated = np.repeat(table, 3, axis=0)
+    want = decode_oracle(np.asarray(rows, np.float32), plain_pool(pool), repeated, np.asarray(lengths), window=window)
+    assert_close(together, want, "bfloat16")
+    alone = attend(rows, pool, jnp.asarray(repeated), lengths, window=window, blocks=blocks)
+    assert np.array_equal(np.asarray(alone, np.float32), np.asarray(together, np.float32))
+    assert RACE not in capfd.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_page_that_the_pool_has_not_raises():
     q, pool, table, lengths = inputs(CASES[0][0], (3, 70), "bfloat16")
     with pytest.raises(Exception, match=r"[Oo]ut-of-bounds|out of bounds"):
@@ -63,35 +82,35 @@ def test_a_page_that_the_pool_has_not_raises():
 
 
 def compiled(
-    submesh: Submesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE, dtype: str = "bfloat16"
+    submesh: Submesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE, dtype: str = "bfloat16", times=1
 ) -> Any:
     (pool,) = make_pools(submesh, shape, dtype, 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
-    q = array(submesh, (slots, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
-    table, lengths = array(submesh, (slots, 256), jnp.int32), array(submesh, (slots,), jnp.int32)
+    q = array(submesh, (times * slots, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
+    table, lengths = array(submesh, (slots, 256), jnp.int32), array(submesh, (times * slots,), jnp.int32)
     with jax.sharding.set_mesh(submesh.mesh), traced_for("gpu"):
         return jax.jit(attend).lower(q, pool, table, lengths).compile()
 
 
 @pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "times"),
     rest_slow(
         [
-            (Shape(128, 8, 4, 16), "bfloat16"),
-            (Shape(128, 8, 4, 32), "float8_e4m3fn"),
-            (Shape(128, 8, 4, 32), "int8"),
-            (Shape(64, 8, 8, 64), "bfloat16"),
-            (Shape(64, 8, 8, 64), "float8_e4m3fn"),
-            (Shape(128, 1, 64, 128), "bfloat16"),
+            (Shape(128, 8, 4, 16), "bfloat16", 1),
+            (Shape(128, 8, 4, 32), "float8_e4m3fn", 5),
+            (Shape(128, 8, 4, 32), "int8", 1),
+            (Shape(64, 8, 8, 64), "bfloat16", 8),
+            (Shape(64, 8, 8, 64), "float8_e4m3fn", 1),
+            (Shape(128, 1, 64, 128), "bfloat16", 1),
         ],
         2,
     ),
     ids=str,
 )
-def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, monkeypatch, capfd):
+def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, times, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, 64, dtype=dtype).as_text()
+    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, 64, dtype=dtype, times=times).as_text()
     told = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 

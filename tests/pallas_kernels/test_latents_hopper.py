@@ -42,26 +42,40 @@ def test_it_meets_the_oracle_without_a_race(shape, lengths, options, capfd):
     assert RACE not in capfd.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [5, 30])  # three rows of a slot in one block, and each by itself
+def test_rows_of_a_draft_see_as_far_as_each_is_told(heads, capfd):
+    shape = LatentShape(128, 128, heads, 32)
+    pool, table, plain = pool_of_one_part(shape, (130,), "bfloat16")
+    q, lengths = jnp.asarray(queries(shape, 3), jnp.bfloat16), np.asarray((128, 129, 0), np.int32)
+    options = {"scale": 0.1, "window": None, "soft_cap": None, "value_size": shape.value_size, "blocks": FEW_PARTS}
+    got = hopper_latents.paged_attention(q, pool, table, lengths, None, interpret=INTERPRETED, **options)
+    seen = np.repeat(np.asarray(table), 3, axis=0)
+    want = decode_oracle(np.asarray(q, np.float32), plain, seen, lengths, scale=0.1)
+    assert_close(got, want[..., : shape.value_size], "bfloat16")
+    assert RACE not in capfd.readouterr().out
+
+
 @pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "times", "options"),
     rest_slow([
-        (LatentShape(512, 576, 128, 64), {"scale": 0.1352}),
-        (LatentShape(512, 576, 16, 16), {"window": 4096, "soft_cap": 30.0}),
+        (LatentShape(512, 576, 128, 64), 1, {"scale": 0.1352}),
+        (LatentShape(512, 576, 16, 16), 4, {"window": 4096, "soft_cap": 30.0}),
     ]),
     ids=str,
 )  # fmt: skip
-def test_an_h100_gets_it_with_no_register_spilled(shape, options, monkeypatch, capfd):
+def test_an_h100_gets_it_with_no_register_spilled(shape, times, options, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     submesh = Submesh(gpu_devices(1))
     arrays = [
         array(submesh, size, kind)
         for size, kind in [
-            ((64, shape.heads, shape.size), "bfloat16"),
+            ((64 * times, shape.heads, shape.size), "bfloat16"),
             ((4096, 1, 1, shape.page_size, shape.size), "bfloat16"),
             ((64, 256), jnp.int32),
-            ((64,), jnp.int32),
+            ((64 * times,), jnp.int32),
         ]
     ]
     attend = partial(paged_attention, value_size=shape.value_size, **options)
