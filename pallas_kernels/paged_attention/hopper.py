@@ -59,7 +59,8 @@ def paged_attention(
     (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
-    blocks = blocks or choose_blocks(jax.ShapeDtypeStruct((slots, heads, size), q.dtype), kv_pages)
+    a_row_each: Any = jax.ShapeDtypeStruct((slots, heads, size), q.dtype)
+    blocks = blocks or choose_blocks(a_row_each, kv_pages)
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     groups = heads // kv_heads
     if times * groups > ROWS:

@@ -62,7 +62,8 @@ def paged_attention(
     """As `pallas_kernels.paged_attention`, of what `mosaic.fits_latents`. interpret: parameters of the interpreter."""
     (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = kv_pages.shape
-    blocks = blocks or choose_blocks(jax.ShapeDtypeStruct((slots, heads, size), q.dtype), kv_pages, value_size)
+    a_row_each: Any = jax.ShapeDtypeStruct((slots, heads, size), q.dtype)
+    blocks = blocks or choose_blocks(a_row_each, kv_pages, value_size)
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     groups = heads // kv_heads
     if times * groups > ROWS:
