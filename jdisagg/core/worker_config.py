@@ -56,6 +56,7 @@ WHOLE = (
     *MAY_BE_NONE,
 )
 MIN_NGRAM = 2  # tokens at the end of a sequence that must have stood there before, for a guess of n-grams
+MAX_NGRAM = 4  # so, at most: of more that are alike nothing more is asked
 RAW = "raw"  # the wire of numbers as they are
 
 

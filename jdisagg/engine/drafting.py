@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from jdisagg.core.steps import DRAFT, GRAMMAR, NGRAM, Admission, DecodeRows
-from jdisagg.core.worker_config import MIN_NGRAM, WorkerConfig, bucket
+from jdisagg.core.worker_config import MAX_NGRAM, MIN_NGRAM, WorkerConfig, bucket
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.decode import (
     ENABLED,
@@ -37,7 +37,6 @@ from jdisagg.engine.draft_reading import DraftReading
 from jdisagg.engine.draw_declarations import Drawn
 from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.ngrams import MAX_NGRAM
 from jdisagg.engine.sampling_metadata import Asked, is_plain
 from jdisagg.engine.verification import (
     PendingDrafts,

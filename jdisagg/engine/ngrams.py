@@ -1,6 +1,7 @@
 """What may follow a sequence's end, guessed from what followed where it stood before: on the host.
 
-For rows whose tokens the host knows before the step. `drafting.guessed` is the same of rows whose tokens it does not.
+For rows whose tokens the host knows before the step. `drafting.guessed` is the same of rows whose tokens it does not,
+and `policy/shadow_drafts.py` of rows that are not guessed at all, to see what guesses would have come to.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jdisagg.core.worker_config import MIN_NGRAM
-
-MAX_NGRAM = 4  # tokens at the end of a sequence that must have stood there before
+from jdisagg.core.worker_config import MAX_NGRAM, MIN_NGRAM
 
 
 def guess_after(tokens: Sequence[int], count: int) -> list[int]:

@@ -112,7 +112,7 @@ class DecodeSide:
             return False
         self._drained.discard(owner)
         if self.draft_choice is not None:
-            self.draft_choice.forget(owner)
+            self.draft_choice.forget(sequence)
         good = good and (admitted(sequence) or signal is Signal.RELEASE)
         sequence.handoff.take(signal)
         del self.sequences[owner]
@@ -196,6 +196,7 @@ class DecodeSide:
 
 def choice_of(config: WorkerConfig) -> DraftChoice | None:
     """None where drafts are verified wherever a row may be wider than a token."""
-    if not (config.draft_auto and config.draft_tokens):
+    if not (config.draft_auto and config.draft_sizes):
         return None
-    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=config.decode_turns)
+    turns, late = config.decode_turns, (config.steps_in_flight - 1) * config.decode_turns
+    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=turns, late=late)

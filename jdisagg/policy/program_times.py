@@ -62,6 +62,10 @@ class ProgramTimes:
         program = drafts, table_pages
         return self._usual[program] if len(self._last.get(program, ())) >= ENOUGH else None
 
+    def knows(self, drafts: int, table_pages: int) -> bool:
+        """Whether enough of them have ended."""
+        return self._known(drafts, table_pages) is not None
+
     def draft_s(self, drafts: int, table_pages: int) -> float:
         """Of one that verifies drafts, where plain ones are known. A program's only time may have been the machine's
         doing: what it was longer than thought is believed less and less, until there is another."""
@@ -74,7 +78,8 @@ class ProgramTimes:
         return thought_s
 
     def _thought_s(self, drafts: int, table_pages: int) -> float:
-        """As much longer as with another width of tables; else as drafts of another length, by their rows; else as if
+        """As much longer as with another width of tables; else as drafts of another length, by their rows, of fewer by
+        half of them; else as if
         every second token took a step."""
         plain_s = self.plain_s(table_pages)
         assert plain_s is not None, "plain steps come first"
@@ -86,7 +91,7 @@ class ProgramTimes:
         if ratios:
             return plain_s * max(ratios)
         longer = [
-            (known - plain_s) * max(1.0, drafts / size)
+            (known - plain_s) * max((1 + drafts / size) / 2, drafts / size)
             for size, width in self._last
             if size and width == table_pages and (known := self._known(size, width))
         ]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jdisagg.core.request import BROKEN
 from jdisagg.core.steps import History
-from jdisagg.core.worker_config import MIN_NGRAM, Role
+from jdisagg.core.worker_config import MAX_NGRAM, MIN_NGRAM, Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.drafting import FREE, MAX_NGRAM, NO_GUESS, guessed, noted_late, widened
+from jdisagg.engine.drafting import FREE, NO_GUESS, guessed, noted_late, widened
 from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.sampling_metadata import SamplingRows
