@@ -11,6 +11,7 @@ share, and the little that it starts with, whatever the texts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,6 +54,7 @@ class Asked(NamedTuple):
     table_pages: int = 0
     turns: int = 1
     more: float = 0.0  # see `Dispatched`
+    trial: bool = False  # whether nothing says that what is chosen pays
 
 
 class DraftChoice:
@@ -95,8 +97,7 @@ class DraftChoice:
             return 0  # nobody has a guess
         best, gained_s = self._best(times, rows, table_pages)
         tried = self._trial(times, rows, table_pages, gained_s) if self.trials.due else 0
-        if tried and self.account.affords(SPARE + (stake := stake_s(times, tried, table_pages) / plain_s)):
-            self.trials.begun(stake)
+        if tried:
             best = tried
         elif gained_s <= 0:
             return 0
@@ -105,10 +106,9 @@ class DraftChoice:
                 self.account.missed(gained_s / plain_s)
                 self._rest = 0
             return 0
-        else:
-            self.trials.found()
         self._rest = 0
-        self._asked = Asked(table_pages, turns, mean_tokens([Row(row.rate, 1.0) for row in rows], best) - 1)
+        more = mean_tokens([Row(row.rate, 1.0) for row in rows], best) - 1
+        self._asked = Asked(table_pages, turns, more, trial=tried > 0)
         return best
 
     def _row(self, sequence: DecodeSequence) -> Row:
@@ -127,13 +127,15 @@ class DraftChoice:
 
     def _trial(self, times: ProgramTimes, rows: Sequence[Row], table_pages: int, gained_s: float) -> int:
         """The size that gains most if what is thought of all is as wrong as may be, first of those that nothing is
-        known of; 0: none gains more than what is done without a trial."""
+        known of, and that is afforded; 0: none gains more than what is done without a trial."""
         if not self.records.by_ngrams:  # what they come to is seen by trials alone
             rows = [Row(row.rate + HOPE * (1 - row.rate), row.weight) if row.rate else row for row in rows]
         might = {size: might_gain_s(times, rows, size, table_pages) for size in self.sizes}
-        better = [size for size in self.sizes if might[size] > max(0.0, gained_s)]
+        plain_s = times.plain_s(table_pages) or math.inf
+        afforded = [size for size in might if self.account.affords(SPARE + stake_s(times, size, table_pages) / plain_s)]
+        better = [size for size in afforded if might[size] > max(0.0, gained_s)]
         new = [size for size in better if not times.knows(size, table_pages)]
-        return max(new or better, key=might.__getitem__, default=0)
+        return max(new or (better if gained_s <= 0 else ()), key=might.__getitem__, default=0)
 
     def width(self, sequence: DecodeSequence, most: int) -> int:
         """See `DraftRecords.width`."""
@@ -165,6 +167,10 @@ class DraftChoice:
         self.steps.began(plan.step_id, step)
         self._since_plain = self._since_plain + 1 if drafts else 0
         self.trials.step(turns)
+        if drafts and self._asked.trial:
+            self.trials.begun(stake)
+        elif drafts:
+            self.trials.found()
 
     def _stake(self, beside_turns: bool, drafts: int, pages: int) -> float:
         """Plain steps that are lost where none of its drafts is taken."""

@@ -53,8 +53,10 @@ def turning(**sizes: Any) -> list[WorkerConfig]:
 
 
 def choosing(**sizes: Any) -> list[WorkerConfig]:
-    """Of one stage that takes several turns a step, or verifies drafts where those are faster."""
-    return colocated(**{"decode_turns": 3, "draft_tokens": 3, **sizes, "num_microbatches": 1, "draft_auto": True})
+    """Of one stage that takes several turns a step, or verifies drafts where those are faster: a model's, for what is
+    taken of a toy's follows from no text."""
+    drafts = {"draft_tokens": 3, "draft_auto": True, "draft_ngrams": False}
+    return colocated(**{"decode_turns": 3, **drafts, **sizes, "num_microbatches": 1})
 
 
 def request(
