@@ -63,6 +63,7 @@ flags.DEFINE_float("room", 0.6, "of the tokens that all answers want, where they
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 
 QUARTERS = 4
+PATIENCE_S = 3600.0  # who has no pages may wait until others have ended, on a busy machine
 FOUND, ANEW, LOST, PREEMPTED, PARKED = "found", "anew", "lost", "preempted", "parked"
 
 
@@ -179,9 +180,11 @@ class Stack:
         """One greedy answer of so many tokens, its end ignored."""
         sampling, found = SamplingParams(max_tokens=length, temperature=0.0), list[int]()
         request = Request(RequestId(name), tuple(tokens), sampling, self.service.now_s(), cache_salt=salt)
+        finish = None
         async for update in self.service.stream(request):
             found += [each.token for each in update.delta.sampled]
-        assert len(found) == length, f"{name} ended after {len(found)} tokens of {length}"
+            finish = update.finish or finish
+        assert len(found) == length, f"{name} ended after {len(found)} tokens of {length}: {finish}"
         return found
 
     def answer(self, name: str, work: str, tokens: list[int], first: int = 0) -> Answer:
@@ -201,6 +204,7 @@ async def opened(kind: str, mesh: str, **sizes: Any) -> AsyncGenerator[Stack]:
     speculative, _, draft_kv = kind.partition("/")
     asked: dict[str, Any] = {"model": FLAGS.model, "mesh": mesh, "speculative": speculative, **sizes}
     asked |= {"max_model_len": FLAGS.max_model_len, "max_num_seqs": len(FLAGS.works) * FLAGS.answers}
+    asked |= dict.fromkeys(("stall_timeout_s", "prefill_timeout_s", "handoff_timeout_s"), PATIENCE_S)
     settings = Settings(**asked, draft_kv=draft_kv or "auto")
     settings.check()
     found = devices.prepare(settings.platform, mesh_of(settings).num_devices, settings.compile_cache_dir)
@@ -316,13 +320,14 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def main() -> int:
-    about = described()
-    rows = [row for kind in FLAGS.kinds for row in asyncio.run(measure(kind))]
+    report: dict[str, Any] = {**described(), "model": Path(FLAGS.model).name or "embedded", "works": FLAGS.works}
+    rows = list[Row]()
+    for kind in FLAGS.kinds:
+        rows += asyncio.run(measure(kind))
+        if FLAGS.output:
+            report["rows"] = [asdict(row) for row in rows]
+            Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     Console(width=160).print(table(rows))
-    if FLAGS.output:
-        report = {**about, "model": Path(FLAGS.model).name or "embedded", "works": FLAGS.works}
-        report |= {"rows": [asdict(row) for row in rows]}
-        Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
