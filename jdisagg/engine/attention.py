@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -54,6 +54,16 @@ class ChunkRows(NamedTuple):
     cu_q_lens: Array  # i32[S + 1]
     pages: Array  # i32[T]
     offsets: Array  # i32[T]
+
+
+Rows = TypeVar("Rows", DecodeRows | None, ChunkRows | None)
+
+
+def shifted(rows: Rows, offset: Array | int) -> Rows:
+    """The same rows in pages that begin at `offset`; page 0, which nobody reads, is where it was."""
+    if rows is None:
+        return rows
+    return rows._replace(table=rows.table + offset, pages=jnp.where(rows.pages == 0, 0, rows.pages + offset))
 
 
 def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) -> DecodeRows:

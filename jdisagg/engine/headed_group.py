@@ -20,12 +20,11 @@ from jax.sharding import PartitionSpec
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend
+from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend, shifted
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.draft_layers import FREE, drawn_alike
 from jdisagg.engine.layer_group import LayerGroup, MixedOut, in_chunks, running
-from jdisagg.engine.looped_layers import shifted
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATURE, SamplingMetadata, pick_greedy
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.model.draft_head import DraftHead, HeadModel, HeadParams, load_head

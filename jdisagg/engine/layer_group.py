@@ -156,8 +156,10 @@ class LayerGroupPrograms:
 
     @property
     def joined(self) -> bool:
-        """Whether all layers' pages lie in one pool."""
-        return self.turns > 1
+        """Whether all layers' pages lie in one pool: each array that a program is given, and each that it hands back,
+        costs the host's call of it, and a pool is both. What a CPU converts of a pool at every layer is to be small."""
+        converts = self.submesh.devices[0].platform == "cpu" and not self.params.in_f32
+        return self.turns > 1 or (len(self.kv_layers) > 1 and not converts)
 
     def _run_layers(
         self,
@@ -176,7 +178,8 @@ class LayerGroupPrograms:
             looped = LoopedLayers(pool, *kinds, len(self.kv_layers), self.config.experts, live)
             return looped.run(stage, x, positions), looped
         slots = jnp.concatenate(adapters) if adapters else None
-        layers = PagedLayers(pools, *kinds, stage.attention, self.config.experts, live, slots)
+        joined = len(self.kv_layers) if self.joined else 0
+        layers = PagedLayers(pools, *kinds, stage.attention, self.config.experts, live, slots, joined)
         return stage.run_layers(x, positions, layers), layers
 
     def _slots(self, pools: list[Pool], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:

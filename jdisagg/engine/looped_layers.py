@@ -6,7 +6,7 @@ a layer finds its pages by page numbers that begin where its own do.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,11 @@ from flax import nnx
 from jax import Array
 
 from jdisagg.core.experts import Experts
-from jdisagg.engine.attention import ChunkRows, DecodeRows
+from jdisagg.engine.attention import ChunkRows, DecodeRows, shifted
 from jdisagg.engine.paged_layers import run_layer
 from jdisagg.model.network import Layer, Stage
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
-
-Rows = TypeVar("Rows", DecodeRows | None, ChunkRows | None)
 
 
 class LoopedLayers:
@@ -88,10 +86,3 @@ class LoopedLayers:
         for place in range(repeat.first + repeat.period, len(stage.layers)):
             alone(place)
         return x
-
-
-def shifted(rows: Rows, offset: Array | int) -> Rows:
-    """The same rows in pages that begin at `offset`; page 0, which nobody reads, is where it was."""
-    if rows is None:
-        return rows
-    return rows._replace(table=rows.table + offset, pages=jnp.where(rows.pages == 0, 0, rows.pages + offset))

@@ -18,19 +18,20 @@ from jax import Array
 
 from jdisagg.core.experts import Experts
 from jdisagg.core.model_config import AttentionOptions
-from jdisagg.engine.attention import ChunkRows, DecodeRows, paged_attend
+from jdisagg.engine.attention import ChunkRows, DecodeRows, paged_attend, shifted
 from jdisagg.engine.expert_load import tokens_sent
 from jdisagg.model.low_rank import give_rows
 from jdisagg.model.network import Layer, OptionsOf
 from jdisagg.model.rope import Rotation
+from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
 
 class PagedLayers:
     """Is called with each layer of one stage, once, while a program is traced (`network.CallLayer`).
 
-    pools: of each layer by its place, replaced by what the layer leaves. live: bool[T], the rows that count as tokens
-    that experts are sent.
+    pools: of each layer by its place, or one of all of them, layer behind layer; replaced by what the layers leave.
+    live: bool[T], the rows that count as tokens that experts are sent.
     """
 
     def __init__(
@@ -42,10 +43,13 @@ class PagedLayers:
         experts: Experts | None,
         live: Array,
         adapters: Array | None = None,
+        joined: int = 0,
     ) -> None:
-        """adapters: i32[T], the slot of each row's (`low_rank.py`), where rows may have any."""
+        """adapters: i32[T], the slot of each row's (`low_rank.py`), where rows may have any. joined: layers whose pages
+        lie in the one pool; 0: each has its own."""
         self.pools, self.options_of, self.experts = list(pools), options_of, experts
-        self._inputs = rows, chunks, live, adapters
+        self._rows, self._inputs = (rows, chunks), (live, adapters)
+        self._pages = stored(pools[0]).shape[0] // joined if joined else 0  # of one layer
         self._kinds: dict[Any, Callable[..., tuple[Array, Pool, list[Array]]]] = {}
         self._sent: list[Array] = []
 
@@ -54,9 +58,14 @@ class PagedLayers:
         kind = graph, self.options_of(index)
         if kind not in self._kinds:
             self._kinds[kind] = jax.jit(partial(run_layer, *kind, self.experts))
-        x, self.pools[index], sent = self._kinds[kind](leaves, self.pools[index], x, rotation, *self._inputs)
+        held, inputs = index if self._pages == 0 else 0, (*self._rows_of(index), *self._inputs)
+        x, self.pools[held], sent = self._kinds[kind](leaves, self.pools[held], x, rotation, *inputs)
         self._sent += sent
         return x
+
+    def _rows_of(self, index: int) -> tuple[DecodeRows | None, ChunkRows | None]:
+        rows, chunks = self._rows
+        return (shifted(rows, index * self._pages), shifted(chunks, index * self._pages)) if self._pages else self._rows
 
     @property
     def counts(self) -> tuple[Array, ...]:

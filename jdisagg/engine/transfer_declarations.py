@@ -11,7 +11,7 @@ import jax
 from jdisagg.core.kv_layout import DraftPages, KVLayout
 from jdisagg.core.reshard import Route, StageShape, draft_shape, plan_routes
 from jdisagg.core.worker_config import RAW, Digests, WorkerConfig
-from jdisagg.engine.declaration import DeclaredProgram, whole
+from jdisagg.engine.declaration import DeclaredProgram, local_bytes, whole
 from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
@@ -132,6 +132,7 @@ class TransferTable:
             cut = kept_slices(cut, self.config.digests)
         programs, slices = self.programs[submesh], landed(cut, submesh)
         taken = groups * route.group.destination
+        pools = pools_for(held.group, held.layout, self.config.num_pages, number)
         moved = taken * held.page_bytes(number)
         place, traits = (submesh, route.layers), _traits(wire)
         if slices.digests or slices.errors:
@@ -144,10 +145,10 @@ class TransferTable:
             programs.insert_program,
             (places_for(held.group, number, taken), slices.numbers),
             *place,
-            pools=pools_for(held.group, held.layout, self.config.num_pages, number),
+            pools=pools,
             traits=traits,
             batch_bytes=2 * moved,
-            donated_bytes=(self.config.num_pages + 1) * held.page_bytes(number),
+            donated_bytes=sum(map(local_bytes, jax.tree.leaves(pools))),
         )
 
 

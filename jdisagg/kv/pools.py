@@ -1,7 +1,7 @@
-"""KV pages on the devices: one pool a layer, head-major, sharded on heads; page 0 is the null page.
+"""KV pages on the devices: pools of pages, head-major, sharded on heads; page 0 is the null page.
 
-Of a stage whose programs go round their layers (`engine/looped_layers.py`) all layers lie in one pool, one behind the
-other: page p of its i-th layer is page i * (num_pages + 1) + p. Quantised, a pool is `QuantizedPages`.
+All layers of a stage lie in one pool, one behind the other: page p of its i-th layer is page i * (num_pages + 1) + p.
+A ring's layers and a draft model's have a pool each. Quantised, a pool is `QuantizedPages`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, Ste
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.kv.pools import PagesOfStage
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
@@ -40,6 +41,12 @@ GREEDY = SamplingParams(temperature=0.0)
 HALVES = (range(0, 2), range(2, 4))
 
 
+def pages_by_layer(stage: PagesOfStage) -> list[np.ndarray]:
+    """[pages, heads of all shards, ...] of each layer, the null page first. Copies: a view would stop donation."""
+    pools = [np.array(pool) for pool in stage.pools]
+    return [each for pool in pools for each in np.split(pool, len(stage.layers) // len(pools))]
+
+
 def open_machine(
     role: Role,
     layers: Sequence[range],
@@ -50,6 +57,7 @@ def open_machine(
     draft: DraftModel | HeadModel | None = None,
     tiled: bool = False,
     kv_dtype: str = "float32",
+    dtype: Any = jnp.float32,
     **sizes: Any,
 ) -> MeshExecutor:
     """A cold machine over `devices`; `tiled`: pages as TPUs hold them; `sizes` are fields of its WorkerConfig."""
@@ -57,7 +65,7 @@ def open_machine(
     worker = WorkerConfig(
         WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
     )
-    return MeshExecutor(worker, config, source, layout, layers, devices, jnp.float32, draft=draft)
+    return MeshExecutor(worker, config, source, layout, layers, devices, dtype, draft=draft)
 
 
 @cache

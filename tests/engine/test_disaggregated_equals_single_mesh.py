@@ -18,6 +18,7 @@ from tests.engine.stacks import (
     generate,
     greedy_continuation,
     mixed_prompts,
+    pages_by_layer,
     prefill_and_ship,
     prefill_machine,
     prefill_plans,
@@ -39,12 +40,12 @@ def expected() -> list[list[int]]:
 
 
 def kv_of(machine: MeshExecutor, pages: list[int]) -> np.ndarray:
-    """These pages' bytes: [L, n, Hkv, 2, page_size, D], each head once. (A view of a pool would stop donation.)"""
+    """These pages' bytes: [L, n, Hkv, 2, page_size, D], each head once."""
     layers = []
     for stage in machine.pages:
-        for pool in stage.pools:
+        for pool in pages_by_layer(stage):
             step = pool.shape[1] // CONFIG.num_kv_heads
-            layers.append(np.asarray(pool[np.array(pages)])[:, ::step])
+            layers.append(pool[np.array(pages)][:, ::step])
     return np.stack(layers)
 
 

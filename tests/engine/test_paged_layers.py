@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import Role
 from jdisagg.engine import paged_layers
 from jdisagg.model.sources import RandomSource
-from tests.engine.stacks import CONFIG, open_machine
+from tests.engine.stacks import CONFIG, HALVES, open_machine
 
 
 @pytest.fixture
@@ -44,3 +45,10 @@ def test_layers_of_two_kinds_are_traced_as_two(traced: Callable[[ModelConfig], i
     """Every other one attends to a window alone."""
     windows = replace(CONFIG, layer_windows=(16, None, 16, None))
     assert traced(windows) == 2
+
+
+@pytest.mark.parametrize(("dtype", "pools"), [(jnp.float32, [1, 1]), (jnp.bfloat16, [2, 2])])
+def test_a_stages_pages_lie_in_one_pool_unless_a_cpu_converts_whole_pools(dtype: Any, pools: list[int]):
+    machine = open_machine(Role.DECODE, HALVES, jax.devices()[:2], pp=2, dtype=dtype)
+    assert [len(stage.pools) for stage in machine.pages] == pools
+    assert [len(each.pools or ()) for each in machine.table.steps() if each.kind == "decode"] == pools

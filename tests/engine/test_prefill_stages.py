@@ -19,6 +19,7 @@ from tests.engine.stacks import (
     greedy_continuation,
     mixed_prompts,
     open_machine,
+    pages_by_layer,
     prefill_and_ship,
     prefill_machine,
     prefill_plans,
@@ -68,7 +69,7 @@ def test_two_prefill_stages_write_the_pages_of_one_mesh():
     found = []
     for machine in (prefill_machine(1), staged_machine(2, 1)):
         run_prefill(machine, prefill_plans(PROMPTS, [GREEDY] * len(PROMPTS)))
-        pools = [np.asarray(pool) for stage in machine.pages for pool in stage.pools]
+        pools = [pool for stage in machine.pages for pool in pages_by_layer(stage)]
         found.append(np.concatenate([kv_of(pools, index, len(prompt)) for index, prompt in enumerate(PROMPTS)], axis=1))
     assert np.any(found[0])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)

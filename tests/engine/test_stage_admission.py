@@ -17,6 +17,7 @@ from tests.engine.stacks import (
     WIDEST,
     destination_pages,
     first_tokens,
+    pages_by_layer,
     prefill_plans,
     run_prefill,
     transfer,
@@ -67,7 +68,7 @@ class Sequence:
     def kv(self) -> list[np.ndarray]:
         """Of every layer, the rows of the prompt and of what was decoded: [pages, Hkv, 2, page, D]."""
         used = list(self.pages[: -(-(len(PROMPT) + TURNS) // PAGE_SIZE)])
-        return [np.asarray(pool)[used] for stage in self.machine.pages for pool in stage.pools]
+        return [pool[used] for stage in self.machine.pages for pool in pages_by_layer(stage)]
 
 
 def token_of(pending) -> int:

@@ -31,6 +31,7 @@ from tests.engine.stacks import (
     generate,
     mixed_prompts,
     open_machine,
+    pages_by_layer,
     prefill_plans,
     run_prefill,
     ship_all,
@@ -69,8 +70,8 @@ def heads_of(stage: PagesOfStage, pages: list[int]) -> np.ndarray:
     tp, layers = stage.submesh.tp, []
     runs = [kv_heads_of_shard(3, tp, shard) for shard in range(tp)]
     places = np.array([head for run in runs for head in (*run, *[-1] * (heads_per_shard(3, tp) - len(run)))])
-    for pool in stage.pools:
-        found = np.asarray(pool[np.array(pages)])
+    for pool in pages_by_layer(stage):
+        found = pool[np.array(pages)]
         assert np.isfinite(found).all()
         copies = [found[:, places == head] for head in range(3)]
         assert all((each == each[:, :1]).all() for each in copies)
