@@ -48,6 +48,7 @@ from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
 from jdisagg.policy.step_results import StepResults
 from jdisagg.policy.worker import Worker
+from jdisagg.serve import collector
 from jdisagg.serve.driver import LiveDriver
 
 FLAGS = flags.FlagValues()
@@ -252,10 +253,11 @@ def measure(folder: Path, slots: int, stages: int, turns: int, form: str) -> Row
         stack.enter_context(mock.patch.object(LiveDriver, "_decide", actors.marked(LiveDriver._decide)))
         stack.enter_context(mock.patch.object(LiveDriver, "_one_round", actors.ended(LiveDriver._one_round)))
         llm = stack.enter_context(open_llm(folder, slots, stages, turns, tokens))
-        gc.collect()
-        gc.freeze()  # as servers do: what jax holds is looked through at no step
+        before = gc.get_threshold()
+        collector.settle()  # as servers do
         found = _measured(llm, clocks, slots, stages, turns, tokens)
         gc.unfreeze()
+        gc.set_threshold(*before)
     medians = {part: statistics.median(each[part] for each in found) for part in (*BY_STEP, *BY_TOKEN)}
     by_step, by_token = ({part: medians[part] for part in parts} for parts in (BY_STEP, BY_TOKEN))
     return Row(slots, stages, turns, form, by_step, by_token, found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import resource
 import socket
@@ -22,7 +21,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.policy.client_limits import Rates
-from jdisagg.serve import lag
+from jdisagg.serve import collector, lag
 from jdisagg.serve.adapters import adapters_of
 from jdisagg.serve.clients import ADMIN, Clients, read_keys
 from jdisagg.serve.device_trace import Profiles, own_profile
@@ -158,8 +157,7 @@ async def start(
     `profiles` are those of every process that serves.
     """
     front = front_settings(service, settings)
-    gc.collect()
-    gc.freeze()  # a full collection looked through JAX's million objects too: streams stood still for most of a second
+    collector.settle()
     note = service.metrics.limited if service.metrics is not None else lambda limit: None
     clients = Clients(front, service.now_s, note)
     running = Running(None, None, None, [])
