@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
+from jdisagg.model.head import blocks_of
 from jdisagg.model.products import TILE_ROWS
 
 
@@ -36,8 +37,10 @@ def declared_heads(
 
 def gathers_of(group: LayerGroupPrograms) -> dict[str, int]:
     """The head's logits, gathered where the vocabulary is split."""
-    shards = group.submesh.tp
-    return {"all-gather": 1} if shards > 1 and group.config.vocab_size % shards == 0 else {}
+    shards, vocab_size = group.submesh.tp, group.config.vocab_size
+    if shards == 1 or vocab_size % shards:
+        return {}
+    return {"all-gather": blocks_of(vocab_size // shards, group.submesh.devices[0].platform)}
 
 
 def scored_bytes(group: LayerGroupPrograms, rows: int) -> int:

@@ -21,8 +21,9 @@ from jax import Array
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model.experts import ExpertMLP
+from jdisagg.model.head import scored, soft_capped
 from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
-from jdisagg.model.network import Attend, Layer, OptionsOf, RMSNorm, Weight, dense_attend, scored, soft_capped
+from jdisagg.model.network import Attend, Layer, OptionsOf, RMSNorm, Weight, dense_attend
 from jdisagg.model.params import dotted
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
 from jdisagg.model.rope import inverse_frequencies, rotations

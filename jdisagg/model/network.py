@@ -11,7 +11,6 @@ Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +25,11 @@ from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.columns import NormedProduct, block, cuts, pays, summed_in_turn
 from jdisagg.model.experts import ExpertMLP, Routed
 from jdisagg.model.halves import after, cut, halves, in_turn
+from jdisagg.model.head import Vocabulary, scored, soft_capped
 from jdisagg.model.latent_attention import LatentAttention
 from jdisagg.model.latents import LatentQueries
 from jdisagg.model.norms import RMSNorm, head_norm, normed
-from jdisagg.model.products import MatrixForm, filled, product, quantized
+from jdisagg.model.products import MatrixForm, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
 from jdisagg.model.weight import Weight, begun, ended, summed
 
@@ -187,17 +187,6 @@ class Layer(nnx.Module):
         return jnp.concatenate([y + normed(self.mlp_out_norm, each) for y, each in zip(inside, made, strict=True)])
 
 
-class Vocabulary(NamedTuple):
-    """The vocabulary cut evenly over axes of a mesh, rows behind its end being padding."""
-
-    axes: tuple[str, ...]
-    shards: int
-
-    def rows(self, vocab_size: int) -> int:
-        """Of one shard."""
-        return -(-vocab_size // self.shards)
-
-
 class Stage(nnx.Module):
     """Layers `layers.start` to `layers.stop` as one shard of `tp` sees them; or those at the places of a ring's stage.
 
@@ -324,38 +313,18 @@ class Stage(nnx.Module):
 
     def scores(self, x: Array) -> Array:
         """[..., hidden], as the head takes them -> f32[..., V], whole on every shard."""
-        head = self.embed if self.head is None else self.head
-        assert head is not None
-        y = scored(x, head[...]) if self.head_scale is None else self._scaled_scores(x, head[...])
-        if self.head_cut.axes and self.head_cut.shards > 1:
-            y = jax.lax.all_gather(y, self.head_cut.axes, axis=y.ndim - 1, tiled=True)
+        table = self.embed if self.head is None else self.head
+        assert table is not None
+        head, scale = table[...], None if self.head_scale is None else self.head_scale[...]
+
+        def scores(x: Array, part: slice) -> Array:
+            if scale is None:
+                return scored(x, head[part])
+            return product(x.astype(jnp.float32), head[part], scale[part], self.head_form)
+
+        y = self.head_cut.whole(x, head.shape[0], scores)
         y = y if y.shape[-1] == self.config.vocab_size else y[..., : self.config.vocab_size]
         return soft_capped(y, self.config.final_soft_cap)
-
-    def _scaled_scores(self, x: Array, head: Array) -> Array:
-        assert self.head_scale is not None
-        return product(x.astype(jnp.float32), head, self.head_scale[...], self.head_form)
-
-
-def soft_capped(logits: Array, cap: float | None) -> Array:
-    """Within (-cap, cap) (Gemma 2, section 2)."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def scored(x: Array, table: Array) -> Array:
-    """[..., hidden] against [V, hidden] -> f32[..., V].
-
-    A few rows go as a product *of* the table: any other way XLA's CPU backend transposes the whole table at every call
-    (1.3 of 25 CPU milliseconds of a decode turn of 8 rows, V 8192), and the barriers keep it from folding that away.
-    """
-    x = x.astype(table.dtype)
-    if x.ndim != 2:
-        return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
-    if x.shape[0] == 1 and table.dtype != jnp.float32:
-        return scored(jnp.concatenate([x, x]), table)[:1]  # see `products.py`
-    rows = jax.lax.optimization_barrier(filled(x).T if x.shape[0] > 1 else x.T)
-    scores = jax.lax.optimization_barrier(jnp.matmul(table, rows, preferred_element_type=jnp.float32))
-    return scores.T[: x.shape[0]]
 
 
 def dense_attend(options_of: OptionsOf) -> Attend:

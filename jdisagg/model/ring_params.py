@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.stages import RingCut
 from jdisagg.core.weight_format import AS_MADE, WeightFormat
+from jdisagg.model.head import Vocabulary
 from jdisagg.model.names import Index, Leaf, ring_leaves
-from jdisagg.model.network import Stage, Vocabulary
+from jdisagg.model.network import Stage
 from jdisagg.model.params import (
     SUMMED,
     AbstractStage,

@@ -21,8 +21,9 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.stages import RingCut
 from jdisagg.core.weight_format import WeightFormat
+from jdisagg.model.head import Vocabulary
 from jdisagg.model.low_rank import factors_of, room_for
-from jdisagg.model.network import Stage, Vocabulary
+from jdisagg.model.network import Stage
 from jdisagg.model.products import MatrixForm
 from jdisagg.model.ring_params import alike
 

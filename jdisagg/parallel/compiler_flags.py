@@ -64,6 +64,16 @@ COMPILER_FLAGS = (
         but=(WITHOUT_SPARSE_CORES,),
         beside=SENT_BESIDE_BYTES,
     ),
+    *(
+        CompilerFlag(
+            f"xla_tpu_enable_sparse_core_collective_offload_{shape}all_gather",
+            True,
+            TPUS,
+            "blocks of logits are gathered beside the next block's product, by the sparse cores",
+            but=(WITHOUT_SPARSE_CORES,),
+        )
+        for shape in ("", "2d_", "3d_")  # all, and those whose devices are a plane or a cube
+    ),
     CompilerFlag(
         "xla_enable_async_all_reduce", True, (WITHOUT_SPARSE_CORES,), "an all-reduce has a start and an end of its own"
     ),

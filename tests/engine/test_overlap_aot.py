@@ -50,15 +50,16 @@ def test_more_than_half_of_a_prefill_chunks_sums_are_hidden_and_a_stated_share_o
     assert exposed_s < 0.5 * total_s and exposed_s < share * worked_s
 
 
-def test_half_of_a_decode_steps_sums_are_hidden_on_tpus_behind_the_other_blocks_products():
-    """The logits' gather, which is exposed wholly, is a third of these."""
+def test_most_of_a_decode_steps_sums_are_hidden_on_tpus_behind_the_other_blocks_products():
+    """The logits' gather, in blocks beside the next block's product, is a third of these."""
     worked_s, total_s, exposed_s = seconds("v5p:2x2x2", compiled("v5p:2x2x2", Role.DECODE), CUBE)
     print(f"v5p: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
-    assert exposed_s < 0.55 * total_s and exposed_s < 0.18 * worked_s
+    assert exposed_s < 0.4 * total_s and exposed_s < 0.13 * worked_s
 
 
 def test_a_decode_steps_sums_are_exposed_on_gpus_and_a_stated_share_of_it():
-    """They take as long to start as to send: in blocks of columns they would start twice as often."""
+    """They take as long to start as to send: in blocks of columns they would start twice as often. The logits' gather
+    goes in two blocks, one beside the other's product."""
     worked_s, total_s, exposed_s = seconds("h100:8", compiled("h100:8", Role.DECODE), SWITCH)
     print(f"h100: products {worked_s * 1e6:.0f} us, collectives {total_s * 1e6:.0f}, exposed {exposed_s * 1e6:.0f}")
-    assert exposed_s < 0.5 * worked_s
+    assert exposed_s < 0.9 * total_s and exposed_s < 0.42 * worked_s
