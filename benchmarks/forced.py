@@ -27,7 +27,10 @@ from jdisagg import LLM, SamplingParams
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)
 flags.DEFINE_list(
-    "kinds", ["off", "grammar:3", "ngram:3"], "of --speculative; the first is compared with", flag_values=FLAGS
+    "kinds",
+    ["off", "forced:8", "grammar:3", "ngram:3"],
+    "of --speculative; off: one by one, forced:N: off with --forced_tokens=N; the first is compared with",
+    flag_values=FLAGS,
 )
 flags.DEFINE_list("streams", ["1", "8"], "answers at once", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 3, "of each, after one that does not count", 1, flag_values=FLAGS)
@@ -86,7 +89,7 @@ def measure() -> list[Row]:
     with ExitStack() as opened:
         sizes: dict[str, Any] = {"mesh": "prefill:tp1,decode:tp1", "max_num_seqs": 8, "max_model_len": 512}
         stacks = {
-            kind: Stack(opened.enter_context(LLM(model=FLAGS.model, speculative=kind, **sizes))) for kind in FLAGS.kinds
+            kind: Stack(opened.enter_context(LLM(model=FLAGS.model, **drawn_by(kind), **sizes))) for kind in FLAGS.kinds
         }
         cases = [(int(streams), white_space) for streams in FLAGS.streams for white_space in (False, True)]
         rows = [row for streams, white_space in cases for row in rows_of(stacks, streams, white_space=white_space)]
@@ -94,6 +97,14 @@ def measure() -> list[Row]:
     if any(recompiles.values()):
         raise ValueError(f"programs were compiled after ready: {recompiles}")
     return rows
+
+
+def drawn_by(kind: str) -> dict[str, Any]:
+    """The settings that a kind stands for."""
+    said, _, number = kind.partition(":")
+    if said == "forced":
+        return {"speculative": "off", "forced_tokens": int(number)}
+    return {"speculative": kind, "forced_tokens": 0}
 
 
 def rows_of(stacks: dict[str, Stack], streams: int, *, white_space: bool) -> list[Row]:
