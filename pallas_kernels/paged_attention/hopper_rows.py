@@ -32,7 +32,10 @@ def rows_of(count: int) -> int:
 
 
 def visible_rows(lengths: Array, times: int, groups: int, window: int | None, blocks: Blocks) -> Array:
-    """i32 [slots, 2, ROWS]: what each row of a wgmma sees, and of which of its slot's rows it shares the cut."""
+    """i32 [slots, 2, ROWS]: what each row of a wgmma sees, and of which of its slot's rows it shares the cut; of slots
+    of one row, which nobody asks, nothing."""
+    if times == 1:
+        return jnp.zeros((1, 2, ROWS), jnp.int32)
     of_slots = lengths.reshape(-1, times)
     _, first, tiles, _ = gpu.cut(of_slots, window, blocks)
     first, tiles = (jnp.broadcast_to(each, of_slots.shape) for each in (first, tiles))
