@@ -192,8 +192,8 @@ class WorkerConfig:
 
     @property
     def always_guesses(self) -> bool:
-        """Whether every step of any row verifies a draft, so that none takes turns."""
-        return self.draft_tokens > 0 and self.guesses and not self.draft_auto
+        """See the function of this name."""
+        return always_guesses(self.draft_tokens, guesses=self.guesses, auto=self.draft_auto)
 
     @property
     def takes_turns(self) -> bool:
@@ -234,6 +234,11 @@ class WorkerConfig:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+
+def always_guesses(tokens: int, *, guesses: bool, auto: bool) -> bool:
+    """Of drafts of so many tokens: whether every step of any row verifies one, so that none takes turns."""
+    return tokens > 0 and guesses and not auto
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:

@@ -9,7 +9,16 @@ from jdisagg.core.kv_layout import DraftPages, KVLayout
 from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings, int_list
-from jdisagg.core.worker_config import RAW, Compress, Digests, Role, TransferMode, WorkerConfig, chunk_tokens
+from jdisagg.core.worker_config import (
+    RAW,
+    Compress,
+    Digests,
+    Role,
+    TransferMode,
+    WorkerConfig,
+    always_guesses,
+    chunk_tokens,
+)
 from jdisagg.serve.chosen_sizes import ChosenSizes
 from jdisagg.serve.speculation import Speculation, read_speculation
 from jdisagg.serve.structured.grammars import why_no_grammars
@@ -72,7 +81,7 @@ def turns_of(sizes: ChosenSizes, place: WorkerMesh, speculation: Speculation) ->
     head's states are made by single steps alone."""
     if place.schedule is Schedule.RING:
         return sizes.ring_turns
-    guesses = speculation.tokens > 0 and speculation.guesses and not speculation.auto
+    guesses = always_guesses(speculation.tokens, guesses=speculation.guesses, auto=speculation.auto)
     one_stage = place.role.decodes and place.pp == 1
     return sizes.decode_turns if one_stage and not guesses and not speculation.head else 1
 
