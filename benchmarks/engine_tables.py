@@ -70,6 +70,21 @@ def drafts_over_time() -> str:
     return f"{origin(reports[0])} {origin(reports[1])}\n\n{rows_of(head, rows)}"
 
 
+def acceptance() -> str:
+    """Tokens that rows of the same answers drew, undisturbed and disturbed."""
+    report, rows = result("acceptance_embedded"), []
+
+    def quarters(figures: list[float | None]) -> str:
+        return ", ".join("-" if each is None else f"{each:.2f}" for each in figures)
+
+    for each in report["rows"]:
+        named = each["work"], f"`{each['speculative'].replace('/', ' --draft_kv=')}`", each["disturbed"]
+        drawn = quarters(each["undisturbed"]), quarters(each["tokens_a_row"])
+        rows.append([*named, each["times"], *drawn, f"{each['ratio']:.3f}", each["differing"]])
+    head = ["answers", "`--speculative`", "disturbed", "times", "a row in each quarter", "disturbed", "ratio", "unlike"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
 def peers_drafts() -> str:
     """Each engine's drafts beside itself without."""
     report, rows = result("peers_drafts_smollm2_cpu"), []

@@ -335,6 +335,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         engine_tables.prefill_stages,
         engine_tables.speculation,
         engine_tables.drafts_over_time,
+        engine_tables.acceptance,
         engine_tables.peers_drafts,
         engine_tables.adapters,
         engine_tables.aot_pods,
