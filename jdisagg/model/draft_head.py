@@ -7,6 +7,9 @@ the model's KV, whose entry t is a function of the tokens up to t, as those of e
 written, kept, shipped and found again with theirs. Of a state that is nowhere any more (a chunk begins, or a sequence
 came from elsewhere) zeros are taken: it concerns how good one entry is, and never a token that is drawn.
 
+A head may look back over fewer tokens than there are (`sliding_window` of its folder): one that learnt from short texts
+guesses worse from more than it ever saw at once.
+
 A head may guess among some tokens alone, those that its model draws most (Zhao et al. 2025, arXiv 2502.14856): `d2t` of
 the folder says which, each less its own place.
 """
@@ -14,7 +17,7 @@ the folder says which, each less its own place.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -149,12 +152,19 @@ def read_head(folder: Path, model: ModelConfig, said: str) -> HeadConfig:
 
 
 def _layer_config(folder: Path) -> ModelConfig:
-    """A head's architecture may be called after its model's, with EAGLE behind."""
+    """A head's architecture may be called after its model's, with EAGLE behind. Its window counts whatever the family,
+    unless it says that it does not (`use_sliding_window`)."""
     fields = read_json(folder / "config.json")
     names = fields.get("architectures")
     if isinstance(names, list):
         fields = {**fields, "architectures": [re.sub(r"Eagle\d*$", "", str(name)) for name in names]}
-    return parse_config(fields, str(folder / "config.json"))
+    found = parse_config(fields, str(folder / "config.json"))
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    if window is None or found.layer_windows:
+        return found
+    if type(window) is not int or window < 1:
+        raise ConfigError(f"{folder}/config.json: sliding_window = {window!r} is no number of tokens")
+    return replace(found, layer_windows=(window,) * found.num_layers)
 
 
 def read_tokens(source: Source, vocab_size: int, said: str) -> tuple[int, ...] | None:

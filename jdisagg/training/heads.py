@@ -275,7 +275,8 @@ def export_head(run: HeadRun) -> None:
     if run.config.tokens is not None:
         tensors[TOKENS] = np.array(run.config.tokens, np.int64) - np.arange(len(run.config.tokens))
     save_hf(folder, tensors.items())
-    write_json(folder / "config.json", config_json(run.config.layer, "bfloat16") | {"architectures": [ARCHITECTURE]})
+    own = {"architectures": [ARCHITECTURE], "sliding_window": run.written.tokens.shape[1]}  # no more was ever seen
+    write_json(folder / "config.json", config_json(run.config.layer, "bfloat16") | own)
     first, second = judge(run)
     told = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -55,10 +55,11 @@ def shallow_model() -> Arrays:
     return Arrays(arrays)
 
 
-def knowing_head() -> tuple[Arrays, HeadModel]:
+def knowing_head(windows: tuple[int, ...] = ()) -> tuple[Arrays, HeadModel]:
     """The shallow model, and a head that is that first layer: of what it is given it takes the embedding alone."""
     model = shallow_model()
-    size, config = SHALLOW.hidden_size, HeadConfig(replace(SHALLOW, num_layers=1), norm=True)
+    layer = replace(SHALLOW, num_layers=1, layer_windows=windows[:1])
+    size, config = SHALLOW.hidden_size, HeadConfig(layer, norm=True)
     arrays = {name.removeprefix("model."): model.arrays[name] for name in model.arrays if ".layers.0." in name}
     fc = np.concatenate([np.eye(size), np.zeros((size, size))], axis=1).astype(np.float32)
     head = Arrays({**arrays, FC: fc, NORM: model.arrays["model.norm.weight"]})

@@ -28,6 +28,7 @@ from tests.engine.stacks import (
 from tests.steps import decode_plan
 
 DRAFTS, TOKENS = 3, 21
+KNOWING = {"knowing": (), "knowing, near": (6, 6)}  # and how far layers look back
 PROMPTS = [(5, 6, 7, 5, 9), tuple(range(20)), (1, 2) * 8, (9, 3, 4)]
 SAMPLING = [GREEDY, replace(GREEDY, temperature=0.9, seed=7), GREEDY, replace(GREEDY, temperature=1.0, seed=2, top_k=9)]
 
@@ -35,9 +36,9 @@ SAMPLING = [GREEDY, replace(GREEDY, temperature=0.9, seed=7), GREEDY, replace(GR
 @cache
 def pair(kind: str, pp: int = 1, tp: int = 1, **sizes: Any) -> tuple[MeshExecutor, MeshExecutor]:
     """A prefill and a decode machine: of a model whose head is always right, or of one whose head knows nothing."""
-    if kind == "knowing":
-        source, head = knowing_head()
-        config = SHALLOW
+    if kind in KNOWING:
+        source, head = knowing_head(KNOWING[kind])
+        config = replace(SHALLOW, layer_windows=KNOWING[kind])
     else:
         source, config = SOURCE, CONFIG
         head = ignorant_head((1, 3, *range(20, 60)) if kind == "some tokens" else None)
@@ -83,6 +84,15 @@ def test_a_head_that_knows_is_right_after_a_handoff_at_any_temperature(plain_ste
     found, drawn = answers(machines, SAMPLING, plain_steps)
     assert found == plain and drawn and set(drawn) == {1 + DRAFTS}
     assert not any(machine.recompiles() for machine in machines)
+
+
+def test_a_head_with_a_window_looks_back_no_further():
+    """It is right where its model has the same, and would be wrong of more."""
+    machines = pair("knowing, near")
+    plain, _ = answers(machines, SAMPLING, TOKENS)
+    found, drawn = answers(machines, SAMPLING, 0)
+    assert found == plain and drawn and set(drawn) == {1 + DRAFTS}
+    assert found != answers(pair("knowing"), SAMPLING, TOKENS)[0], "the window is felt"
 
 
 @pytest.mark.parametrize("kind", ["all tokens", "some tokens"])

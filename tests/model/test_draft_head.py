@@ -34,6 +34,27 @@ def test_a_published_head_has_no_norm_before_its_layer_and_perhaps_tokens_of_its
 
 
 @pytest.mark.parametrize(
+    ("said", "windows"),
+    [
+        ({"sliding_window": 5}, (5,)),
+        ({"sliding_window": None}, ()),
+        ({"sliding_window": 5, "use_sliding_window": False}, ()),
+    ],
+)
+def test_a_heads_window_counts_whatever_its_family(tmp_path: Path, said: dict[str, Any], windows: tuple[int, ...]):
+    config = config_json(replace(CONFIG, num_layers=1), "float32")
+    write_json(folder(tmp_path) / "config.json", config | said)
+    assert read_head(tmp_path, CONFIG, "here").layer.layer_windows == windows
+
+
+def test_a_window_that_is_no_number_of_tokens_is_refused(tmp_path: Path):
+    config = config_json(replace(CONFIG, num_layers=1), "float32")
+    write_json(folder(tmp_path) / "config.json", config | {"sliding_window": "wide"})
+    with pytest.raises(ConfigError, match="sliding_window = 'wide' is no number of tokens"):
+        read_head(tmp_path, CONFIG, "here")
+
+
+@pytest.mark.parametrize(
     "name, other", [("hidden_size", 64), ("vocab_size", 98), ("num_kv_heads", 4), ("head_dim", 16)]
 )
 def test_another_models_head_is_refused_with_both_numbers(tmp_path: Path, name: str, other: int):

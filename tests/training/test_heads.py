@@ -44,6 +44,7 @@ def test_a_head_learns_what_its_model_wrote_and_goes_on_where_it_was_interrupted
     export_head(run)
     found = read_head(tmp_path / "head", read_model(folder), "here")
     assert found.tokens == run.config.tokens and found.num_tokens == 20 and found.norm and found.input_norm
+    assert found.layer.layer_windows == (24,), "as far back as it ever saw"
     resumed = open_head_run(settings, rate, target, parts)
     assert resumed.step == 8 and judge(resumed) == judge(run)
 
