@@ -25,12 +25,11 @@ from jdisagg.policy.program_times import ProgramTimes
 SPARE = 1.0  # plain steps that a trial leaves in the account for drafts that are thought to pay
 REFRESH = 64  # drafts in a row, after which it is seen what a plain step takes now
 REFRESH_OF_FEW = 4  # so, for each plain step that is known; turns count as so many of both
-REST = (
-    4  # tokens of a row for which nothing is weighed after nothing was found to pay; every fifth meets all microbatches
-)
+REST = 4  # tokens of a row for which nothing is weighed after nothing was found to pay; a fifth meets all microbatches
 LOOKED_AT = 16  # sequences whose drafts are weighed for one step: some of many, in turns
 GUESSED, MEASURED = 0.25, 0.5  # of how much longer drafts are thought to take, or took: it may be as little by now
 MARGIN = 0.03  # of a step with drafts, that it must gain: as much may be lost by what is not known
+TICK_S = 1e-9  # that a step takes at least: a clock may stand still meanwhile, as an explored one does
 HOPE = 0.5  # of a model's tokens that were not right lately: so many may be by now
 
 
@@ -229,7 +228,7 @@ class StepsInFlight:
     def ended(self, step_id: int, now_s: float) -> tuple[Dispatched, float]:
         """And its seconds."""
         step = self._running.pop(step_id)
-        seconds = now_s - max(step.began_s, self._last_done_s)
+        seconds = max(TICK_S, now_s - max(step.began_s, self._last_done_s))
         self._last_done_s, self.took = now_s, 0.0
         return step, seconds
 

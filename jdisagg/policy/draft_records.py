@@ -23,6 +23,7 @@ LATE = 1.0  # plain steps by which a sequence that is later than another counts 
 DOUBTED = 30.0  # tokens of drafts, by which what was thought of them is known to have been right
 FADE_OF_STEPS = 0.98  # of what was thought and of what came, with each step
 AHEAD = -1.0  # and at least so late does one count that drafts have brought forward
+MOST_LATE = 32.0  # and at most, whatever happened to it: an exponential soon knows no number
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class DraftRecords:
         """It is later now by so many plain steps."""
         record = self._records.get(sequence.owner)
         if record is not None:
-            record.lateness = max(AHEAD, record.lateness + steps)
+            record.lateness = min(max(AHEAD, record.lateness + steps), MOST_LATE)
 
     def forget(self, sequence: DecodeSequence) -> None:
         """It is over: what it drew last is still learnt of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.draft_account import SHARE, START
 from jdisagg.policy.draft_choice import REFRESH, REST, DraftChoice
-from jdisagg.policy.draft_records import Acceptance, expected_tokens
+from jdisagg.policy.draft_records import Acceptance, DraftRecords, expected_tokens
 from jdisagg.policy.program_times import ProgramTimes
 
 TABLE = 4
@@ -278,6 +279,25 @@ def test_a_machine_that_was_busy_while_the_first_plain_steps_ran_is_not_believed
         choice.times.learn(0, TABLE, 15 * PLAIN_S)
     took_s, off_s, drafted = run(choice, 1, 400, 1.2 * PLAIN_S, lambda _: 0)
     assert took_s <= 1.03 * off_s + 8 * PLAIN_S and drafted < 40
+
+
+@pytest.mark.parametrize("noises", [(0.0,), (0.0, 1e6)])
+def test_a_clock_that_stands_still_or_leaps_ends_no_worker(noises: tuple[float, ...]):
+    """What takes no time may be drafted or not; it is the next step that must be chosen."""
+    leaps = itertools.cycle(noises)
+    for by_ngrams in (False, True):
+        _, _, drafted = run(
+            DraftChoice((1, 3), by_ngrams=by_ngrams), 3, 400, 1.6 * PLAIN_S, lambda _: 0, noise=lambda: next(leaps)
+        )
+        assert drafted < 400
+
+
+def test_a_stream_that_drafts_made_later_for_hours_still_has_a_weight():
+    records, late = DraftRecords(3, by_ngrams=False), seat()
+    records.rate(late)
+    for _ in range(10_000):
+        records.delay(late, 1.0)
+    assert 1.0 < records.weight(late) < math.inf
 
 
 def test_one_time_of_a_program_that_was_the_machines_doing_is_believed_less_and_less():
