@@ -165,6 +165,15 @@ async def settled(stack: Stack) -> dict[str, float]:
     return left
 
 
+def kept_too_many(role: str, before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+    """In words: what a process has more of than when it was ready, and than it may have of its own."""
+    found = []
+    for name, own in OWN.items():
+        most, left = max(before[f"{role} {name}"], own), after[f"{role} {name}"]
+        found += [f"{role} has {left:g} {name} and had {most:g}"] if left > most else []
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """All that was seen."""
@@ -195,9 +204,7 @@ class Found:
         if self.after["recompiles"]:
             wrong.append(f"{self.after['recompiles']:g} programs were compiled meanwhile")
         for role in self.complaints:
-            for name in ("descriptors", "threads"):
-                most, left = max(self.before[f"{role} {name}"], OWN[name]), self.after[f"{role} {name}"]
-                wrong += [f"{role} has {left:g} {name} and had {most:g}"] if left > most else []
+            wrong += kept_too_many(role, self.before, self.after)
         return wrong + self.risen()
 
     def risen(self) -> list[str]:
@@ -253,7 +260,7 @@ async def run(console: Console, folder: Path) -> Found:
         took_s = await soak(stack, book, samples, console)
         left = await settled(stack)
         await gone(stack)
-        after = soak_watch.metrics(stack.url) | soak_watch.watched(stack.url, stack.pids, time.monotonic())
+        after = await rested(stack, before)
         return Found(before, samples, after, left, stack.complaints(), book, took_s)
     finally:
         for each in stack.running.values():
@@ -266,6 +273,16 @@ async def gone(stack: Stack) -> None:
     while time.monotonic() < end_s:
         if (await asyncio.to_thread(soak_watch.metrics, stack.url))["http_connections"] <= 2:
             return
+        await asyncio.sleep(1.0)
+
+
+async def rested(stack: Stack, before: Mapping[str, float]) -> dict[str, float]:
+    """What there is of everything when threads that only waited for work have ended, or the time for it is over."""
+    end_s = time.monotonic() + SETTLE_S
+    while True:
+        seen = soak_watch.metrics(stack.url) | soak_watch.watched(stack.url, stack.pids, time.monotonic())
+        if time.monotonic() > end_s or not any(kept_too_many(role, before, seen) for role in stack.pids):
+            return seen
         await asyncio.sleep(1.0)
 
 

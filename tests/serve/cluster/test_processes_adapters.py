@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,14 @@ SIZES = {
     "table_buckets": "512",
 }
 ASKED = {"prompt": "def area(width, height):\n", "temperature": 0, "max_tokens": 200, "ignore_eos": True, "logprobs": 1}
+
+
+@pytest.fixture
+def grouped(tmp_path: Path, compiled: Path) -> Iterator[Cluster]:
+    """Its own: the other's router has its port still."""
+    cluster = Cluster(tmp_path, compiled, "prefill:tp1,decode:tp2")
+    yield cluster
+    cluster.stop()
 
 
 def start(cluster: Cluster, role: str) -> Process:
@@ -64,26 +73,26 @@ def test_answers_of_adapters_outlive_their_decode_process(cluster: Cluster, pool
 
 
 @pytest.mark.timeout(900)  # four processes start at once
-def test_every_process_of_a_group_adds_the_adapters_that_rows_ask_for(cluster: Cluster, pool, tmp_path: Path):
+def test_every_process_of_a_group_adds_the_adapters_that_rows_ask_for(grouped: Cluster, pool, tmp_path: Path):
     """One is loaded while they run; rows of adapters and of none in one step say what each says alone elsewhere."""
-    model, cluster.mesh = read_model(EMBEDDED_MODEL), "prefill:tp1,decode:tp2"
-    private(cluster.folder / "keys", f"admin {KEY}\n")
+    model = read_model(EMBEDDED_MODEL)
+    private(grouped.folder / "keys", f"admin {KEY}\n")
     room = ("--enable_lora", "--max_loras=2", "--table_buckets=512")
-    prefill = [start(cluster, role) for role in ("router", "prefill")][1]
-    group = cluster.start_group("decode", *room)
-    until(lambda: status(f"{cluster.url}/ready") == 200, "a router that is ready")
-    cluster.await_workers(prefill, group[0])
+    prefill = [start(grouped, role) for role in ("router", "prefill")][1]
+    group = grouped.start_group("decode", *room)
+    until(lambda: status(f"{grouped.url}/ready") == 200, "a router that is ready")
+    grouped.await_workers(prefill, group[0])
     for seed, name in enumerate(("sql", "tales")):
-        load(cluster, name, write_adapter(tmp_path / name, model, seed, strength=0.5))
+        load(grouped, name, write_adapter(tmp_path / name, model, seed, strength=0.5))
     names = ("sql", None, "tales")
     bodies = [{**ASKED, "max_tokens": 24, "model": name or "embedded"} for name in names]
-    together = [answer.result() for answer in [cluster.begin(pool, pieces=0, **body) for body in bodies]]
+    together = [answer.result() for answer in [grouped.begin(pool, pieces=0, **body) for body in bodies]]
     assert [told.error for told in together] == [None] * 3
     asked = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=1)
     folders = ",".join(f"{name}={tmp_path / name}" for name in names if name)
-    with LLM(mesh=cluster.mesh, lora=folders, compile_cache_dir=str(cluster.cache), **SIZES) as one:
+    with LLM(mesh=grouped.mesh, lora=folders, compile_cache_dir=str(grouped.cache), **SIZES) as one:
         found = [name and one.adapter(name) for name in names]
         alone = [one.generate(str(ASKED["prompt"]), replace(asked, adapter=adapter)) for adapter in found]
     assert [told.text for told in together] == [each.text for each in alone]
     assert len({told.text for told in together}) == 3
-    assert sum(value for _, value in cluster.samples("recompiles_total")) == 0
+    assert sum(value for _, value in grouped.samples("recompiles_total")) == 0
