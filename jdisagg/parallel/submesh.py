@@ -49,6 +49,12 @@ class Submesh:
     def sharding(self, spec: PartitionSpec) -> Sharding:
         return SingleDeviceSharding(self.devices[0]) if self.tp == 1 else NamedSharding(self.mesh, spec)
 
+    @property
+    def _target(self) -> Any:
+        """Where `jax.device_put` brings what is whole on every shard; of one device it is the device itself, which
+        takes the host less than half as long as the sharding that says the same."""
+        return self.devices[0] if self.tp == 1 else self.whole
+
     @cached_property
     def local_devices(self) -> tuple[Device, ...]:
         """Those of this process, in shard order."""
@@ -66,7 +72,7 @@ class Submesh:
     def put(self, arrays: Any) -> Any:
         """Host arrays (a pytree), the same in all processes, to every shard. An aligned numpy buffer may be adopted:
         never write to it again."""
-        return jax.tree.map(self._put_here, arrays) if self.spans_processes else jax.device_put(arrays, self.whole)
+        return jax.tree.map(self._put_here, arrays) if self.spans_processes else jax.device_put(arrays, self._target)
 
     def _put_here(self, array: Any) -> jax.Array:
         return self._whole_of(array, [array] * len(self.local_devices))
@@ -82,7 +88,7 @@ class Submesh:
             return array
         if self.spans_processes:
             return self._whole_of(array, [shard.data for shard in array.addressable_shards])
-        return jax.device_put(array, self.whole)
+        return jax.device_put(array, self._target)
 
     def spread(self, array: jax.Array) -> jax.Array:
         """An array of one device of this process, anywhere, to every shard here; returns at once."""

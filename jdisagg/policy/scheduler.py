@@ -123,8 +123,8 @@ class Scheduler:
             if sequence.drained:
                 self.decode_side.drain(sequence)
         self._steady.pop(rows.microbatch, None)
-        alone = chunks is None and not self.decode_side.ahead.used
-        if alone and len(sequences) == len(seats) and (steady := steady_rows(rows, step, self._moment, self.config)):
+        whole = chunks is None and len(sequences) == len(seats)
+        if whole and (steady := steady_rows(rows, step, self._moment, self.config)):
             self._steady[rows.microbatch] = steady
 
     def _repeat(self, steady: SteadyRows, now_s: float) -> bool:
