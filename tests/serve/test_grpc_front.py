@@ -22,16 +22,14 @@ from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest, DecodeResponse, HealthCheckRequest
 from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
 from jdisagg.serve.grpc.server import create_grpc_server
-from jdisagg.serve.service import Rejected
+from jdisagg.serve.service import Rejected, Service
 from tests.serve.scripted import ScriptedService, end, tokens
 
 TEXT = "Grüße, 世界"
 
 
 @asynccontextmanager
-async def channel_to(
-    service: ScriptedService, settings: FrontSettings | None = None
-) -> AsyncIterator[grpc.aio.Channel]:
+async def channel_to(service: Service, settings: FrontSettings | None = None) -> AsyncIterator[grpc.aio.Channel]:
     server = create_grpc_server(service, settings)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any, NoReturn
 
-import grpc
-import grpc.aio
 from starlette.types import ASGIApp
 
 from jdisagg.serve.grpc.calls import Call, metadata, write
+from jdisagg.serve.grpc.codes import code_of
 from jdisagg.serve.grpc.inference_pb2 import DESCRIPTOR, Body
 from jdisagg.serve.grpc.inference_pb2_grpc import InferenceServicer
 from jdisagg.serve.http.inside import messages
@@ -20,15 +19,6 @@ NAME = DESCRIPTOR.services_by_name["Inference"].full_name
 PASSED = ("authorization", "x-request-id", "traceparent")  # metadata that are headers there
 TOLD = ("x-request-id", "traceresponse", "x-prefill-instance-id", "x-decode-instance-id")  # so, of the answer
 DATA, DONE, EVENT_END = b"data: ", b"[DONE]", b"\n\n"
-STATUS = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
 
 
 class Inference(InferenceServicer):
@@ -63,6 +53,7 @@ class Inference(InferenceServicer):
         headers = [(name.encode(), value.encode()) for name, value in given if value]
         client = context.peer().rpartition(":")[0]
         status, told, rest = 500, dict[str, str](), b""
+        failed: tuple[int, dict[str, Any]] | None = None
         async with aclosing(messages(self._app, path, request.json.encode(), headers, client)) as sent:
             async for message in sent:
                 if message["type"] == "http.response.start":
@@ -71,13 +62,15 @@ class Inference(InferenceServicer):
                     if status == 200:
                         await context.send_initial_metadata(tuple((n, told[n]) for n in TOLD if n in told))
                     continue
-                rest += message.get("body", b"")
+                rest, failed = rest + message.get("body", b""), message.get("failed", failed)
                 if told.get("content-type", "").startswith("text/event-stream"):
                     *whole, rest = rest.split(EVENT_END)
                     for each in _data(whole):
                         await write(context, Body(json=each), self._timeout_s)
         if status != 200:
-            await _abort(context, status, told, rest)
+            await _abort(context, status, told, json.loads(rest))
+        if failed is not None:
+            await _abort(context, failed[0], told, failed[1])
         if rest:
             await write(context, Body(json=rest.decode()), self._timeout_s)
 
@@ -90,7 +83,6 @@ def _data(events: list[bytes]) -> Iterator[str]:
             yield data.decode()
 
 
-async def _abort(context: Call, status: int, told: dict[str, str], body: bytes) -> NoReturn:
-    error: dict[str, Any] = json.loads(body)["error"]
+async def _abort(context: Call, status: int, told: dict[str, str], body: dict[str, Any]) -> NoReturn:
     after = tuple((name, told[name]) for name in ("retry-after", "x-request-id") if name in told)
-    await context.abort(STATUS.get(status, grpc.StatusCode.INTERNAL), error["message"], after)
+    await context.abort(code_of(status), body["error"]["message"], after)

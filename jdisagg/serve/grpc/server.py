@@ -16,13 +16,14 @@ from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
 from jdisagg.core.errors import JdisaggError, RequestError
-from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
+from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.core.traceparent import parse_traceparent, span_id_of
 from jdisagg.serve import offload
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.generation import AnswerFailed, answers, check_work, failure_of
+from jdisagg.serve.generation import answers, check_work, failure_of
 from jdisagg.serve.grpc.calls import Call, metadata, write
+from jdisagg.serve.grpc.codes import code_for
 from jdisagg.serve.grpc.health import HealthOfService
 from jdisagg.serve.grpc.inference import NAME as INFERENCE
 from jdisagg.serve.grpc.inference import Inference
@@ -37,22 +38,12 @@ from jdisagg.serve.grpc.jetstream_pb2 import (
 from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorServicer, add_OrchestratorServicer_to_server
 from jdisagg.serve.http.app import create_app
 from jdisagg.serve.sampling import choice_seed, fold_seed, sampling_params
-from jdisagg.serve.service import Draining, Rejected, Service
+from jdisagg.serve.service import Rejected, Service
 from jdisagg.serve.text import TextOptions
 
 MAX_SAMPLES = 128
 NAME = DESCRIPTOR.services_by_name["Orchestrator"].full_name
 Sample = DecodeResponse.StreamContent.Sample
-
-STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
-    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (Rejected, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Draining, grpc.StatusCode.UNAVAILABLE),
-)
-FAILED_STATUS = {
-    FinishReason.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
-    FinishReason.ABORT: grpc.StatusCode.UNAVAILABLE,
-}
 
 
 def create_grpc_server(
@@ -197,8 +188,5 @@ def _response(index: int, count: int, text: str, token_ids: Sequence[int]) -> De
 
 
 async def _abort(context: Call, error: JdisaggError) -> NoReturn:
-    code = next((code for kind, code in STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    if isinstance(error, AnswerFailed):
-        code = FAILED_STATUS.get(error.finish.reason, grpc.StatusCode.INTERNAL)
     after = (("retry-after", f"{error.retry_after_s:.3f}"),) if isinstance(error, Rejected) else ()
-    await context.abort(code, str(error), after)
+    await context.abort(code_for(error), str(error), after)

@@ -16,7 +16,7 @@ from jdisagg.core.events import Finish
 from jdisagg.serve.clients import Clients
 from jdisagg.serve.front_settings import FrontSettings
 from jdisagg.serve.generation import AnswerFailed, Batch, answers, failure_of
-from jdisagg.serve.http.errors import allowance_headers
+from jdisagg.serve.http.errors import allowance_headers, describe
 from jdisagg.serve.http.jobs import Job
 from jdisagg.serve.offload import dump_slowly
 from jdisagg.serve.service import Service
@@ -133,8 +133,10 @@ class Generation(Response):
             if not isinstance(error, JdisaggError):
                 log.exception("an answer broke off after its first byte")
             failure = error
-        tail = renderer.closing() if failure is None else renderer.broken(failure)
-        await send({"type": "http.response.body", "body": tail})
+        if failure is None:
+            await send({"type": "http.response.body", "body": renderer.closing()})
+        else:  # what failed is an event alone for clients of HTTP, and a status too for those within (`serve/grpc`)
+            await send({"type": "http.response.body", "body": renderer.broken(failure), "failed": describe(failure)})
 
 
 async def _until_gone(receive: Receive) -> None:

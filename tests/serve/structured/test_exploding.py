@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.error
@@ -10,13 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from benchmarks.exploding import AMBIGUITY, exploding
 from jdisagg import LLM
 from jdisagg.serve.front_settings import FrontSettings
+from jdisagg.serve.grpc.inference_pb2_grpc import InferenceStub
 from jdisagg.serve.http.app import create_app
 from tests.serve.live_http import eventually, serving
+from tests.serve.test_grpc_front import channel_to
+from tests.serve.test_grpc_inference import posted
 
 PLAIN = {"prompt": "def area(", "max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
 HALF_WAY = {"prompt": "x", "max_tokens": 150, "structured_outputs": {"grammar": AMBIGUITY}, "logit_bias": {"68": 50}}
@@ -88,6 +94,21 @@ def test_an_answer_whose_grammar_explodes_half_way_ends_with_its_reason_and_give
     assert status == 200 and any(event.startswith('data: {"error"') and "grammar_limit" in event for event in events)
     assert ask(url, **PLAIN)[0] == 200
     eventually(lambda: used_pages(llm) == [0.0, 0.0])
+
+
+@pytest.mark.slow
+def test_by_grpc_it_ends_as_an_invalid_argument_with_the_same_reason_streamed_or_not(live: tuple[str, LLM]):
+    _, llm = live
+
+    async def test() -> None:
+        async with channel_to(llm.service) as channel:
+            for streamed in (False, True):
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    await posted(InferenceStub(channel).Complete, {**HALF_WAY, "stream": streamed})
+                assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "the answer's grammar went over its limits after" in str(ended.value.details())
+
+    asyncio.run(test())
 
 
 def used_pages(llm: LLM) -> list[float]:
