@@ -1,12 +1,15 @@
 """The kernels against their floors and their peers, on the device at hand.
 
     python -m benchmarks.kernels --output=benchmarks/results/kernels_cpu.json
+    python -m benchmarks.kernels --suite=latents --output=latents.json
     python -m benchmarks.kernels --suite=tiny --rounds=1
 
 The floor of a memory-bound operation is its bytes over the speed of a copy measured beside it, that of prefill
 attention its products over the speed of a square product; decode on a CPU is held against copying the very pages it
 reads. `share` is floor over best time: 1 is as fast as the device goes, and a target says how near we mean to come.
-Best is the least time of all rounds, what a quiet machine gives; the median says how noisy this one was.
+Best is the least time of all rounds, what a quiet machine gives; the median says how noisy this one was. A case that
+fails, or for which no time is left of --limit_s, is named, ends no other, and makes the exit code 1; what was measured
+is written case by case.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, report
-from benchmarks.kernels_cases import Case, accelerator_cases, cpu_cases, tiny_cases
-from benchmarks.kernels_ours import Contest, Sizes, contest_of, copy_floor, matmul_floor
+from benchmarks.kernels_cases import SUITES, Case, accelerator_cases, cpu_cases
+from benchmarks.kernels_contests import contest_of
+from benchmarks.kernels_floors import Contest, Sizes, copy_floor, matmul_floor
 from benchmarks.kernels_peers import Ground, fastest, peers_of
 from benchmarks.kernels_timing import race
 
@@ -72,22 +76,35 @@ def measure_peers(contest: Contest, sizes: Sizes, platform: str, rounds: int) ->
             peer = maker(ground)
             found[name] = "does not run this" if peer is None else race([peer], rounds)[0].best_s * 1e3
         except (ImportError, ValueError, TypeError, NotImplementedError, AssertionError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
+            found[name] = named(error)
     return found
 
 
-def measure_all(cases: Sequence[Case], sizes: Sizes, platform: str, rounds: int, console: Console) -> list[Row]:
-    rows = []
-    for number, case in enumerate(cases, 1):
+@dataclass
+class Measured:
+    """What became of the cases, told and written as they go."""
+
+    rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, sizes: Sizes, platform: str, rounds: int) -> str:
+        """Measures one, and says what came of it."""
         began = time.perf_counter()
-        rows.append(measure(case, sizes, platform, rounds))
-        row, took_s = rows[-1], time.perf_counter() - began
-        console.print(
-            f"{number}/{len(cases)} {case.operation} {case.shape}, pages of {case.page_size}:"
-            f" {row.best_ms:.3f} ms, {row.share:.0%} of the floor's speed {row.verdict} ({took_s:.0f} s)",
-            highlight=False,
+        try:
+            row = measure(case, sizes, platform, rounds)
+        except Exception as error:  # of a compiler, a device out of memory, a kernel: whatever it is, others go on
+            self.failed.append(f"{case.label}: {named(error)}")
+            return f"{case.label} FAILED: {named(error)}"
+        self.rows.append(row)
+        took_s = time.perf_counter() - began
+        return (
+            f"{case.label}: {row.best_ms:.3f} ms, {row.share:.0%} of the floor's speed {row.verdict} ({took_s:.0f} s)"
         )
-    return rows
+
+
+def named(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:
@@ -115,22 +132,23 @@ def rates_of(sizes: Sizes, rounds: int) -> dict[str, Any]:
     }
 
 
-def record_of(rows: Sequence[Row], rates: dict[str, Any], platform: str) -> dict[str, Any]:
+def record_of(measured: Measured, rates: dict[str, Any], platform: str) -> dict[str, Any]:
     """The JSON of one run."""
     device = jax.devices()[0]
     name = machine.processor() if platform == "cpu" else device.device_kind
     return machine.described() | {
         "device": {"platform": platform, "name": name, "count": jax.device_count()},
         "rates": rates,
-        "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
+        "rows": [asdict(row) | {"verdict": row.verdict} for row in measured.rows],
+        "failed": measured.failed,
     }
 
 
 def chosen(suite: str, only: str, platform: str) -> list[Case]:
     """Raises ValueError where nothing is left."""
     whole = cpu_cases if platform == "cpu" else accelerator_cases
-    cases = tiny_cases() if suite == "tiny" else whole()
-    left = [case for case in cases if re.search(only, f"{case.operation} {case.shape}, pages of {case.page_size}")]
+    cases = SUITES.get(suite, whole)()
+    left = [case for case in cases if re.search(only, case.label)]
     if not left:
         raise ValueError(f"--only={only!r} fits none of the {len(cases)} cases")
     return left
@@ -141,8 +159,14 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--output", default="", help="JSON file for the rows, the device and the versions")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each contestant")
-    parser.add_argument("--suite", choices=("device", "tiny"), default="device", help="the device's cases, or a test's")
+    parser.add_argument(
+        "--suite",
+        choices=("device", *SUITES),
+        default="device",
+        help="the device's cases, more of an accelerator's, or a test's",
+    )
     parser.add_argument("--only", default="", help="cases that this regular expression is found in")
+    parser.add_argument("--limit_s", type=float, default=float("inf"), help="no case begins later than this")
     parser.add_argument("--no_peers", action="store_true", help="our kernels alone")
     return parser.parse_args(argv)
 
@@ -165,11 +189,26 @@ def main(argv: Sequence[str]) -> int:
         f" {rates['dtype']} products {rates['matmul_flops_per_s'] / 1e12:,.2f} TFLOP/s",
         highlight=False,
     )
-    rows = measure_all(cases, sizes, platform, options.rounds, console)
-    console.print(table_of(rows, f"{jax.devices()[0].device_kind}, {jax.numpy.dtype(sizes.dtype).name}"))
-    if options.output:
-        report.write_json(options.output, record_of(rows, rates, platform))
-    return 0
+    measured = measure_all(cases, sizes, rates, options, console)
+    console.print(table_of(measured.rows, f"{jax.devices()[0].device_kind}, {jax.numpy.dtype(sizes.dtype).name}"))
+    for each in measured.failed:
+        print(f"benchmarks.kernels: failed: {each}", file=sys.stderr)
+    return 1 if measured.failed else 0
+
+
+def measure_all(
+    cases: Sequence[Case], sizes: Sizes, rates: dict[str, Any], options: argparse.Namespace, console: Console
+) -> Measured:
+    measured, platform, began = Measured(), jax.default_backend(), time.perf_counter()
+    for number, case in enumerate(cases, 1):
+        if time.perf_counter() - began > options.limit_s:
+            measured.failed.append(f"{case.label}: no time left of {options.limit_s:g} s")
+            continue
+        told = measured.add(case, sizes, platform, options.rounds)
+        console.print(f"{number}/{len(cases)} {told}", highlight=False)
+        if options.output:
+            report.write_json(options.output, record_of(measured, rates, platform))
+    return measured
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 WIRES = ("raw", "int8", "fp8", "int4")
 
@@ -17,7 +19,12 @@ class Heads:
         return f"{self.query}/{self.kv} heads x {self.size}"
 
 
+NO_HEADS = Heads(0, 0, 0)
 LLAMA_8B = Heads(32, 8, 128)
+DEEPSEEK_V3 = Heads(128, 1, 576)  # as its latents are read, absorbed
+DEEPSEEK_V3_TP8 = Heads(16, 1, 576)
+LATENT_VALUES = 512
+QUANTISED = ("int8", "fp8")
 LAPTOP = Heads(8, 4, 64)  # as in the embedded and the small benchmark models
 
 
@@ -25,7 +32,7 @@ LAPTOP = Heads(8, 4, 64)  # as in the embedded and the small benchmark models
 class Case:
     """One operation on one shape. `target` is the share of its floor's speed that it is to reach."""
 
-    operation: str  # paged_attention, prefill_attention, write_kv_pages, pack_kv_pages, unpack_kv_pages
+    operation: str  # an operation of pallas_kernels, or product: a layer's own, jdisagg.model.products
     name: str
     heads: Heads
     page_size: int = 32
@@ -35,6 +42,11 @@ class Case:
     tokens: int = 0  # write: rows; pack and unpack: tokens of all their pages
     layers: int = 1  # pack and unpack: of the group
     wire: str = "raw"
+    pool: str = ""  # attention: what pages are quantised to
+    value_size: int = 0  # attention to latents: numbers of a row that are V as well
+    drafted: int = 1  # decode: rows of each slot, a token and what is guessed to follow it
+    weights: str = ""  # product: what the matrix holds
+    matrix: tuple[int, ...] = ()  # product: inputs, outputs; grouped_product: experts before them
     target: float | None = None
     headline: bool = False  # stands in docs/measurements.md
     with_peers: bool = True
@@ -42,16 +54,28 @@ class Case:
     @property
     def shape(self) -> str:
         """For people."""
-        wire = f", {self.wire}" if self.operation in ("pack_kv_pages", "unpack_kv_pages") else ""
-        return f"{self.name}{wire}, {self.heads}"
+        if self.matrix:
+            return f"{self.name}, {' x '.join(f'{side:,}' for side in self.matrix)}, {self.weights}"
+        told = [self.name]
+        told += [self.wire] if self.operation in ("pack_kv_pages", "unpack_kv_pages") else []
+        told += [f"{self.drafted} rows each"] if self.drafted > 1 else []
+        told += [f"{self.pool} pages"] if self.pool else []
+        heads = f"{self.heads.query} heads over latents of {self.heads.size}" if self.value_size else str(self.heads)
+        return ", ".join([*told, heads])
+
+    @property
+    def label(self) -> str:
+        """By which a pattern picks it."""
+        pages = "" if self.matrix else f", pages of {self.page_size}"
+        return f"{self.operation} {self.shape}{pages}"
 
 
-def decode(batch: int, tokens: int, heads: Heads, **rest: object) -> Case:
+def decode(batch: int, tokens: int, heads: Heads, **rest: Any) -> Case:
     """`batch` slots of `tokens` each."""
     return replace(Case("paged_attention", f"{batch} slots x {tokens:,} tokens", heads, held=(tokens,) * batch), **rest)
 
 
-def prefill(name: str, packed: list[tuple[int, int]], heads: Heads, **rest: object) -> Case:
+def prefill(name: str, packed: list[tuple[int, int]], heads: Heads, **rest: Any) -> Case:
     """`packed` are (rows, tokens held) of each sequence."""
     rows, held = zip(*packed, strict=True)
     return replace(Case("prefill_attention", name, heads, rows=rows, held=held), **rest)
@@ -97,6 +121,75 @@ def accelerator_cases() -> list[Case]:
     return cases
 
 
+def latent_cases() -> list[Case]:
+    """DeepSeek-V3's attention, whole and an eighth of its heads, over pages of latents."""
+    latents: dict[str, Any] = {"value_size": LATENT_VALUES, "page_size": 64, "with_peers": False}
+    decoded = ((8, 4096), (64, 4096), (1, 32768))
+    cases = [
+        decode(batch, tokens, DEEPSEEK_V3_TP8, target=decode_target(batch, tokens), headline=batch == 64, **latents)
+        for batch, tokens in decoded
+    ]
+    cases += [decode(64, 4096, DEEPSEEK_V3, headline=True, **latents)]
+    cases += [decode(64, 4096, DEEPSEEK_V3_TP8, drafted=4, target=0.85, **latents)]
+    cases += [prefill("1 prompt of 4,096", [(4096, 4096)], DEEPSEEK_V3_TP8, target=0.55, headline=True, **latents)]
+    return [*cases, prefill("2,048 rows of 16,384", [(2048, 16384)], DEEPSEEK_V3_TP8, target=0.55, **latents)]
+
+
+def quantised_cases() -> list[Case]:
+    """Attention over pages of int8 and fp8, whose bytes the floor of decode counts."""
+    cases = []
+    for pool in QUANTISED:
+        quantised: dict[str, Any] = {"pool": pool, "with_peers": False}
+        cases += [
+            decode(batch, tokens, LLAMA_8B, target=decode_target(batch, tokens), headline=batch == 64, **quantised)
+            for batch, tokens in ((8, 4096), (64, 4096), (1, 32768))
+        ]
+        cases += [
+            prefill("1 prompt of 4,096", [(4096, 4096)], LLAMA_8B, target=0.55, headline=True, **quantised),
+            prefill("2,048 rows of 16,384", [(2048, 16384)], LLAMA_8B, target=0.55, **quantised),
+        ]
+    return cases
+
+
+def draft_cases() -> list[Case]:
+    """Rows of a draft: the floor reads a slot's pages once, whatever rows it has."""
+    drafted: dict[str, Any] = {"with_peers": False}
+    cases = [
+        decode(batch, 4096, LLAMA_8B, drafted=rows, target=0.85 if batch == 64 else None,
+               headline=(batch, rows) == (64, 4), **drafted)
+        for batch in (8, 64) for rows in (2, 4, 8)
+    ]  # fmt: skip
+    return cases + [decode(64, 4096, LLAMA_8B, drafted=4, pool=pool, target=0.85, **drafted) for pool in QUANTISED]
+
+
+def product_cases() -> list[Case]:
+    """A layer's products: few rows against the copy of the matrix, many against a square product in bf16, of whose
+    speed int8 and fp8 may have twice."""
+    cases = [
+        product(rows, (8192, 8192), weights, target=0.7 if rows == 64 else None, headline=rows in (64, 2048))
+        for weights in ("bfloat16", *QUANTISED) for rows in (8, 64, 2048)
+    ]  # fmt: skip
+    return cases + [
+        grouped(name, rows, matrix, target=target, headline=target is not None)
+        for name, rows, matrix, target in (
+            ("64 rows, Qwen3-30B-A3B", 64, (128, 2048, 768), None),
+            ("1,024 rows, Qwen3-30B-A3B", 1024, (128, 2048, 768), 0.7),
+            ("16,384 rows, Qwen3-30B-A3B", 16_384, (128, 2048, 768), 0.5),
+            ("16 rows, Mixtral-8x7B", 16, (8, 4096, 14_336), 0.7),
+            ("4,096 rows, Mixtral-8x7B", 4096, (8, 4096, 14_336), 0.5),
+        )
+    ]
+
+
+def product(rows: int, matrix: tuple[int, int], weights: str, **rest: Any) -> Case:
+    return Case("product", f"{rows:,} rows", NO_HEADS, 0, tokens=rows, matrix=matrix, weights=weights, **rest)
+
+
+def grouped(name: str, rows: int, matrix: tuple[int, int, int], **rest: Any) -> Case:
+    """Up and down again, by experts drawn at random."""
+    return Case("grouped_product", name, NO_HEADS, 0, tokens=rows, matrix=matrix, weights="bfloat16", **rest)
+
+
 def cpu_cases() -> list[Case]:
     """What a laptop runs. Decode is to take at most twice the time of copying its pages: half of the floor's speed."""
     cases = [
@@ -132,4 +225,26 @@ def tiny_cases() -> list[Case]:
     for operation in ("pack_kv_pages", "unpack_kv_pages"):
         whole = Case(operation, "64 tokens x 2 layers", heads, page_size=16, tokens=64, layers=2)
         cases += [replace(whole, wire=wire) for wire in ("raw", "int8")]
-    return cases
+    latents = Heads(4, 1, 80)
+    cases += [replace(each, value_size=64, with_peers=False) for each in (
+        decode(2, 64, latents, page_size=16),
+        decode(2, 64, latents, page_size=16, drafted=2),
+        prefill("1 prompt of 64", [(64, 64)], latents, page_size=16),
+    )]  # fmt: skip
+    for pool in QUANTISED:
+        cases += [
+            decode(2, 64, heads, pool=pool, with_peers=False),
+            prefill("1 prompt of 64", [(64, 64)], heads, pool=pool, with_peers=False),
+        ]
+    cases += [decode(2, 64, heads, drafted=2, with_peers=False)]
+    cases += [product(4, (64, 64), weights) for weights in ("bfloat16", *QUANTISED)]
+    return [*cases, grouped("20 rows", 20, (4, 64, 32))]
+
+
+SUITES: dict[str, Callable[[], list[Case]]] = {
+    "latents": latent_cases,
+    "quantised": quantised_cases,
+    "drafts": draft_cases,
+    "products": product_cases,
+    "tiny": tiny_cases,
+}  # beside the device's own

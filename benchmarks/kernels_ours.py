@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,84 +11,25 @@ import numpy as np
 from jax import Array
 
 from benchmarks.kernels_cases import Case
+from benchmarks.kernels_floors import (
+    Contest,
+    Held,
+    Sizes,
+    chained,
+    copy_floor,
+    layers_for,
+    matmul_floor,
+    random_block,
+    renewed,
+)
 from benchmarks.kernels_timing import Contestant
-from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
+from pallas_kernels import QuantizedPages, paged_attention, prefill_attention, quantize_pages, write_kv_pages
 from pallas_kernels.pack_kv_pages import pack_kv_pages
 from pallas_kernels.unpack_kv_pages import unpack_kv_pages
 
-OPERATIONS = 8  # of one program, one after the other, each on the next pool
-CACHE_BYTES = 256 << 20  # pools together are larger than any cache, where there is more than one operation
+QUANTISED_AS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+SCALE_BYTES = 4
 WIRE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the floors' own programs are, and the dtype of everything."""
-
-    dtype: Any
-    copy_bytes: int
-    matmul: int  # rows and columns of square matrices
-    copy_in_place: bool
-
-    @staticmethod
-    def of(platform: str, tiny: bool) -> Sizes:
-        dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
-        if tiny:
-            return Sizes(dtype, 1 << 16, 64, platform == "cpu")
-        return Sizes(dtype, 1 << 28, 1024, True) if platform == "cpu" else Sizes(dtype, 1 << 30, 8192, False)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Tokens of sequences in pools whose pages are scattered."""
-
-    pools: list[Array]
-    table: Array  # i32[B, W]
-    lengths: Array  # i32[B]
-    queries: Array  # [rows, Hq, D]
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Our operation, its floor, and what of the floor's work one operation is worth."""
-
-    case: Case
-    ours: Contestant
-    floor: Contestant
-    floor_share: float  # floor seconds of one operation = this x seconds of one floor operation
-    held: Held | None = None
-
-
-def contest_of(case: Case, sizes: Sizes, platform: str) -> Contest:
-    makers: dict[str, Callable[[Case, Sizes, str], Contest]] = {
-        "paged_attention": decode_contest,
-        "prefill_attention": prefill_contest,
-        "write_kv_pages": write_contest,
-        "pack_kv_pages": pack_contest,
-        "unpack_kv_pages": unpack_contest,
-    }
-    return makers[case.operation](case, sizes, platform)
-
-
-# ---------------------------------------------------------------- floors
-
-
-def copy_floor(sizes: Sizes, num_bytes: int) -> tuple[Contestant, float]:
-    """Reading and writing a large array; the share that `num_bytes`, read and written counted together, are of it.
-
-    In place on a CPU, where a new result would be made of pages that the system has yet to map.
-    """
-    x = jnp.ones(sizes.copy_bytes // jnp.dtype(sizes.dtype).itemsize, sizes.dtype)
-    share = num_bytes / (2 * sizes.copy_bytes)
-    if sizes.copy_in_place:
-        return renewed("copy", jax.jit(lambda x: -x, donate_argnums=0), x), share
-    return Contestant("copy", partial(jax.jit(lambda x: -x), x)), share
-
-
-def matmul_floor(sizes: Sizes, flops: float) -> tuple[Contestant, float]:
-    """A square product in `sizes.dtype`; the share that `flops` are of it."""
-    x = random_block((sizes.matmul, sizes.matmul), sizes.dtype)
-    return Contestant("matmul", partial(jax.jit(jnp.matmul), x, x)), flops / (2 * sizes.matmul**3)
 
 
 def copy_pages(pools: list[Array], into: np.ndarray, ids: np.ndarray) -> None:
@@ -103,19 +41,34 @@ def copy_pages(pools: list[Array], into: np.ndarray, ids: np.ndarray) -> None:
 # ---------------------------------------------------------------- inputs
 
 
-def random_block(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
 def make_pool(pages: int, case: Case, dtype: Any, seed: int) -> Array:
-    """[pages, Hkv, 2, page_size, D]: a random block over and over, for a large one takes long to draw."""
+    """[pages, Hkv, 2 or 1, page_size, D]: a random block over and over, for a large one takes long to draw."""
     heads, block = case.heads, min(pages, 64)
-    drawn = random_block((block, heads.kv, 2, case.page_size, heads.size), dtype, seed)
-    return jax.jit(lambda x: jnp.tile(x, (-(-pages // block), 1, 1, 1, 1))[:pages])(drawn)
+    drawn = random_block((block, heads.kv, parts_of(case), case.page_size, heads.size), dtype, seed)
+    return repeated(drawn, pages)
+
+
+def make_quantised(pages: int, case: Case, seed: int) -> QuantizedPages:
+    """The same in codes, with scales."""
+    drawn = quantize_pages(make_pool(min(pages, 64), case, jnp.float32, seed), QUANTISED_AS[case.pool])
+    return QuantizedPages(repeated(drawn.values, pages), repeated(drawn.scales, pages))
+
+
+def repeated(block: Array, pages: int) -> Array:
+    times = (-(-pages // block.shape[0]), *(1,) * (block.ndim - 1))
+    return jax.jit(lambda x: jnp.tile(x, times)[:pages])(block)
+
+
+def parts_of(case: Case) -> int:
+    """Of a page: K and V, or latents that are both."""
+    return 1 if case.value_size else 2
 
 
 def page_bytes(case: Case, dtype: Any) -> int:
-    return case.heads.kv * 2 * case.page_size * case.heads.size * jnp.dtype(dtype).itemsize
+    rows = case.heads.kv * parts_of(case) * case.page_size
+    if case.pool:
+        return rows * (case.heads.size + SCALE_BYTES)
+    return rows * case.heads.size * jnp.dtype(dtype).itemsize
 
 
 def make_held(case: Case, sizes: Sizes) -> Held:
@@ -125,32 +78,37 @@ def make_held(case: Case, sizes: Sizes) -> Held:
     for row, pages in enumerate(needed):
         table[row, :pages] = [next(order) for _ in range(pages)]
     pages = sum(needed) + 1
-    count = min(OPERATIONS, max(1, math.ceil(CACHE_BYTES / (pages * page_bytes(case, sizes.dtype)))))
-    pools = [make_pool(pages, case, sizes.dtype, seed) for seed in range(count)]
-    rows = sum(case.rows) + case.padding if case.rows else len(case.held)
+    seeds = range(layers_for(pages * page_bytes(case, sizes.dtype)))
+    pools: list[Any] = [
+        make_quantised(pages, case, seed) if case.pool else make_pool(pages, case, sizes.dtype, seed) for seed in seeds
+    ]
+    rows = sum(case.rows) + case.padding if case.rows else len(case.held) * case.drafted
     queries = random_block((rows, case.heads.query, case.heads.size), sizes.dtype)
-    return Held(pools, jnp.asarray(table), jnp.asarray(case.held, jnp.int32), queries)
+    return Held(pools, jnp.asarray(table), jnp.asarray(seen_tokens(case), jnp.int32), queries)
 
 
-def chained(attend: Callable[[Array, Any], Array], q: Array, layers: list[Any]) -> Contestant:
-    """OPERATIONS calls in one program, each asked with what the one before answered, going round `layers`."""
+def seen_tokens(case: Case) -> list[int]:
+    """By each row of a decode step; of a chunk, held by each sequence."""
+    return [tokens - case.drafted + 1 + row for tokens in case.held for row in range(case.drafted)]
 
-    @jax.jit
-    def program(q: Array, layers: list[Any]) -> Array:
-        for index in range(OPERATIONS):
-            q = attend(q, layers[index % len(layers)])
-        return q
 
-    return Contestant("pallas_kernels", partial(program, q, layers), OPERATIONS)
+def asked_next(q: Array, answer: Array) -> Array:
+    """An answer as the next operation's queries: latents answer with fewer numbers than they are asked with."""
+    left = q.shape[-1] - answer.shape[-1]
+    return jnp.concatenate([answer, q[..., -left:]], axis=-1) if left else answer
 
 
 # ---------------------------------------------------------------- contests
 
 
 def decode_contest(case: Case, sizes: Sizes, platform: str) -> Contest:
-    held = make_held(case, sizes)
-    ours = chained(lambda q, pool: paged_attention(q, pool, held.table, held.lengths), held.queries, held.pools)
-    if platform == "cpu":  # a laptop's floor is the very copy that reading in place avoids
+    held, value_size = make_held(case, sizes), case.value_size or None
+
+    def attend(q: Array, pool: Any) -> Array:
+        return asked_next(q, paged_attention(q, pool, held.table, held.lengths, value_size=value_size))
+
+    ours = chained(attend, held.queries, held.pools)
+    if platform == "cpu" and not case.pool:  # a laptop's floor is the very copy that reading in place avoids
         ids = np.asarray(held.table)[np.asarray(held.table) > 0]
         into = np.zeros((len(ids), *held.pools[0].shape[1:]), sizes.dtype)
         run = partial(copy_pages, held.pools, into, ids)
@@ -160,30 +118,22 @@ def decode_contest(case: Case, sizes: Sizes, platform: str) -> Contest:
 
 
 def prefill_flops(case: Case) -> float:
-    """Two products of 2 D for each query head and each key that a row sees."""
+    """Products with K and with V, of 2 D each, for each query head and each key that a row sees."""
     seen = sum(rows * held - rows * (rows - 1) / 2 for rows, held in zip(case.rows, case.held, strict=True))
-    return 4.0 * case.heads.size * case.heads.query * seen
+    return 2.0 * (case.heads.size + (case.value_size or case.heads.size)) * case.heads.query * seen
 
 
 def prefill_contest(case: Case, sizes: Sizes, platform: str) -> Contest:
     del platform
     held = make_held(case, sizes)
     starts = jnp.asarray(np.cumsum([0, *case.rows]), jnp.int32)
-    ours = chained(
-        lambda q, pool: prefill_attention(q, pool, held.table, held.lengths, starts), held.queries, held.pools
-    )
+    value_size = case.value_size or None
+
+    def attend(q: Array, pool: Any) -> Array:
+        return asked_next(q, prefill_attention(q, pool, held.table, held.lengths, starts, value_size=value_size))
+
+    ours = chained(attend, held.queries, held.pools)
     return Contest(case, ours, *matmul_floor(sizes, prefill_flops(case)), held)
-
-
-def renewed(name: str, program: Callable[..., Any], held: Any, *rest: Any) -> Contestant:
-    """A program that takes arrays and gives them back, updated in place: run after run on its own result."""
-    state = {"held": held}
-
-    def run() -> Any:
-        state["held"] = program(state["held"], *rest)
-        return state["held"]
-
-    return Contestant(name, run)
 
 
 def scattered_pages(case: Case) -> Array:

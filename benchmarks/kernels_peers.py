@@ -19,7 +19,9 @@ import numpy as np
 from jax import Array
 
 from benchmarks.kernels_cases import Case
-from benchmarks.kernels_ours import OPERATIONS, Held, Sizes, chained, make_layers, renewed, scattered_pages
+from benchmarks.kernels_floors import OPERATIONS, Held, Sizes, chained, renewed
+from benchmarks.kernels_ours import make_layers, scattered_pages
+from benchmarks.kernels_products import ragged_peer
 from benchmarks.kernels_timing import Contestant
 
 SHIPPED = "jax.experimental.pallas.ops.gpu."
@@ -62,6 +64,7 @@ def peers_of(case: Case) -> dict[str, Maker]:
             "torch SDPA": partial(torch_prefill, flex=False),
             "torch FlexAttention": partial(torch_prefill, flex=True),
         },
+        "grouped_product": {"jax.lax.ragged_dot": lambda ground: ragged_peer(ground.case, ground.sizes)},
         "pack_kv_pages": {"jnp gather": gather_pages} if case.wire == "raw" else {},
         "unpack_kv_pages": {"jnp scatter": scatter_pages} if case.wire == "raw" else {},
     }

@@ -56,7 +56,7 @@ def row_text(row: Mapping[str, Any]) -> str:
     target = "" if row["target"] is None else f"{row['target']:.0%}".replace("%", " %")
     share = f"{row['share']:.0%}".replace("%", " %")
     return (
-        f"| `{row['operation']}` | {row['shape']} | {row['page_size']} | {row['best_ms']:.3g} | {share}{verdict}"
+        f"| `{row['operation']}` | {row['shape']} | {row['page_size'] or ''} | {row['best_ms']:.3g} | {share}{verdict}"
         f" | {target} | {peer_text(row['peers'])} |"
     )
 
