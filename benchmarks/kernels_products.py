@@ -29,7 +29,7 @@ def product_contest(case: Case, sizes: Sizes, platform: str) -> Contest:
     seeds = range(layers_for(inputs * outputs * number_bytes))
     layers = [stored_matrix(case, sizes, form, seed) for seed in seeds]
     rows = random_block((case.tokens, inputs), sizes.dtype)
-    ours = chained(lambda x, layer: product(x, *layer, form), rows, layers)
+    ours = chained(lambda x, layer: product(x, layer[0], layer[1], form), rows, layers)
     if case.tokens <= FEW_ROWS:
         return Contest(case, ours, *copy_floor(sizes, inputs * outputs * number_bytes + 2 * rows.nbytes))
     return Contest(case, ours, *matmul_floor(sizes, 2.0 * case.tokens * inputs * outputs))
