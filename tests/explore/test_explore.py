@@ -39,9 +39,16 @@ def test_messages_may_overtake_each_other_as_they_like():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["loss", "dup", "late", "early", "restart", "flip", "burst", "fail"])
-def test_one_fault_of_any_kind_costs_no_request(fault):
-    found = whole(ONE.but(**{fault: 1}))
+@pytest.mark.parametrize(
+    ("scene", "fault"),
+    [
+        *((ONE, fault) for fault in ("loss", "dup", "restart", "flip", "burst", "fail")),
+        *((ONE_WHOLE, fault) for fault in ("late", "early")),
+        *(pytest.param(ONE, fault, marks=pytest.mark.hostile) for fault in ("late", "early")),
+    ],
+)
+def test_one_fault_of_any_kind_costs_no_request(scene, fault):
+    found = whole(scene.but(**{fault: 1}))
     assert endings(found) == {"length"}
 
 
@@ -59,9 +66,10 @@ def test_a_lost_worker_may_come_back_while_requests_old_and_new_wait():
     assert endings(found) == {"length", "timeout"}
 
 
+@pytest.mark.parametrize("scene", [ONE_WHOLE, pytest.param(ONE, marks=pytest.mark.hostile)], ids=["whole", "in parts"])
 @pytest.mark.slow
-def test_workers_that_lose_their_router_join_the_next_one_empty():
-    found = whole(ONE.but(leave=1, again=1))
+def test_workers_that_lose_their_router_join_the_next_one_empty(scene):
+    found = whole(scene.but(leave=1, again=1))
     assert endings(found) == {"length", "cut", "rejected"}
 
 
@@ -107,14 +115,19 @@ def test_a_router_that_dies_while_a_worker_changes_its_role_finds_it_as_what_it_
     assert endings(found) == {"length", "cut"}
 
 
+@pytest.mark.parametrize(
+    ("transfer", "states"),
+    [(TransferMode.WHOLE, 5_000), pytest.param(None, 20_000, marks=pytest.mark.hostile)],
+    ids=["whole", "in parts"],
+)
 @pytest.mark.slow
-def test_two_requests_fight_for_three_pages():
-    found = whole(disaggregated(2))
-    assert found.states > 20_000 and endings(found) == {"length"}
+def test_two_requests_fight_for_three_pages(transfer, states):
+    found = whole(disaggregated(2, **({"transfer": transfer} if transfer else {})))
+    assert found.states > states and endings(found) == {"length"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["loss", "restart"])
+@pytest.mark.parametrize("fault", [pytest.param("loss", marks=pytest.mark.hostile), "restart"])
 def test_two_workers_that_do_both_share_two_requests_through_a_fault(fault):
     assert endings(whole(colocated(2, 2).but(**{fault: 1}))) == {"length"}
 
@@ -127,9 +140,10 @@ def test_one_worker_that_does_both_serves_two_requests_through_a_fault(fault, al
     assert endings(whole(colocated(2, 1, num_pages=4, num_slots=2).but(**{fault: 1}))) == {"length"} | also
 
 
+@pytest.mark.parametrize("scene", [ONE_WHOLE, pytest.param(ONE, marks=pytest.mark.hostile)], ids=["whole", "in parts"])
 @pytest.mark.slow
-def test_a_lease_outlasts_a_prompt_that_takes_long_as_long_as_its_source_lives():
-    found = whole(ONE.but(slow=True))
+def test_a_lease_outlasts_a_prompt_that_takes_long_as_long_as_its_source_lives(scene):
+    found = whole(scene.but(slow=True))
     assert "length" in endings(found)
 
 
@@ -145,9 +159,10 @@ def test_rows_and_chunks_of_one_step_go_through_a_fault(fault, also):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("longest", [3, pytest.param(4, marks=pytest.mark.hostile)])
 @pytest.mark.parametrize(("fault", "also"), [("fail", {"error"}), ("cancel", {"abort"})])
-def test_rows_as_wide_as_a_draft_go_through_a_fault(fault, also):
-    requests = [request(1, max_tokens=4), request(2, max_tokens=3)]
+def test_rows_as_wide_as_a_draft_go_through_a_fault(fault, also, longest):
+    requests = [request(1, max_tokens=longest), request(2, max_tokens=longest - 1)]
     scene = colocated(2, 1, requests=requests, draft_tokens=1, **MIXED)
     assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
 
@@ -160,8 +175,9 @@ def test_rows_that_are_wide_only_where_it_pays_answer_all():
 
 
 @pytest.mark.slow
-def test_a_row_whose_tokens_are_read_one_by_one_goes_through_a_fault():
-    requests = [request(1, max_tokens=4, synchronous=True), request(2, max_tokens=3)]
+@pytest.mark.parametrize("longest", [3, pytest.param(4, marks=pytest.mark.hostile)])
+def test_a_row_whose_tokens_are_read_one_by_one_goes_through_a_fault(longest):
+    requests = [request(1, max_tokens=longest, synchronous=True), request(2, max_tokens=longest - 1)]
     assert endings(whole(colocated(2, 1, requests=requests, **MIXED).but(fail=1))) == {"length", "error"}
 
 

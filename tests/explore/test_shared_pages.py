@@ -32,13 +32,18 @@ def test_two_requests_of_one_text_share_its_pages(scene):
 
 
 @pytest.mark.slow
-def test_a_plan_that_fails_costs_no_request_that_reads_what_it_left():
-    assert endings(whole(PAIR.but(fail=1))) == {"length"}
+@pytest.mark.parametrize("scene", [BOTH, pytest.param(PAIR, marks=pytest.mark.hostile)], ids=["colocated", "pair"])
+def test_a_plan_that_fails_costs_no_request_that_reads_what_it_left(scene):
+    assert endings(whole(scene.but(fail=1))) == {"length"}
 
 
 @pytest.mark.parametrize(
     ("fault", "also"),
-    [("cancel", {"abort"}), *(pytest.param(fault, set(), marks=pytest.mark.slow) for fault in ("fail", "loss"))],
+    [
+        ("cancel", {"abort"}),
+        pytest.param("fail", set(), marks=pytest.mark.slow),
+        pytest.param("loss", set(), marks=pytest.mark.hostile),
+    ],
 )
 def test_a_fault_of_one_takes_no_page_from_the_others(fault, also):
     assert endings(whole(THREE.but(**{fault: 1}))) == {"length"} | also
@@ -48,8 +53,9 @@ def test_a_fault_of_one_takes_no_page_from_the_others(fault, also):
     ("scene", "fault"),
     [
         (BOTH, "restart"),
-        *(pytest.param(BOTH, fault, marks=pytest.mark.slow) for fault in ("loss", "dup", "late")),
-        pytest.param(PAIR, "", marks=pytest.mark.slow),
+        *(pytest.param(BOTH, fault, marks=pytest.mark.slow) for fault in ("loss", "dup")),
+        pytest.param(BOTH, "late", marks=pytest.mark.hostile),
+        pytest.param(PAIR, "", marks=pytest.mark.hostile),
     ],
 )
 def test_what_the_router_misses_of_its_workers_caches_costs_no_request_and_no_token(scene, fault):
