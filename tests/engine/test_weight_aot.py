@@ -10,8 +10,17 @@ CASES = [("v5e:2x2", "int8"), ("v6e:2x2", "int8"), ("h100:2", "fp8")]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_kept_programs")]
 
 
-@pytest.mark.parametrize(("role", "kind"), [(Role.DECODE, "decode"), (Role.PREFILL, "prefill")])
-@pytest.mark.parametrize(("target", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("target", "dtype", "role", "kind"),
+    [
+        (*CASES[0], Role.DECODE, "decode"),
+        (*CASES[1], Role.PREFILL, "prefill"),
+        (*CASES[2], Role.DECODE, "decode"),
+        (*CASES[2], Role.PREFILL, "prefill"),
+        pytest.param(*CASES[0], Role.PREFILL, "prefill", marks=pytest.mark.hostile),
+        pytest.param(*CASES[1], Role.DECODE, "decode", marks=pytest.mark.hostile),
+    ],
+)
 def test_scaled_weights_are_half_of_full_ones_and_compile_in_place(target: str, dtype: str, role: Role, kind: str):
     """Of one layer of Llama 3 8B on two shards; a product that made wide copies of its matrix would show in temp."""
     full, scaled = (
