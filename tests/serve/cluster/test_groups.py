@@ -110,14 +110,16 @@ def assert_same(told: Answer, alone: Answer) -> None:
     assert told.logprobs == pytest.approx(alone.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("ends", ["group single", "group group", "single group"])
+@pytest.mark.parametrize(  # at both ends: also in test_groups_supervised.py
+    "ends", ["group single", pytest.param("group group", marks=pytest.mark.hostile), "single group"]
+)
 def test_a_group_at_either_end_says_what_one_process_says(stack: Stack, alone: list[Answer], ends: str, pool):
     prefill, decode = ends.split()
     stack.settle(prefill=prefill, decode=decode)
     assert_says_the_same(stack, alone, pool)
 
 
-@pytest.mark.parametrize("ends", ["single group", "group group"])
+@pytest.mark.parametrize("ends", [pytest.param("single group", marks=pytest.mark.hostile), "group group"])
 def test_a_ring_over_processes_says_what_one_process_says(ring_stack: Stack, alone: list[Answer], ends: str, pool):
     prefill, decode = ends.split()
     ring_stack.settle(prefill=prefill, decode=decode)
@@ -134,14 +136,23 @@ def assert_says_the_same(stack: Stack, alone: list[Answer], pool: ThreadPoolExec
     assert sum(value for _, value in stack.cluster.samples("recompiles_total")) == 0
 
 
-@pytest.mark.parametrize("victim, number", [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    "victim, number",
+    [  # a member that is killed: a ring's, below, and one of a supervised group
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.hostile),
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+    ],
+)
 def test_a_decode_group_ends_as_one_and_its_streams_go_on(
     stack: Stack, alone: list[Answer], victim: int, number: signal.Signals, pool
 ):
     assert_ends_as_one(stack, alone, victim, number, pool)
 
 
-@pytest.mark.parametrize("victim, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    "victim, number", [(1, signal.SIGKILL), pytest.param(1, signal.SIGSTOP, marks=pytest.mark.hostile)]
+)
 def test_a_ring_over_processes_ends_as_one_and_its_streams_go_on(
     ring_stack: Stack, alone: list[Answer], victim: int, number: signal.Signals, pool
 ):

@@ -29,7 +29,7 @@ class ClusterFixture:
         self.decodes = [cluster.start("decode"), cluster.start("decode")]
         self.prefills = [cluster.start("prefill"), cluster.start("prefill")]
         self.settle()
-        self.undisturbed = [cluster.ask(**body) for body in BODIES]
+        self.undisturbed = cluster.ask_all(BODIES)
 
     def settle(self) -> None:
         """Two of each live and are known, and nothing is held anywhere."""

@@ -50,7 +50,7 @@ def test_answers_held_to_a_form_outlive_their_decode_and_prefill_processes(clust
     until(lambda: status(f"{cluster.url}/ready") == 200, "a router that is ready")
     cluster.await_workers(*processes[1:])
     asked = [{"max_tokens": 440, "logprobs": 1, **body} for body in BODIES]
-    undisturbed = [cluster.ask(**body) for body in asked]
+    undisturbed = cluster.ask_all(asked)
     for answer, schema in zip(undisturbed, (SCHEMA, SCHEMA, SHORT), strict=False):
         jsonschema.validate(json.loads(answer.text), schema)
 

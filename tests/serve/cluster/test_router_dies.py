@@ -28,7 +28,7 @@ class Stack:
         self.front, self.via = start_front(cluster)
         self.workers = [cluster.start(role, f"--router_grace_s={GRACE_S}") for role in ("decode", "prefill")]
         self.settle()
-        self.undisturbed = [self.via.ask(**body) for body in BODIES]
+        self.undisturbed = self.via.ask_all(BODIES)
 
     def settle(self) -> None:
         until(lambda: status(f"{self.via.url}/ready") == 200, "a front that is ready")

@@ -49,7 +49,7 @@ def test_the_second_router_takes_over_from_the_first_and_streams_go_on_with_the_
     pair = Pair(cluster)
     first, second = pair.routers
     assert leads(first) == [1] and not leads(second)
-    undisturbed = [pair.via.ask(**body) for body in BODIES]
+    undisturbed = pair.via.ask_all(BODIES)
     answers = [pair.via.begin(pool, pieces=3 if number < 2 else 0, **body) for number, body in enumerate(BODIES)]
     first.kill()
     for expected, answer in zip(undisturbed, answers, strict=True):
