@@ -177,8 +177,17 @@ def test_a_locked_server_is_opened_with_its_key_which_stays_in_the_tab(browser: 
         eventually(stack.idle)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW, {"width": 768, "height": 900}], ids=["wide", "narrow", "between"])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        pytest.param(WIDE, "light", id="wide-light"),
+        pytest.param(NARROW, "dark", id="narrow-dark"),
+        pytest.param({"width": 768, "height": 900}, "light", id="between-light"),
+        pytest.param(WIDE, "dark", marks=pytest.mark.hostile, id="wide-dark"),
+        pytest.param(NARROW, "light", marks=pytest.mark.hostile, id="narrow-light"),
+        pytest.param({"width": 768, "height": 900}, "dark", marks=pytest.mark.hostile, id="between-dark"),
+    ],
+)
 def test_everything_fits_and_has_a_name(
     browser: Any, told: tuple[ToyStack, str], stack: ToyStack, size: dict[str, int], scheme: str
 ) -> None:

@@ -118,12 +118,19 @@ def test_nothing_is_asked_while_nobody_looks(somebody: Reader) -> None:
     eventually(lambda: bool(page.wait_for_timeout(50) or asked))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1600", "360"])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        pytest.param(WIDE, "light", id="1600-light"),
+        pytest.param(NARROW, "dark", id="360-dark"),
+        pytest.param(WIDE, "dark", marks=pytest.mark.hostile, id="1600-dark"),
+        pytest.param(NARROW, "light", marks=pytest.mark.hostile, id="360-light"),
+    ],
+)
 def test_the_pictures_of_the_docs(
     browser: Any, told: tuple[ToyStack, str], size: dict[str, int], scheme: str, screenshots: str
 ) -> None:
-    """Made with --screenshots=docs/images."""
+    """Made with --screenshots=docs/images -m "hostile or not hostile", which makes all four."""
     name = f"page-{size['width']}-{scheme}"
     with reader(browser, told[1], size, scheme) as somebody:
         for index, question in enumerate(QUESTIONS):
