@@ -72,8 +72,14 @@ def expected() -> list[list[int]]:
         return answers(llm)
 
 
-@pytest.mark.parametrize("turns", [1, 8])
-@pytest.mark.parametrize("mesh", [RING, f"{RING}tp2"])
+@pytest.mark.parametrize(
+    ("mesh", "turns"),
+    [
+        (RING, 1),
+        (f"{RING}tp2", 8),
+        *(pytest.param(*each, marks=pytest.mark.hostile) for each in ((RING, 8), (f"{RING}tp2", 1))),
+    ],
+)
 def test_a_ring_answers_as_stages_do(mesh: str, turns: int, expected: list[list[int]]):
     with running(mesh, decode_turns=turns) as llm:
         assert answers(llm) == expected
@@ -85,7 +91,7 @@ def test_sequences_that_are_sent_back_for_want_of_pages_are_answered_the_same(ex
         assert heard(llm, Preempted)
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("wire", [pytest.param("int8", marks=pytest.mark.hostile), "int4"])
 def test_compressed_kv_is_answered_as_stages_answer_it(wire: str):
     compressed = {"transfer_compress": wire, "transfer_error_bound": 1.0, "prefix_caching": "off"}
     told = dict[str, list[list[int]]]()

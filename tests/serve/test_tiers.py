@@ -107,7 +107,7 @@ def test_a_restarted_pair_of_workers_reads_what_the_last_ones_left_on_disk(plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.hostile)])
 def test_pages_that_are_quantised_in_hbm_come_back_from_a_pool_with_their_scales(tmp_path, kind):
     answers: list[list[list[int]]] = []
     cached = 0
@@ -121,7 +121,7 @@ def test_pages_that_are_quantised_in_hbm_come_back_from_a_pool_with_their_scales
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compress", ["int8", "fp8"])
+@pytest.mark.parametrize("compress", [pytest.param("int8", marks=pytest.mark.hostile), "fp8"])
 def test_a_pool_serves_a_process_that_never_saw_the_prompt_and_quantised_pages_are_taken(plain, tmp_path, compress):
     settings = {"pool": f"file://{tmp_path}/pool", "tier_compress": compress, "transfer_error_bound": 1.0}
     with started(COLOCATED, **settings) as llm:
@@ -164,7 +164,7 @@ def test_a_role_whose_pages_would_be_others_is_refused_to_a_worker_with_tiers():
         shapes_of(deployment, settings, place, place.worker).find("decode", "")
 
 
-@pytest.mark.parametrize("wire", ["none", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wire", ["none", pytest.param("int8", marks=pytest.mark.hostile)])
 def test_workers_of_any_mesh_lend_each_other_what_they_hold_and_the_tokens_are_the_same(plain, wire):
     """Two workers in turn: each prompt is asked for twice, first of the one, then of the other."""
     sizes = {"kv_tokens": 1024, "routing": "round_robin", "tier_compress": wire, "transfer_error_bound": 0.2}
