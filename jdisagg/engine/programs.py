@@ -97,7 +97,11 @@ class ProgramTable:
             if self.forced is not None:
                 found += self._forced(self.forced)
         if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
-            found += [each for rows in self._row_counts for each in self._mixed(rows)]
+            slots, kinds = self.config.slots_per_microbatch, self._row_counts
+            found += [each for rows in kinds for each in self._mixed("mixed", rows, slots, slots * rows)]
+            if self.forced is not None:
+                wide = slots + self.config.forced_tokens
+                found += self._mixed("mixed forced", 1, wide, wide)
         return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
@@ -185,17 +189,17 @@ class ProgramTable:
         yield from self._decodes("forced", self.config.table_buckets[-1], rows, rows)
         yield from declared_forced(forced, self._drawn(slots), self._drawn(rows))
 
-    def _mixed(self, rows: int) -> Iterator[DeclaredProgram]:
-        """Slots of so many rows with the widest table, and chunks; their logits are made with the layers."""
-        config, kind = self.config, "mixed" if rows == 1 else f"mixed {rows}"
-        slots, width = config.slots_per_microbatch, config.table_buckets[-1] + config.adapter_columns
-        of_slots = (slots, width), (4, slots * rows)
+    def _mixed(self, kind: str, each: int, tables: int, rows: int) -> Iterator[DeclaredProgram]:
+        """So many rows, `each` of one page table, which are the widest, and chunks; their logits are made with the
+        layers."""
+        config, kind = self.config, kind if each == 1 else f"{kind} {each}"
+        of_slots = (tables, config.table_buckets[-1] + config.adapter_columns), (4, rows)
         for tokens in config.prefill_buckets:
-            of_chunks, number = chunk_shapes(config, tokens), slots * rows + tokens
+            of_chunks, number = chunk_shapes(config, tokens), rows + tokens
             for stage, group in enumerate(self.layer_groups):
-                held, chunks = ([whole(group.submesh, shape) for shape in each] for each in (of_slots, of_chunks))
-                batch = (*held, *group.carried(slots), *chunks, activations(group, number, self.dtype))
-                scored = slots * rows + config.max_chunk_seqs
+                held, chunks = ([whole(group.submesh, shape) for shape in shapes] for shapes in (of_slots, of_chunks))
+                batch = (*held, *group.carried(tables), *chunks, activations(group, number, self.dtype))
+                scored = rows + config.max_chunk_seqs
                 yield self._layers(kind, stage, tokens, number, group.mixed_program, batch, scored)
 
     def _drawn(self, rows: int) -> Drawn:

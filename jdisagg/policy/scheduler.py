@@ -96,7 +96,7 @@ class Scheduler:
         self._looked = True
         step_id, chunks, ships = self.new_step_id(), None, ()
         if rows is not None and prompts is not None:
-            widths = rows.widths if self.config.draft_tokens else ()  # what is forced has programs without chunks
+            widths = rows.widths if self.config.tokens_ahead else ()
             rows = replace(rows, table_pages=self.config.table_buckets[-1], widths=widths)  # one program a chunk size
         if prompts is not None:
             chunks, ships = self.prefill_side.dispatch(step_id, prompts, now_s)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from jdisagg.core.request import BROKEN, SamplingParams
-from jdisagg.core.steps import Read
+from jdisagg.core.steps import PrefillChunks, Read
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.runner import Runner
 from jdisagg.model.grammars.grammars import Grammars
@@ -13,8 +13,15 @@ from tests.engine.stacks import Steps, first_tokens, prefill_machine, prefill_pl
 from tests.steps import decode_plan
 
 
-def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: list[SamplingParams], most: int) -> list:
-    """What each prompt draws, by rows that may draw `most` a step, each step read before the next; and the rows."""
+def answers(
+    machine: MeshExecutor,
+    prompts: list[tuple[int, ...]],
+    sampling: list[SamplingParams],
+    most: int,
+    beside: PrefillChunks | None = None,
+) -> list:
+    """What each prompt draws, by rows that may draw `most` a step, each step read before the next; and the rows.
+    beside: chunks that every step computes as well."""
     source = prefill_machine(1)
     source.warm(peers=[machine])
     free = [replace(each, grammar="", synchronous=False) for each in sampling]
@@ -31,7 +38,7 @@ def answers(machine: MeshExecutor, prompts: list[tuple[int, ...]], sampling: lis
             widths=tuple(left) if most > 1 else (),
             read=read,
         )
-        for slot, found in machine.run(plan).read().decode:
+        for slot, found in machine.run(replace(plan, prefill=beside)).read().decode:
             assert found is not None
             rows[slot] += found
             drawn[slot] = tuple(each.token for each in found)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.core.request import BROKEN
-from jdisagg.core.steps import History
+from jdisagg.core.steps import History, PrefillChunks
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
 from jdisagg.engine.forced import AHEAD, FED, SLOT, USED, counted_forced, pays, penalised_behind, taken, widened
@@ -21,7 +21,7 @@ from jdisagg.engine.sampling import Counts, counted, penalised
 from jdisagg.engine.sampling_metadata import SamplingRows
 from tests.engine.answers import answers, speaking
 from tests.engine.evens import BY_FOURS, Fours
-from tests.engine.stacks import CONFIG, GREEDY, open_machine, tokens_of
+from tests.engine.stacks import CHUNK, CONFIG, GREEDY, WIDEST, open_machine, prefill_chunk, tokens_of
 
 MOST, SLOTS = 5, 3
 told_of, stepped = jax.jit(taken), jax.jit(advanced)
@@ -31,7 +31,8 @@ told_of, stepped = jax.jit(taken), jax.jit(advanced)
 def forcing_machine(pp: int) -> MeshExecutor:
     size = CONFIG.num_layers // pp
     layers = [range(start, start + size) for start in range(0, CONFIG.num_layers, size)]
-    machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp :], pp=pp, forced_tokens=MOST)
+    mixed = {"short_prompt_tokens": CHUNK, "mixed_steps": True} if pp == 1 else {}
+    machine = open_machine(Role.DECODE, layers, jax.devices()[8 - pp :], pp=pp, forced_tokens=MOST, **mixed)
     machine.warm()
     return machine
 
@@ -62,6 +63,17 @@ def test_rows_that_are_greedy_draw_by_a_program_of_their_own_and_the_same():
     with speaking(machine, Fours(CONFIG.vocab_size)):
         (plain, many), (chunked, few) = (answers(machine, prompts, [held, GREEDY], most) for most in (1, 1 + MOST))
     assert tokens_of(chunked) == tokens_of(plain) and few < many
+    assert machine.recompiles() == 0
+
+
+def test_beside_chunks_of_prompts_they_go_as_one_chunk_as_well():
+    prompts, held = [(5, 6, 7), (9, 3, 4)], replace(GREEDY, grammar="fours", synchronous=True)
+    coming, machine = tuple(range(7, 60)), forcing_machine(1)
+    chunks = PrefillChunks((prefill_chunk(20, coming, 0, len(coming), GREEDY),), CHUNK, WIDEST)
+    with speaking(machine, Fours(CONFIG.vocab_size)):
+        alone, _ = answers(machine, prompts, [held, GREEDY], 1 + MOST)
+        (plain, many), (chunked, few) = (answers(machine, prompts, [held, GREEDY], most, chunks) for most in (1, 6))
+    assert tokens_of(chunked) == tokens_of(plain) == tokens_of(alone) and few < many
     assert machine.recompiles() == 0
 
 
