@@ -46,11 +46,18 @@ def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages, 
 def by_generation(operation: str, hopper: Callable[..., Array], triton: Callable[..., Array]) -> Callable[..., Array]:
     """`operation`, by the code for the generation that is compiled for."""
 
-    def attend(q: Array, kv_pages: Array | QuantizedPages, *rest: Any, **options: Any) -> Array:
-        mine = takes_mosaic(operation, q, kv_pages, options.get("value_size"))
-        return (hopper if mine else triton)(q, kv_pages, *rest, **options)
+    def attend(q: Array, kv_pages: Array | QuantizedPages, page_table: Array, *rest: Any, **options: Any) -> Array:
+        rows = a_row_each(q, page_table) if operation == DECODE else q
+        mine = takes_mosaic(operation, rows, kv_pages, options.get("value_size"))
+        return (hopper if mine else triton)(q, kv_pages, page_table, *rest, **options)
 
     return attend
+
+
+def a_row_each(q: Array, page_table: Array) -> Any:
+    """The shape of decode's queries were each slot one row: a choice is by slots, or a token would be another code's
+    as soon as a draft stands behind it."""
+    return jax.ShapeDtypeStruct((page_table.shape[0], *q.shape[1:]), q.dtype)
 
 
 def writes_by_generation(hopper: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,13 @@
 """Measures block sizes on the device at hand and keeps the fastest: `python -m pallas_kernels.tune [--dry_run]`.
 
 Each candidate is compiled, run once, then timed `--repeats` times; its median counts, and the rule's own choice is the
-first candidate, so that a table entry is never slower than none. Candidates that do not compile are passed over.
+first candidate, so that a table entry is never slower than none. Candidates that do not compile are passed over. The
+table is written after each operation at a size, `{}` where the rule is the fastest: what --limit_s leaves out, another
+call with --missing goes on with.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -29,7 +32,7 @@ from pallas_kernels.prefill_attention import hopper as prefill_hopper
 from pallas_kernels.prefill_attention import on_gpu as prefill_on_gpu
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
-from pallas_kernels.tune_moves import MOVES, arrays_of, choices, mover
+from pallas_kernels.tune_moves import MOVES, WRITE, arrays_of, choices, mover
 from pallas_kernels.tuned import TUNED
 from pallas_kernels.tuning import key_of
 
@@ -41,6 +44,7 @@ MODELS = {
     "deepseek_v3_tp8": "576x1x16x64x512",
     "small": "64x4x2x32",
 }
+SHAPES = "llama3_8b,llama3_70b_tp8,deepseek_v3_tp8"
 SHAPE = "DxHkvxGxpage, of latents DxHkvxGxpagexvalues"
 TINY, TINY_CANDIDATES = "16x2x2x16", 3
 Blocks = dict[str, int]
@@ -113,6 +117,18 @@ def arguments_of(work: Work) -> tuple[Any, ...]:
     return q, pool, table, lengths, jnp.asarray([0, min(work.rows, work.context)], jnp.int32), None
 
 
+def shapes_of(work: Work) -> tuple[Any, Any]:
+    """Rows and pool of `arguments_of`, as a choice is looked up by them."""
+    moved, parts = work.operation in MOVES, 2 if work.value_size is None else 1
+    heads = work.kv_heads * (1 if moved else work.groups)
+    if not moved:
+        dtype = work.q_dtype
+    else:
+        dtype = "bfloat16" if work.pool_dtype in LARGEST and work.operation == WRITE else work.pool_dtype
+    pool = jax.ShapeDtypeStruct((1, work.kv_heads, parts, work.page_size, work.head_dim), jnp.dtype(work.pool_dtype))
+    return jax.ShapeDtypeStruct((work.rows, heads, work.head_dim), jnp.dtype(dtype)), pool
+
+
 def kernel_of(platform: str, work: Work, blocks: Blocks, interpret: bool) -> Callable[..., Array]:
     """The platform's own kernel, cut as told."""
     if work.operation in MOVES:
@@ -139,8 +155,8 @@ def seconds(call: Callable[..., Array], arrays: tuple[Any, ...], repeats: int) -
     """The median call, after the one that compiles; None where it does not compile."""
     try:
         jax.block_until_ready(call(*arrays))
-    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-        print(f"    passed over: {str(error).splitlines()[0][:100]}")
+    except Exception as error:  # of a compiler's passes or of the device: whatever it is, there are other candidates
+        print(f"    passed over: {type(error).__name__} {next(iter(str(error).splitlines()), '')[:100]}")
         return None
     times = []
     for _ in range(repeats):
@@ -150,16 +166,18 @@ def seconds(call: Callable[..., Array], arrays: tuple[Any, ...], repeats: int) -
     return statistics.median(times)
 
 
-def tune(platform: str, work: Work, repeats: int, interpret: bool) -> Blocks:
-    """The fastest candidate; {} where the rule's own is."""
+def tune(platform: str, work: Work, repeats: int, interpret: bool, until: float = math.inf) -> Blocks | None:
+    """The fastest candidate; {} where the rule's own is; None where none ran, or not all by `until`."""
     arrays = arguments_of(work)
     measured = []
     for blocks in islice(candidates(platform, work), TINY_CANDIDATES if interpret else None):
+        if time.perf_counter() > until:
+            return None
         took = seconds(kernel_of(platform, work, blocks, interpret), arrays, repeats)
         if took is not None:
             print(f"    {took * 1e6:10.1f} us  {blocks or 'the rule'}")
             measured.append((took, blocks))
-    return min(measured, key=lambda pair: pair[0])[1] if measured else {}
+    return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
 
 def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str], *, moves: bool = False) -> list[Work]:
@@ -168,9 +186,9 @@ def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str]
     operations = "paged_attention", "prefill_attention", *(MOVES if moves else ())
     for shape, operation, count, pair in product(shapes, operations, rows, dtypes):
         size, kv_heads, groups, page_size, *value_size = map(int, MODELS.get(shape, shape).split("x"))
-        if operation in MOVES and value_size:
-            continue  # measured of K and V apart alone
         queries, pool = pair.split("/")
+        if value_size and (operation in MOVES or pool in LARGEST):
+            continue  # moved as K and V apart are, and quantised nowhere
         made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context, *value_size))
     return made
 
@@ -192,13 +210,15 @@ def write(path: Path, table: dict[tuple[str | int, ...], Blocks]) -> None:
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", default="llama3_8b,llama3_70b_tp8", help=f"of {', '.join(MODELS)} or {SHAPE}")
+    parser.add_argument("--shapes", default=SHAPES, help=f"of {', '.join(MODELS)} or {SHAPE}")
     parser.add_argument("--rows", default="1,64,1024", help="slots of a decode step and tokens of a chunk")
     parser.add_argument("--dtypes", default="bfloat16/bfloat16,bfloat16/int8", help="of queries / of the pool")
     parser.add_argument("--context", type=int, default=4096, help="tokens held by each slot")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="cpu: TPU kernels interpreted, tiny")
     parser.add_argument("--dry_run", action="store_true", help="print what would be measured, measure nothing")
+    parser.add_argument("--missing", action="store_true", help="only what the table has no choice for")
+    parser.add_argument("--limit_s", type=float, default=math.inf, help="seconds after which nothing is begun")
     parser.add_argument("--out", type=Path, default=DATA, help="the data file to write")
     return parser.parse_args(arguments)
 
@@ -216,18 +236,42 @@ def main(arguments: list[str] | None = None) -> None:
             print(*work, sum(1 for _ in candidates(flags.platform or "tpu", work)), "candidates")
         return
     platform, table = platform_here(flags.platform), dict(TUNED)
-    for work in works:
-        print(f"{work.operation} {work}")
-        best = tune(platform, work, 1 if tiny else flags.repeats, interpret=tiny)
-        key = tuple(key_of(work.operation, *arguments_of(work)[:2]))
-        table.pop(key, None)
-        if best:
-            table[key] = best
-    if tiny and flags.out == DATA:
+    keep = not tiny or flags.out != DATA
+    left = tune_all(platform, works, table, flags, tiny=tiny, keep=keep)
+    if not keep:
         print("not kept: what is measured by interpretation says nothing")
         return
-    write(flags.out, table)
     print(f"{len(table)} choices in {flags.out}")
+    if left:
+        sys.exit(f"{len(left)} of {len(works)} not measured, --missing goes on with them; the first: {left[0]}")
+
+
+def tune_all(
+    platform: str,
+    works: list[Work],
+    table: dict[tuple[str | int, ...], Blocks],
+    flags: argparse.Namespace,
+    *,
+    tiny: bool,
+    keep: bool,
+) -> list[Work]:
+    """Measures into `table`, written after each; what could not be, or not in time."""
+    left, until = [], time.perf_counter() + flags.limit_s
+    for work in works:
+        key = tuple(key_of(work.operation, *shapes_of(work)))
+        if flags.missing and key in table:
+            continue
+        best = None
+        if time.perf_counter() < until:
+            print(f"{work.operation} {work}", flush=True)
+            best = tune(platform, work, 1 if tiny else flags.repeats, interpret=tiny, until=until)
+        if best is None:
+            left.append(work)
+            continue
+        table[key] = best
+        if keep:
+            write(flags.out, table)
+    return left
 
 
 if __name__ == "__main__":

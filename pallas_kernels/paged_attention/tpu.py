@@ -55,7 +55,8 @@ def paged_attention(
 ) -> Array:
     """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
     slots, times = max(1, TABLE_BYTES // (4 * page_table.shape[1])), q.shape[0] // page_table.shape[0]
-    pages = block_pages or tuned("paged_attention", q, kv_pages).get("block_pages", 0)
+    a_row_each: Any = jax.ShapeDtypeStruct((page_table.shape[0], *q.shape[1:]), q.dtype)  # a choice is by slots
+    pages = block_pages or tuned("paged_attention", a_row_each, kv_pages).get("block_pages", 0)
     pages = min(pages or pages_of_block(kv_pages), page_table.shape[1])
     options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
     options |= {"cores": cores or num_cores(), "value_size": value_size or q.shape[2]}

@@ -1,5 +1,6 @@
 """What moves pages is tuned by whose code runs."""
 
+import runpy
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import generations, tune
+from pallas_kernels import generations, tune, tuning
 from pallas_kernels.paged_attention.gpu import MOSAIC
 from pallas_kernels.tune_moves import MOVES, PACK, UNPACK, WRITE, arrays_of, choices, mover
 
@@ -53,3 +54,40 @@ def test_latents_are_tuned_by_both_codes_in_decode_and_by_triton_s_in_prefill():
     whose = [{bool(each.get("mosaic")) for each in tune.candidates("gpu", work)} for work in (decode, prefill)]
     assert whose == [{True, False}, {False}]
     assert tune.arguments_of(decode)[1].shape[2:] == (1, 64, 576)
+
+
+def test_a_choice_is_looked_up_by_slots_whatever_rows_each_has(monkeypatch):
+    q, pool = jnp.zeros((8, 8, 128), "bfloat16"), jnp.zeros((9, 2, 2, 16, 128), "bfloat16")
+    monkeypatch.setattr(generations, "gpu_generation", lambda: generations.HOPPER)
+    of_two_slots = tuple(tuning.key_of("paged_attention", q[:2], pool))
+    monkeypatch.setitem(tuning.TUNED, of_two_slots, {MOSAIC: 0})
+    attend = generations.by_generation("paged_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
+    assert attend(q, pool, jnp.zeros((2, 4), jnp.int32)) == "triton"  # four rows of each
+    assert attend(q, pool, jnp.zeros((8, 4), jnp.int32)) == "mosaic"
+    chunk = generations.by_generation("prefill_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
+    monkeypatch.setitem(tuning.TUNED, ("prefill_attention", *of_two_slots[1:]), {MOSAIC: 0})
+    assert chunk(q, pool, jnp.zeros((2, 4), jnp.int32)) == "mosaic"  # by its tokens
+
+
+def test_a_choice_is_kept_for_what_was_measured():
+    works = tune.works_of(["16x2x2x16", "80x1x4x16x64"], [2], 20, ["bfloat16/bfloat16", "bfloat16/int8"], moves=True)
+    assert not any(work.value_size and work.pool_dtype == "int8" for work in works)
+    for work in works:
+        arrays = tune.arguments_of(work)[:2]
+        assert tuning.key_of(work.operation, *tune.shapes_of(work)) == tuning.key_of(work.operation, *arrays), work
+
+
+def test_what_no_time_was_left_for_is_named_and_measured_by_the_next_call(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "tuned.py"
+    monkeypatch.setattr(tune, "seconds", lambda *_: 1.0)
+    table: dict[Any, Any] = {}
+    monkeypatch.setattr(tune, "TUNED", table)
+    with pytest.raises(SystemExit, match="2 of 2 not measured, --missing goes on"):
+        tune.main(["--platform=cpu", f"--out={path}", "--limit_s=-1"])
+    tune.main(["--platform=cpu", f"--out={path}"])
+    found = runpy.run_path(str(path))["TUNED"]
+    assert len(found) == 2 and not any(found.values())  # the rule was as fast, and is not measured again
+    table.update(found)
+    capsys.readouterr()
+    tune.main(["--platform=cpu", f"--out={path}", "--missing"])
+    assert "the rule" not in capsys.readouterr().out
