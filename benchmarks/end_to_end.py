@@ -27,10 +27,10 @@ from benchmarks.http_client import Server, first_model
 from benchmarks.load import Burst, closed_loop
 from benchmarks.peers.processes import Command, ServerFailed, free_port, running
 from benchmarks.workload import Lengths, Workload
-from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.hf_config import read_config
-from jdisagg.serve.deployment import EMBEDDED_MODEL
+from jdisagg.serve.deployment import EMBEDDED_MODEL, PAGE_DTYPES
 
 WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float32": 4}  # of --weight_dtype; others: as stored
 FLAGS = flags.FlagValues()
@@ -40,6 +40,7 @@ LAUNCH = flags.DEFINE_list("launch", [], "more flags of jdisagg.launch, as load_
 RATES = flags.DEFINE_string("rates", None, "JSON that benchmarks.kernels wrote here", required=True, flag_values=FLAGS)
 STREAMS = flags.DEFINE_integer("streams", 8, "decoded at once", lower_bound=1, flag_values=FLAGS)
 CONTEXT = flags.DEFINE_integer("context", 512, "prompt tokens of each stream", lower_bound=1, flag_values=FLAGS)
+ASK = flags.DEFINE_string("ask", "{}", 'more fields of a request, as {"guided_regex": "..."}', flag_values=FLAGS)
 OUTPUT_TOKENS = flags.DEFINE_integer("output_tokens", 256, "of each stream", lower_bound=3, flag_values=FLAGS)
 CHUNK = flags.DEFINE_integer("chunk", 2048, "prompt tokens of the prefill measurement", flag_values=FLAGS)
 REPEATS = flags.DEFINE_integer("repeats", 5, "prompts of the prefill measurement", flag_values=FLAGS)
@@ -88,13 +89,28 @@ class Prefilled:
     mfu: float
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the stack was told to hold, as its flags call it; empty where that is as computed with."""
+
+    weight_dtype: str = ""
+    kv_dtype: str = ""
+
+    @staticmethod
+    def of(launch: Sequence[str]) -> Stored:
+        told = dict(each.split("=", 1) for each in launch if "=" in each)
+        return Stored(*(told.get(name, "") for name in ("weight_dtype", "kv_dtype")))
+
+
 def step_bytes(
-    model: ModelConfig, dtype: str, streams: int, context: float, weight_dtype: str | None = None
+    model: ModelConfig, dtype: str, streams: int, context: float, stored: Stored | None = None
 ) -> tuple[int, int]:
     """Weights and KV that one decode step reads: of an embedding that is not tied only a row a stream, so none."""
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    kv = model.kv_bytes(streams * context, DTYPE_BYTES[dtype])
-    return (model.num_params() - lookup) * WEIGHT_BYTES.get(weight_dtype or dtype, DTYPE_BYTES[dtype]), int(kv)
+    stored = stored or Stored()
+    kv = KVLayout.of(model, 1, PAGE_DTYPES.get(stored.kv_dtype, stored.kv_dtype) or dtype).bytes_per_token
+    weight_bytes = WEIGHT_BYTES.get(stored.weight_dtype or dtype, DTYPE_BYTES[dtype])
+    return (model.num_params() - lookup) * weight_bytes, int(kv * streams * context)
 
 
 def prefill_flops(model: ModelConfig, tokens: int) -> float:
@@ -104,7 +120,7 @@ def prefill_flops(model: ModelConfig, tokens: int) -> float:
     return body + attention + 2.0 * model.vocab_size * model.hidden_size
 
 
-def decoded(burst: Burst, model: ModelConfig, rates: Rates, context: float, weight_dtype: str | None = None) -> Decoded:
+def decoded(burst: Burst, model: ModelConfig, rates: Rates, context: float, stored: Stored | None = None) -> Decoded:
     """Steps by the server's ledgers: tokens that make no character yet show no arrival to a client.
 
     Raises ValueError where requests failed (their figures would be of something else) or told no ledger.
@@ -113,7 +129,7 @@ def decoded(burst: Burst, model: ModelConfig, rates: Rates, context: float, weig
     steps = Spread.of(each.ledger_ns["decode"] / 1e9 / (each.num_tokens - 2) for each in done)  # from the second on
     if steps is None:
         raise ValueError("no answer had a ledger")
-    weights, kv = step_bytes(model, rates.dtype, burst.concurrency, context, weight_dtype)
+    weights, kv = step_bytes(model, rates.dtype, burst.concurrency, context, stored)
     floor_ms = (weights + kv) / rates.copy_bytes_per_s * 1e3
     tokens = sum(each.num_tokens for each in burst.samples)
     return Decoded(
@@ -170,7 +186,8 @@ async def measured(model: ModelConfig, rates: Rates) -> tuple[Decoded, Prefilled
     with tempfile.TemporaryDirectory() as logs:
         async with running([launched(port)], Path(logs), READY_S.value):
             url = f"http://127.0.0.1:{port}/v1"
-            server = Server(url, await first_model(url), {"ledger": True})
+            asked = json.loads(ASK.value)
+            server = Server(url, await first_model(url), {"ledger": True} | asked)
             prompts = Workload(Lengths(CHUNK.value, CHUNK.value), Lengths(1, 1), model.vocab_size)
             streams = Workload(
                 Lengths(CONTEXT.value, CONTEXT.value),
@@ -182,8 +199,7 @@ async def measured(model: ModelConfig, rates: Rates) -> tuple[Decoded, Prefilled
             single = await closed_loop(prompts.draw(REPEATS.value, "prefill"), 1, server.ask)
             compiled = recompiles(await asyncio.to_thread(_metrics, port))
     context = CONTEXT.value + OUTPUT_TOKENS.value / 2
-    more: list[str] = LAUNCH.value or []
-    stored = next((each.removeprefix("weight_dtype=") for each in more if each.startswith("weight_dtype=")), None)
+    stored = Stored.of(LAUNCH.value or [])
     return decoded(burst, model, rates, context, stored), prefilled(single, model, rates, CHUNK.value), compiled
 
 
@@ -207,7 +223,13 @@ def main() -> int:
         raise ValueError(str(error)) from error
     print(text_of(folder.name, decode, prefill, compiled))
     if OUTPUT.value:
-        found = {"model": folder.name, "mesh": MESH.value, "launch": LAUNCH.value, "rates": asdict(rates)}
+        found = {
+            "model": folder.name,
+            "mesh": MESH.value,
+            "launch": LAUNCH.value,
+            "ask": ASK.value,
+            "rates": asdict(rates),
+        }
         found |= {"decode": asdict(decode), "prefill": asdict(prefill), "recompiles": compiled}
         report.write_json(OUTPUT.value, machine.described() | found)
     return 0

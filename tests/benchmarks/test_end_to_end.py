@@ -20,6 +20,13 @@ def test_a_decode_step_reads_weights_once_and_every_streams_kv():
     assert kv == 64 * 2048 * 131072
 
 
+def test_what_is_stored_small_is_read_small():
+    stored = end_to_end.Stored.of(["dtype=bfloat16", "weight_dtype=int8", "kv_dtype=fp8"])
+    weights, kv = end_to_end.step_bytes(LLAMA_8B, "bfloat16", streams=64, context=2048, stored=stored)
+    plain = end_to_end.step_bytes(LLAMA_8B, "bfloat16", streams=64, context=2048)
+    assert (2 * weights, kv) == (plain[0], plain[1] * (128 + 4) // 256)
+
+
 def test_prefill_costs_two_operations_a_weight_and_token_and_its_attention():
     body, attention = 2 * 6.98e9 * 4096, 4 * 32 * 4096 * 4096**2 / 2
     assert end_to_end.prefill_flops(LLAMA_8B, 4096) == pytest.approx(body + attention, rel=0.01)

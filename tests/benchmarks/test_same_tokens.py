@@ -25,3 +25,9 @@ def test_another_token_breaks_f32_and_not_bf16_which_is_held_to_its_bound():
     assert not compared(ours, THEIRS, "float32").holds
     assert compared(ours, THEIRS, "bfloat16").holds
     assert not compared(replace(ours, logprobs=[[-1.0, -2.3], [-0.5]]), THEIRS, "bfloat16").holds
+
+
+def test_quantised_pages_are_held_to_bf16_s_bound_in_f32_too():
+    ours = replace(THEIRS, tokens=[[1, 2, 9, 4], [5, 6]], logprobs=[[-1.0, -2.1], [-0.5]])
+    assert compared(ours, THEIRS, "float32", quantised=True).holds
+    assert not compared(replace(ours, logprobs=[[-1.0, -2.3], [-0.5]]), THEIRS, "float32", quantised=True).holds

@@ -15,6 +15,7 @@ for word in "$@"; do case $word in --output=*) echo '{}' >"${word#--output=}" ;;
 case " $SLOW " in *" $2 "*) sleep 30 ;; esac
 case " $BROKEN " in *" $2 "*) exit 3 ;; esac
 """
+MORE_TOKENS = "verified", "int8_pages", "fp8_pages", "latents", "experts"
 PROOFS = ["gpu_proof", "tpu_proof"]
 
 
@@ -32,10 +33,23 @@ def proved(proof: str, tmp_path: Path, **environment: str) -> subprocess.Complet
 def test_every_step_runs_and_what_fails_is_named_at_the_end(proof, tmp_path):
     done = proved(proof, tmp_path, BROKEN="benchmarks.same_tokens benchmarks.transfer")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-2:] == ["== failed: tokens (exit code 3)", "== failed: overlap (exit code 3)"]
+    failed = ["tokens", *(f"tokens_{each}" for each in MORE_TOKENS), "overlap"]
+    assert [line for line in done.stderr.splitlines() if line.startswith("== failed")] == [
+        f"== failed: {step} (exit code 3)" for step in failed
+    ]
     for module in ("pallas_kernels.tune", "benchmarks.kernels", "benchmarks.end_to_end", "benchmarks.kernels_table"):
         assert f"ran {module}" in done.stdout, module
-    assert done.stdout.count("ran benchmarks.end_to_end") == 4 and "weight_dtype=fp8" in done.stdout
+    assert done.stdout.count("ran benchmarks.end_to_end") == 9 and "weight_dtype=fp8" in done.stdout
+    for suite in ("latents", "quantised", "drafts", "products"):
+        assert f"--suite={suite}" in done.stdout and list((tmp_path / "out").glob(f"kernels_{suite}_*.json")), suite
+    ran = {
+        module: [line for line in done.stdout.splitlines() if line.startswith(f"ran benchmarks.{module}")]
+        for module in ("same_tokens", "end_to_end")
+    }
+    for each in ("speculative=ngram:3", "kv_dtype=int8", "kv_dtype=fp8"):
+        assert [sum(each in line for line in lines) for lines in ran.values()] == [1, 1], each
+    assert sum("tests/fixtures/conformance" in line for line in ran["same_tokens"]) == 2
+    assert sum("guided_regex" in line for line in ran["end_to_end"]) == 1
     assert "vllm: not run, VLLM_PYTHON names no interpreter" in done.stdout
 
 
@@ -49,7 +63,7 @@ def test_steps_can_be_picked(proof, tmp_path):
 
 def test_a_step_that_there_is_not_is_refused_with_those_that_there_are(tmp_path):
     done = proved("gpu_proof", tmp_path, STEPS="kernels lunch")
-    assert done.returncode == 2 and "there is no step lunch; steps are tune kernels tokens" in done.stderr
+    assert done.returncode == 2 and "there is no step lunch; steps are tune kernels latents" in done.stderr
 
 
 def test_a_step_has_a_limit_and_what_no_time_is_left_for_is_named(tmp_path):
