@@ -10,7 +10,8 @@ draws is told of each quarter of an answer, undisturbed and disturbed, and the r
   preempted  pages do not do for all answers: some give theirs back and are computed again
   parked     so, with room below HBM
 
-Counts of greedy answers: a machine's load does not change them.
+That it did happen is looked at: pages that were there already, a worker or pages lost, pages that came up again. What
+did not is told as a fault, and the exit code is 1. Counts of greedy answers: a machine's load does not change them.
 
     python -m benchmarks.acceptance --output=benchmarks/results/acceptance_embedded.json
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import entry
+from benchmarks.drawn_rows import QUARTERS, Rows, mean, quarters
 from benchmarks.machine import described
 from benchmarks.speculation import NAMES, prompt
 from jdisagg import devices
-from jdisagg.core.events import EmitTokens, Send
-from jdisagg.core.messages import Preempted
-from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.core.settings import Settings
+from jdisagg.named_models import located
 from jdisagg.serve.build import build
 from jdisagg.serve.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.local import LocalService
@@ -62,9 +62,10 @@ flags.DEFINE_integer("max_model_len", 2048, "of a prompt and its answer", 1, fla
 flags.DEFINE_float("room", 0.6, "of the tokens that all answers want, where they do not fit", 0.1, flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 
-QUARTERS = 4
+SPARED = 64  # tokens of company's room that it leaves, and of a prompt that need not be found: less than a page's
 PATIENCE_S = 3600.0  # who has no pages may wait until others have ended, on a busy machine
 FOUND, ANEW, LOST, PREEMPTED, PARKED = "found", "anew", "lost", "preempted", "parked"
+flags.DEFINE_list("disturbances", [FOUND, ANEW, LOST, PREEMPTED, PARKED], "what happens to answers", flag_values=FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,64 +78,11 @@ class Row:
     disturbed: str
     answers: int
     times: int  # that they were disturbed, together
+    cached: int  # tokens of their prompts, and of what they had drawn, that were there already when they began again
     undisturbed: list[float | None]
     tokens_a_row: list[float | None]
     ratio: float
     differing: int  # tokens unlike the undisturbed answers'
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """By one row of a step: its first token's place in the answer, and how many."""
-
-    place: int
-    tokens: int
-
-
-@dataclass
-class Rows:
-    """Observes a driver: what each row of a step drew, by request. An attempt's first token is its prompt's."""
-
-    of: dict[RequestId, list[Drawn]] = field(default_factory=dict)
-    attempts: dict[Attempt, WorkerId] = field(default_factory=dict)  # and the worker that drew of each last
-    preempted: Counter[RequestId] = field(default_factory=Counter)
-
-    def __call__(self, actor: str, item: Any, now_s: float) -> None:
-        match item:
-            case EmitTokens(delta, worker) if delta.sampled:
-                if delta.attempt in self.attempts:
-                    rows = self.of.setdefault(delta.attempt.request_id, [])
-                    rows.append(Drawn(delta.index, len(delta.sampled)))
-                self.attempts[delta.attempt] = worker
-            case Send(message=Preempted(attempt)):
-                self.preempted[attempt.request_id] += 1
-            case _:
-                return
-
-    def forget(self) -> None:
-        self.of.clear()
-        self.attempts.clear()
-
-    def drawing(self) -> WorkerId:
-        """That has most of the answers."""
-        last = {attempt.request_id: worker for attempt, worker in self.attempts.items()}
-        return Counter(last.values()).most_common(1)[0][0]
-
-    def times(self, request: RequestId) -> int:
-        """That it was begun again."""
-        return sum(attempt.request_id == request for attempt in self.attempts) - 1
-
-
-def quarters(rows: Iterable[Drawn], tokens: int, first: int = 0) -> list[list[int]]:
-    """What rows drew in each quarter of an answer of so many tokens; their places count from its token `first` on."""
-    found: list[list[int]] = [[] for _ in range(QUARTERS)]
-    for row in rows:
-        found[min(QUARTERS - 1, QUARTERS * (first + row.place) // tokens)].append(row.tokens)
-    return found
-
-
-def mean(drawn: Sequence[int]) -> float | None:
-    return sum(drawn) / len(drawn) if drawn else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +93,7 @@ class Answer:
     tokens: list[int]
     drawn: list[list[int]]
     times: int = 1
+    cached: int = 0
 
 
 def together(answers: Iterable[Answer]) -> list[list[int]]:
@@ -163,8 +112,27 @@ def compared(kind: str, work: str, disturbed: str, pairs: Sequence[tuple[Answer,
         mine != same for one, other in pairs for mine, same in zip(other.tokens[::-1], one.tokens[::-1], strict=False)
     )
     times = sum(answer.times for _, answer in pairs)
+    cached = sum(answer.cached for _, answer in pairs)
     figures = [mean(each) for each in before], [mean(each) for each in after]
-    return Row(kind, work, disturbed, len(pairs), times, *figures, found / undisturbed, differing)
+    return Row(kind, work, disturbed, len(pairs), times, cached, *figures, found / undisturbed, differing)
+
+
+def missing(disturbed: str, row: Row, least: int, rows: Rows) -> str:
+    """What its name says and did not happen to the answers of a row; "" where it did. least: tokens to be found."""
+    yielded = sum(rows.preempted.values())
+    match disturbed:
+        case _ if disturbed == FOUND and row.cached < least:
+            return f"{row.cached} tokens were there already, of {least}"
+        case _ if disturbed == ANEW and row.cached:
+            return f"{row.cached} tokens were there already"
+        case _ if disturbed == LOST and yielded:
+            return f"pages did not do for {yielded} answers: no worker was lost in their place"
+        case _ if disturbed in (PREEMPTED, PARKED) and yielded < row.times:
+            return f"{row.times} answers were begun again, and {yielded} had given back their pages"
+        case _ if disturbed == PARKED and not rows.back:
+            return "no page came up again"
+        case _:
+            return ""
 
 
 # ------------------------------------------------------------ a stack
@@ -190,7 +158,8 @@ class Stack:
     def answer(self, name: str, work: str, tokens: list[int], first: int = 0) -> Answer:
         request = RequestId(name)
         drawn = quarters(self.rows.of[request], first + len(tokens), first)
-        return Answer(work, tokens, drawn, 1 if first else self.rows.times(request))
+        times, cached = self.rows.times(request), self.rows.found(request, 0 if first else 1)
+        return Answer(work, tokens, drawn, 1 if first else times, cached)
 
     async def lose(self, place: int) -> None:
         """Loses the worker that draws most, once an answer is so long."""
@@ -203,9 +172,9 @@ class Stack:
 async def opened(kind: str, mesh: str, **sizes: Any) -> AsyncGenerator[Stack]:
     speculative, _, draft_kv = kind.partition("/")
     asked: dict[str, Any] = {"model": FLAGS.model, "mesh": mesh, "speculative": speculative, **sizes}
-    asked |= {"max_model_len": FLAGS.max_model_len, "max_num_seqs": len(FLAGS.works) * FLAGS.answers}
+    asked |= {"max_model_len": FLAGS.max_model_len, "max_num_seqs": max(2, len(FLAGS.works) * FLAGS.answers)}
     asked |= dict.fromkeys(("stall_timeout_s", "prefill_timeout_s", "handoff_timeout_s"), PATIENCE_S)
-    settings = Settings(**asked, draft_kv=draft_kv or "auto")
+    settings = located(Settings(**asked, draft_kv=draft_kv or "auto"), Console(stderr=True))
     settings.check()
     found = devices.prepare(settings.platform, mesh_of(settings).num_devices, settings.compile_cache_dir)
     deployment = resolve_deployment(settings, found[0].platform, devices.memory_bytes(found[0]))
@@ -236,6 +205,7 @@ class Asked:
 
 
 Prompts = Mapping[str, Asked]  # by name
+Answers = Mapping[str, Answer]
 
 
 def prompts_of(service: LocalService) -> Prompts:
@@ -267,36 +237,67 @@ async def second_halves(stack: Stack, prompts: Prompts, whole: Mapping[str, Answ
     return dict(zip(prompts, await asyncio.gather(*map(one, prompts)), strict=True))
 
 
-async def measure(kind: str) -> list[Row]:
+@dataclass
+class Book:
+    """All that is told, written whenever there is more: one that is cut tells what it saw until then."""
+
+    rows: list[Row] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(self, kind: str, disturbed: str, whole: Answers, found: Answers, rows: Rows) -> None:
+        """Of each kind of prompts, those answers that were disturbed at all; where none was, that is a fault."""
+        for work in dict.fromkeys(each.work for each in whole.values()):
+            pairs = [(whole[name], each) for name, each in found.items() if each.work == work and each.times]
+            print(f"{kind}: {work}, {disturbed}: {len(pairs)} answers", file=sys.stderr, flush=True)
+            row = compared(kind, work, disturbed, pairs) if pairs else None
+            least = sum(len(one.tokens) - len(other.tokens) - SPARED for one, other in pairs)
+            why = missing(disturbed, row, least, rows) if row else "no answer was begun again"
+            self.rows += [row] if row else []
+            self.faults += [f"{kind}, {work}, {disturbed}: {why}"] if why else []
+        self.write()
+
+    def write(self) -> None:
+        told = {**self.about, "faults": self.faults, "rows": [asdict(row) for row in self.rows]}
+        if FLAGS.output:
+            Path(FLAGS.output).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+async def measure(kind: str, book: Book) -> None:
     """All that is done to one kind of guess."""
-    found = list[Row]()
     async with opened(kind, "prefill:tp1,decode:2xtp1") as stack:
         prompts = prompts_of(stack.service)
         whole = await all_of(stack, prompts)
         assert not any(each.times for each in whole.values()), "nothing disturbed them"
         for name, salt in ((FOUND, ""), (ANEW, "other")):
-            halves = await second_halves(stack, prompts, whole, salt)
-            found += rows_of(kind, name, whole, halves)
-        stack.rows.forget()
-        lost = asyncio.create_task(stack.lose(min(each.half for each in prompts.values())))
-        found += rows_of(kind, LOST, whole, await all_of(stack, prompts, "lost"))
-        await lost
+            if name in FLAGS.disturbances:
+                book.add(kind, name, whole, await second_halves(stack, prompts, whole, salt), stack.rows)
+        if LOST in FLAGS.disturbances:
+            stack.rows.forget()
+            lost = asyncio.create_task(stack.lose(min(each.half for each in prompts.values())))
+            book.add(kind, LOST, whole, await all_of(stack, prompts, "lost"), stack.rows)
+            await lost
+    await crowded(kind, prompts, whole, book)
+
+
+async def crowded(kind: str, prompts: Prompts, whole: Answers, book: Book) -> None:
+    """Pages do not do for all answers, or for a single one and another beside it."""
     tokens = sum(len(each.prompt) + each.tokens for each in prompts.values())
-    few = {"kv_tokens": int(FLAGS.room * tokens), "reserve_tokens": 64}
-    for name, more in ((PREEMPTED, {}), (PARKED, {"dram_tokens": tokens})):
+    few = {"kv_tokens": max(FLAGS.max_model_len, int(FLAGS.room * tokens)), "reserve_tokens": 64}
+    for name, more in ((PREEMPTED, {}), (PARKED, {"dram_tokens": 2 * FLAGS.max_model_len + tokens})):
+        if name not in FLAGS.disturbances:
+            continue
         async with opened(kind, "prefill:tp1,decode:tp1", **few, **more) as stack:
-            found += rows_of(kind, name, whole, await all_of(stack, prompts))
-    return found
+            beside = [] if len(prompts) > 1 else [asyncio.create_task(company(stack, prompts))]
+            await asyncio.sleep(1.0 if beside else 0.0)  # who came last gives back its pages
+            book.add(kind, name, whole, await all_of(stack, prompts), stack.rows)
+            await asyncio.gather(*beside)
 
 
-def rows_of(kind: str, disturbed: str, whole: Mapping[str, Answer], found: Mapping[str, Answer]) -> list[Row]:
-    """Of each kind of prompts, those answers that were disturbed at all."""
-    rows = []
-    for work in dict.fromkeys(each.work for each in whole.values()):
-        pairs = [(whole[name], each) for name, each in found.items() if each.work == work and each.times]
-        rows += [compared(kind, work, disturbed, pairs)] if pairs else []
-        print(f"{kind}: {work}, {disturbed}: {len(pairs)} answers", file=sys.stderr, flush=True)
-    return rows
+async def company(stack: Stack, prompts: Prompts) -> None:
+    """An answer to half of a longest sequence that goes on to its end: the prompts said again and again."""
+    said, half = [token for each in prompts.values() for token in each.prompt], FLAGS.max_model_len // 2
+    await stack.ask("company", (said * half)[:half], half - SPARED)
 
 
 # ------------------------------------------------------------ what is told
@@ -308,11 +309,11 @@ def told(figure: float | None) -> str:
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(title="tokens a row in each quarter of the answers")
-    for name in ("speculative", "work", "disturbed", "answers", "times", "undisturbed", "disturbed", "ratio", "differ"):
+    for name in ("speculative", "work", "disturbed", "times", "there", "undisturbed", "disturbed", "ratio", "differ"):
         shown.add_column(name, justify="right")
     for row in rows:
         figures = (" ".join(map(told, each)) for each in (row.undisturbed, row.tokens_a_row))
-        counts = str(row.answers), str(row.times)
+        counts = str(row.times), str(row.cached)
         shown.add_row(
             row.speculative, row.work, row.disturbed, *counts, *figures, f"{row.ratio:.3f}", str(row.differing)
         )
@@ -320,15 +321,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def main() -> int:
-    report: dict[str, Any] = {**described(), "model": Path(FLAGS.model).name or "embedded", "works": FLAGS.works}
-    rows = list[Row]()
+    book = Book(about={**described(), "model": Path(FLAGS.model).name or "embedded", "works": FLAGS.works})
     for kind in FLAGS.kinds:
-        rows += asyncio.run(measure(kind))
-        if FLAGS.output:
-            report["rows"] = [asdict(row) for row in rows]
-            Path(FLAGS.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    Console(width=160).print(table(rows))
-    return 0
+        asyncio.run(measure(kind, book))
+    Console(width=160).print(table(book.rows))
+    print(*book.faults, sep="\n", file=sys.stderr)
+    return int(bool(book.faults))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ ALL = (
     Benchmark("early_rejection", "benchmarks.early_rejection", "", "--rates=16 --requests=20"),
     Benchmark("reservations", "benchmarks.reservations", "--data_dir={data_dir}", "--requests=20"),
     Benchmark("soak_cpu", "benchmarks.soak"),
-    Benchmark("features_cpu", "benchmarks.features", "--requests=10000 --at_once=24"),
+    Benchmark("features_cpu", "benchmarks.features", "--requests=10000 --at_once=24 --speculative=auto"),
     Benchmark("forced_cpu", "benchmarks.forced"),
     Benchmark("autoscale", "benchmarks.autoscale", "--data_dir={data_dir}"),
     Benchmark(

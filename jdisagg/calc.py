@@ -4,15 +4,15 @@
 
 Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
 since the answers of the three differ by factors. Of a model with experts it says what acts on a token, and what steps
-of more tokens read. `--model` is a name or a Hugging Face folder with its
-config.json; --hardware and --devices are of the prefill mesh.
+of more tokens read. Of a draft model or a head (`--speculative`), what it takes beside the model. `--model` is a name
+or a Hugging Face folder with its config.json; --hardware and --devices are of the prefill mesh.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from absl import flags as absl_flags
@@ -25,10 +25,14 @@ from jdisagg.core.kv_layout import SCALE_BYTES, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.core.targets import CHIPS, Target
+from jdisagg.core.weight_format import AS_MADE
 from jdisagg.devices import usable_bytes
 from jdisagg.model.checkpoint import read_model
+from jdisagg.model.draft_head import HeadConfig, head_bytes
 from jdisagg.model.gguf_file import is_gguf
+from jdisagg.model.weight_bytes import shard_bytes
 from jdisagg.named_models import located
+from jdisagg.serve.speculation import read_draft
 from jdisagg.sim import model_numbers
 from jdisagg.sim.arithmetic import (
     DTYPE_BYTES,
@@ -45,7 +49,41 @@ def declare() -> flags.FlagValues:
     absl_flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
     kinds = {"kv_dtype": list(DTYPE_BYTES)}
     flags.define(values, kinds, model="llama3-70b", kv_dtype="bfloat16", hardware="h100", devices=8)
+    speculative = "a draft model or head beside the model, as for jdisagg.launch: draft:MODEL, eagle:FOLDER"
+    absl_flags.DEFINE_string("speculative", "off", speculative, flag_values=values)
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class Guesser:
+    """What a draft model or a head takes of all devices of a worker: weights, and KV of a token."""
+
+    weight_bytes: int = 0
+    token_bytes: float = 0.0
+
+
+NOTHING = Guesser()
+
+
+def guesser(said: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
+    """Of --speculative, for a model of that name; none where nothing or n-grams guess. Raises FlagError, ConfigError,
+    CheckpointError."""
+    place = Path(located(Settings(model=name), Console(stderr=True)).model)
+    found, number = read_draft(said, place, config), number_bytes(dtype)
+    if found is None:
+        return NOTHING
+    draft = found[1]
+    if isinstance(draft, HeadConfig):
+        return Guesser(devices * head_bytes(draft, devices, "bfloat16"), draft.layer.kv_bytes(1, number))
+    held = shard_bytes(draft, range(draft.num_layers), devices, "bfloat16", AS_MADE)
+    return Guesser(devices * held, draft.kv_bytes(1, max(number, 2)))  # a draft's pages stay floats
+
+
+def guesser_lines(said: str, found: Guesser) -> list[str]:
+    if not found.weight_bytes:
+        return []
+    weights, token = decimal(found.weight_bytes), decimal(found.token_bytes)
+    return [f"--speculative={said}: up to {weights} of weights in bf16, {token} of KV a token, beside the model's"]
 
 
 def model_of(name: str) -> ModelConfig:
@@ -127,14 +165,16 @@ def billions(weights: float) -> str:
     return f"{weights / 1e9:.3g} B"
 
 
-def sizes_lines(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str]:
+def sizes_lines(
+    config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int, beside: Guesser
+) -> list[str]:
     """What a worker of so many shards chooses where nobody says; none for a chip without a data sheet."""
     sheet, longest = CHIPS.get(chip.name), config.max_position or tokens
     if sheet is None:
         return []
     memory = usable_bytes(Target(sheet, (1,) * sheet.dimensions))
-    left = Settings().hbm_fraction * memory * devices - 2 * config.num_params()
-    room = int(left / config.kv_bytes(1, number_bytes(dtype)))
+    left = Settings().hbm_fraction * memory * devices - 2 * config.num_params() - beside.weight_bytes
+    room = int(left / (config.kv_bytes(1, number_bytes(dtype)) + beside.token_bytes))
     if room < longest:
         return [f"{devices} x {chip.name} hold no {longest:,} tokens of KV beside weights in bf16"]
     kv = KVLayout.of(config, 1, "bfloat16", sheet.platform == "tpu")
@@ -146,7 +186,9 @@ def sizes_lines(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, de
     return [f"chosen unless said: {each.reason}" for each in chosen]
 
 
-def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
+def report(
+    config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int, beside: Guesser = NOTHING
+) -> list[str | Table]:
     """Everything there is to print."""
     scale_bytes = SCALE_BYTES / config.head_dim if dtype in ("int8", "fp8") else 0.0  # of a row of numbers
     size, a_token = (config.kv_bytes(count, number_bytes(dtype) + scale_bytes) for count in (tokens, 1))
@@ -155,7 +197,7 @@ def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices
     reuse = least_reuse_bytes_per_s(config, tokens, chip.flops * devices, dtype)
     return [
         *weights_lines(config),
-        *sizes_lines(config, tokens, dtype, chip, devices),
+        *sizes_lines(config, tokens, dtype, chip, devices, beside),
         f"{config.family} ({config.attention_kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
         f"{tokens} tokens: {decimal(size)} = {binary(size)}",
         f"prefill on {devices} x {chip.name}: {seconds(prefill)} ({tokens / prefill:,.0f} tokens/s)",
@@ -168,7 +210,9 @@ def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices
 def run(values: flags.FlagValues) -> int:
     config = model_of(values.model)
     chip = hardware(values.hardware)
-    for part in report(config, values.tokens, values.kv_dtype, chip, values.devices):
+    beside = guesser(values.speculative, values.model, config, values.kv_dtype, values.devices)
+    told = report(config, values.tokens, values.kv_dtype, chip, values.devices, beside)
+    for part in (*guesser_lines(values.speculative, beside), *told):
         Console().print(part, highlight=False, soft_wrap=isinstance(part, str))
     return 0
 

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from jdisagg import calc
+from jdisagg.model.checkpoint import read_model
+from jdisagg.named_models import EMBEDDED_FOLDER
 from jdisagg.sim.arithmetic import model
+from jdisagg.sim.hardware import hardware
 
 
 def test_a_long_prompts_kv_is_told_in_both_units(capsys: pytest.CaptureFixture[str]):
@@ -55,3 +58,25 @@ def test_help_shows_the_law_and_every_flag(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(("duration_s", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-6, "4 us")])
 def test_a_duration_is_told_in_its_own_unit(duration_s: float, text: str):
     assert calc.seconds(duration_s) == text
+
+
+def test_a_draft_model_and_a_head_take_room_beside_the_model(capsys: pytest.CaptureFixture[str]):
+    config, name = read_model(EMBEDDED_FOLDER), str(EMBEDDED_FOLDER)
+    draft, head = (calc.guesser(said, name, config, "bfloat16", 1) for said in ("draft", "eagle"))
+    small = read_model(EMBEDDED_FOLDER / "draft")
+    norms = draft.weight_bytes - 2 * small.num_params()
+    assert 0 <= norms < 10 * small.hidden_size and draft.token_bytes == small.kv_bytes(1)
+    assert head.token_bytes == config.kv_bytes(1) / config.num_layers and head.weight_bytes > 0
+    assert calc.guesser("ngram:3", name, config, "bfloat16", 1) == calc.NOTHING
+    assert calc.main(["calc", f"--model={name}", "--devices=1", "--speculative=eagle"]) == 0
+    assert f"{calc.decimal(head.weight_bytes)} of weights in bf16, " in capsys.readouterr().out
+
+
+def test_slots_are_chosen_of_what_a_draft_model_leaves():
+    large, chip = model("llama3-70b"), hardware("h100")
+    plain, beside = (
+        calc.sizes_lines(large, 8192, "bfloat16", chip, 3, calc.Guesser(weight_bytes))
+        for weight_bytes in (0, 70 * 10**9)
+    )
+    assert plain[0].startswith("chosen unless said")
+    assert beside == ["3 x h100 hold no 8,192 tokens of KV beside weights in bf16"]

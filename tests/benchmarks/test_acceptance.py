@@ -1,33 +1,14 @@
-"""Quarters of answers are told apart, and a pair is compared where both drew something."""
+"""A pair of answers is compared where both drew something, and what was to happen to them is looked for."""
 
-from benchmarks.acceptance import Answer, Drawn, Rows, compared, quarters
-from jdisagg.core.events import EmitTokens, Send
-from jdisagg.core.messages import Preempted, TokenDelta
-from jdisagg.core.request import Attempt, RequestId, Sampled, WorkerId
+from dataclasses import replace
 
-A, B = (Attempt(RequestId("a"), epoch) for epoch in (0, 1))
-PREFILL, DECODE = WorkerId("prefill-0"), WorkerId("decode-0")
+import pytest
 
+from benchmarks.acceptance import ANEW, FOUND, LOST, PARKED, PREEMPTED, Answer, Row, compared, missing
+from benchmarks.drawn_rows import Rows
+from jdisagg.core.request import RequestId
 
-def emit(attempt: Attempt, place: int, number: int, worker: WorkerId) -> EmitTokens:
-    return EmitTokens(TokenDelta(attempt, place, (Sampled(1),) * number), worker)
-
-
-def test_each_row_of_a_step_counts_and_the_prompts_tokens_do_not():
-    rows = Rows()
-    for each in (emit(A, 0, 1, PREFILL), emit(A, 1, 3, DECODE), emit(A, 4, 2, DECODE)):
-        rows("router", each, 0.0)
-    assert rows.drawing() == DECODE and rows.times(A.request_id) == 0
-    rows("decode-0", Send(WorkerId("router"), Preempted(A, (), "")), 0.0)
-    for each in (emit(B, 6, 1, PREFILL), emit(B, 7, 4, DECODE), emit(B, 11, 0, DECODE)):
-        rows("router", each, 0.0)
-    assert rows.of == {A.request_id: [Drawn(1, 3), Drawn(4, 2), Drawn(7, 4)]}
-    assert rows.times(A.request_id) == rows.preempted[A.request_id] == 1
-
-
-def test_a_row_is_of_the_quarter_that_it_begins_in():
-    assert quarters([Drawn(0, 2), Drawn(2, 3), Drawn(7, 4)], 8) == [[2], [3], [], [4]]
-    assert quarters([Drawn(1, 1), Drawn(3, 1)], 8, first=4) == [[], [], [1], [1]]
+ROW = Row("eagle", "new", FOUND, 1, 1, 0, [2.0] * 4, [2.0] * 4, 1.0, 0)
 
 
 def test_the_end_of_an_answer_is_held_against_the_end_of_the_undisturbed_one():
@@ -35,3 +16,26 @@ def test_the_end_of_an_answer_is_held_against_the_end_of_the_undisturbed_one():
     found = compared("eagle", "new", "found", [(whole, Answer("new", [5, 6, 9, 8], [[], [], [1, 1, 2], [2]]))])
     assert found.undisturbed == [1, 2, 2, 2] and found.tokens_a_row == [None, None, 4 / 3, 2]
     assert found.ratio == 1.5 / 2 and found.differing == 1 and found.times == found.answers == 1
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "cached", "preempted", "back", "said"),
+    [
+        (FOUND, 936, 0, 0, ""),
+        (FOUND, 0, 0, 0, "0 tokens were there already, of 936"),
+        (ANEW, 0, 0, 0, ""),
+        (ANEW, 16, 0, 0, "16 tokens were there already"),
+        (LOST, 0, 0, 0, ""),
+        (LOST, 0, 1, 0, "pages did not do for 1 answers"),
+        (PREEMPTED, 0, 1, 0, ""),
+        (PREEMPTED, 0, 0, 0, "1 answers were begun again, and 0 had given back"),
+        (PARKED, 0, 1, 7, ""),
+        (PARKED, 0, 1, 0, "no page came up again"),
+        (PARKED, 0, 0, 7, "0 had given back"),
+    ],
+)
+def test_a_disturbance_that_did_not_happen_is_told(disturbed: str, cached: int, preempted: int, back: int, said: str):
+    rows = Rows(back=back)
+    rows.preempted.update({RequestId("a"): preempted})
+    why = missing(disturbed, replace(ROW, cached=cached), 936, rows)
+    assert said in why and bool(why) == bool(said)

@@ -6,11 +6,13 @@ lost of either's keys and values on the way shows as a guess that is wrong.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from shutil import copy
 from typing import Any
 
@@ -22,6 +24,8 @@ import jdisagg
 from jdisagg.core.events import StepDone
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
+from jdisagg.model.checkpoint import read_model
+from tests.adapter_files import write_adapter
 from tests.fixtures import conformance
 from tests.serve.test_role_flip import flip
 
@@ -115,6 +119,31 @@ def test_a_worker_that_changes_its_role_takes_its_head_along(knowing: str) -> No
         flip(llm, "prefill-1", Role.DECODE, "tp1")
         llm.service.driver.give_up(WorkerId("decode-0"))
         assert [answers(llm) for _ in range(2)] == [expected] * 2
+
+
+def test_a_head_beside_adapters_changes_no_token_of_rows_with_and_without_one(knowing: str, tmp_path: Path) -> None:
+    sql = write_adapter(tmp_path / "sql", read_model(Path(knowing)), 1, strength=2.0)
+    room = {"lora": f"sql={sql}", "max_lora_rank": 4, "speculative": "eagle:2", "prefix_caching": "off"}
+    with jdisagg.LLM(model=knowing, mesh=PAIR, **SIZES, **room) as llm:
+        adapters = [llm.adapter("sql"), None, None, llm.adapter("sql")]
+        asked = [
+            (prompt, replace(how, adapter=adapter))
+            for prompt, how, adapter in zip(PROMPTS, [GREEDY, GREEDY, DRAWN, DRAWN], adapters, strict=True)
+        ]
+
+        async def together() -> list[list[int]]:
+            async def one(prompt: list[int], how: jdisagg.SamplingParams) -> list[int]:
+                return [each.token async for piece in llm.stream(prompt, how) for each in piece.delta.sampled]
+
+            return await asyncio.gather(*(one(*each) for each in asked))
+
+        alone = [list(llm.generate(prompt, replace(how, speculative=False)).token_ids) for prompt, how in asked]
+        unadapted = [list(llm.generate(prompt, replace(how, adapter=None)).token_ids) for prompt, how in asked]
+        assert [mine != other for mine, other in zip(alone, unadapted, strict=True)] == [True, False, False, True]
+        drafted, accepted = (counted(llm, f"spec_decode_{name}_tokens") for name in ("draft", "accepted"))
+        assert accepted == drafted > 50, "nobody had an adapter"
+        assert asyncio.run(together()) == alone
+        assert counted(llm, "spec_decode_draft_tokens") > drafted + 50 and llm.service.recompiles() == 0
 
 
 def test_a_draft_whose_pages_go_along_is_as_right_over_turns_of_which_one_loses_its_worker() -> None:
