@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from jdisagg.core.collectives import Collective, Sent
@@ -77,7 +78,7 @@ class StepTimes:
 
         def least_s(one: Collective) -> float:
             sent, inside = one.sent(hosts), self._chip.link_bytes_per_s * self._joined(each, one).links
-            turns = each.declared.loops if one.looped else 1
+            turns = prod(each.declared.loops[: one.depth])
             return turns * max(sent.inside / inside, sent.between / self._chip.nic_bytes_per_s)
 
         return sum(map(least_s, each.facts.across))

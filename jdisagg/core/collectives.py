@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 Groups = tuple[tuple[int, ...], ...]
@@ -21,7 +22,7 @@ class Collective:
     kind: str
     size_bytes: int  # of the whole array that a device sends or ends up with, whichever is more
     groups: Groups
-    looped: bool  # inside a loop's body
+    depth: int  # loops that it is in, one within the other
 
     def sent(self, hosts: Sequence[int]) -> Sent:
         """By the busiest device, once. hosts: of each of the program's devices."""
@@ -56,9 +57,9 @@ class Sent:
         return Sent(self.inside * number, self.between * number)
 
 
-def sent_by(collectives: Sequence[Collective], hosts: Sequence[int], loops: int = 1) -> Sent:
-    """All of a program, whose loop goes round `loops` times."""
-    found = [each.sent(hosts).times(loops if each.looped else 1) for each in collectives]
+def sent_by(collectives: Sequence[Collective], hosts: Sequence[int], loops: Sequence[int] = ()) -> Sent:
+    """All of a program. loops: how often each goes round, from the outermost in."""
+    found = [each.sent(hosts).times(prod(loops[: each.depth])) for each in collectives]
     return sum(found, Sent())
 
 

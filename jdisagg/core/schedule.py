@@ -63,11 +63,14 @@ def waited(
     events: Sequence[Work | Start | End | Turns],
     work_s: Callable[[Work], float],
     collective_s: Callable[[Collective], float],
-    turns: int = 1,
+    loops: Sequence[int] = (),
 ) -> Waited:
-    """Collectives share the links, one after the other; one without an end in its loop's body is waited for there."""
+    """Collectives share the links, one after the other; one without an end in its loop's body is waited for there.
+
+    loops: how often each goes round, from the outermost in; one that is deeper counts once (a draw's bisections).
+    """
     clock = _Clock()
-    _run(events, work_s, collective_s, turns, clock)
+    _run(events, work_s, collective_s, loops, clock)
     return Waited(clock.total_s, clock.exposed_s)
 
 
@@ -75,7 +78,7 @@ def _run(
     events: Sequence[Work | Start | End | Turns],
     work_s: Callable[[Work], float],
     collective_s: Callable[[Collective], float],
-    turns: int,
+    loops: Sequence[int],
     clock: _Clock,
 ) -> None:
     ends: dict[str, float] = {}
@@ -90,8 +93,8 @@ def _run(
             case End(name):
                 _wait(clock, ends.pop(name, clock.now_s))
             case Turns(body):
-                for _ in range(turns):
-                    _run(body, work_s, collective_s, turns, clock)
+                for _ in range(loops[0] if loops else 1):
+                    _run(body, work_s, collective_s, loops[1:], clock)
     _wait(clock, max(ends.values(), default=clock.now_s))
 
 

@@ -45,7 +45,7 @@ class DeclaredProgram:
     batch_bytes: int = 0  # of one device: what temporaries may hold of the batch itself, generously
     donated_bytes: int = 0  # of one device: what the program must update in place
     collectives: dict[str, int] = field(default_factory=dict)  # what it is expected to hold, by HLO name
-    loops: int = 1  # times that its loop, if it has one, goes round in a full step
+    loops: tuple[int, ...] = (1,)  # times that each goes round in a full step, from the outermost in
 
     @property
     def arguments(self) -> tuple[Any, ...]:

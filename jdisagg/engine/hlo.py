@@ -17,11 +17,11 @@ STARTS = {kind + "-start": kind for kind in KINDS}
 def read_collectives(hlo: str) -> tuple[Collective, ...]:
     """Of a compiled program's text."""
     module = parsed(hlo)
-    looped = _reached(module)
+    depths = _depths(module)
     found, read = list[Collective](), set[str]()
     for name, body in module.computations.items():
         for each in body:
-            one, chain = collective_of(each, looped=name in looped), _chain(each)
+            one, chain = collective_of(each, depth=depths.get(name, 0)), _chain(each)
             if one is not None and chain not in read:
                 found.append(one)
                 read |= {chain} if chain else set()
@@ -42,19 +42,20 @@ def _chain(instruction: Instruction) -> str:
     return "" if found is None else found[0]
 
 
-def _reached(module: Module) -> set[str]:
-    """The bodies of loops, and whatever they call."""
-    found: set[str] = set()
-    left = [each.body for body in module.computations.values() for each in body]
+def _depths(module: Module) -> dict[str, int]:
+    """Of each computation, how many loops it is run in, one within the other."""
+    found, left = dict[str, int](), [(module.entry, 0)]
     while left:
-        name = left.pop()
-        if name is not None and name not in found and name in module.computations:
-            found.add(name)
-            left += [called for each in module.computations[name] for called in each.called]
+        name, depth = left.pop()
+        if name in module.computations and depth > found.get(name, -1):
+            found[name] = depth
+            for each in module.computations[name]:
+                left += [(called, depth) for called in each.called if called != each.body]
+                left += [] if each.body is None else [(each.body, depth + 1)]
     return found
 
 
-def collective_of(instruction: Instruction, *, looped: bool) -> Collective | None:
+def collective_of(instruction: Instruction, *, depth: int) -> Collective | None:
     """What it sends; None where it is no collective, or only the end of one."""
     kind = STARTS.get(instruction.opcode, instruction.opcode)
     if kind not in KINDS:
@@ -66,7 +67,7 @@ def collective_of(instruction: Instruction, *, looped: bool) -> Collective | Non
         sizes = sizes[:1]  # operand, result, and two words of context
     groups = _groups(instruction.line)
     whole = len(groups[0]) if kind == "reduce-scatter" and groups else 1  # its result is a shard
-    return Collective(kind, sum(sizes) * whole, groups, looped)
+    return Collective(kind, sum(sizes) * whole, groups, depth)
 
 
 def _groups(line: str) -> Groups:

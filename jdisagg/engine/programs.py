@@ -146,7 +146,7 @@ class ProgramTable:
             + (scored_bytes(group, scored) if scored else 0),
             self.pool_bytes(stage),
             {**({"all-reduce": sums} if sums else {}), **gathers},
-            group.turns,
+            (group.turns,),
         )
 
     def _prefills(self, tokens: int) -> Iterator[DeclaredProgram]:

@@ -78,7 +78,7 @@ class RingTable(ProgramTable):
             + self._kept_bytes(kind),
             self.pool_bytes(0),
             self._collectives(),
-            loops=ticks(self.config),
+            loops=(ticks(self.config),),
         )
 
     def _kept_bytes(self, kind: str) -> int:

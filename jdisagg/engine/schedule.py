@@ -26,20 +26,20 @@ Event = Work | Start | End | Turns
 def read_schedule(hlo: str) -> Events:
     """Of a compiled program's text, which is scheduled."""
     module = parsed(hlo)
-    return tuple(_events(module, module.entry, looped=False))
+    return tuple(_events(module, module.entry, depth=0))
 
 
-def _events(module: Module, name: str, *, looped: bool) -> Iterator[Event]:
+def _events(module: Module, name: str, *, depth: int) -> Iterator[Event]:
     body = module.computations.get(name, [])
-    reader = _Reader(module, {each.name: each.shape for each in body}, looped)
+    reader = _Reader(module, {each.name: each.shape for each in body}, depth)
     steps = [step for each in body for step in chains(module, each)]
     for each in body:
         if each.opcode == "while":
             assert each.body is not None, each.line
-            yield Turns(tuple(_events(module, each.body, looped=True)))
+            yield Turns(tuple(_events(module, each.body, depth=depth + 1)))
         elif each.opcode == "conditional":
             for called in each.called[:1]:
-                yield from _events(module, called, looped=looped)
+                yield from _events(module, called, depth=depth)
         elif each.opcode.endswith("-done"):
             yield from (End(operand) for operand in each.operands if operand in reader.started)
         elif found := chains(module, each):
@@ -54,12 +54,12 @@ class _Reader:
 
     module: Module
     shapes: dict[str, str]
-    looped: bool
+    depth: int
     started: set[str] = field(default_factory=set)
 
     def whole(self, each: Instruction) -> Iterator[Event]:
         """An instruction that is no step of a chain: what it sends, and what it does beside that."""
-        sent = list(_sent(self.module, each, looped=self.looped))
+        sent = list(_sent(self.module, each, depth=self.depth))
         names = [each.name if number == 0 else f"{each.name}/{number}" for number in range(len(sent))]
         yield from map(Start, names, sent)
         if sent and each.opcode.endswith("-start"):
@@ -73,22 +73,22 @@ class _Reader:
         """`left`: of each chain one for each step that is not read yet."""
         if chain not in self.started:
             self.started.add(chain)
-            yield Start(chain, next(_sent(self.module, each, looped=self.looped)))
+            yield Start(chain, next(_sent(self.module, each, depth=self.depth)))
         yield from _products(self.module, each, self.shapes)
         left.remove(chain)
         if chain not in left:
             yield End(chain)
 
 
-def _sent(module: Module, each: Instruction, *, looped: bool) -> Iterator[Collective]:
+def _sent(module: Module, each: Instruction, *, depth: int) -> Iterator[Collective]:
     """By it, or by what it runs: a collective on cores of its own, or one within a fusion."""
-    own = collective_of(each, looped=looped)
+    own = collective_of(each, depth=depth)
     if own is not None:
         yield own
         return
     for called in each.called:
         for inner in module.computations.get(called, []):
-            yield from _sent(module, inner, looped=looped)
+            yield from _sent(module, inner, depth=depth)
 
 
 def _work(module: Module, each: Instruction, shapes: dict[str, str]) -> Work:

@@ -27,7 +27,7 @@ def declared_turns(turns: TurnPrograms, step: DeclaredProgram) -> list[DeclaredP
             program=program,
             batch=(told,),
             batch_bytes=room,
-            loops=step.loops * turns.most,
+            loops=(turns.most, *step.loops),
         )
         for kind, program in turns.kinds.items()
     ]

@@ -71,10 +71,10 @@ class RingRoofline:
         hops = tuple((place, (place + tp) % (pp * tp)) for place in range(pp * tp))
         columns = tuple(tuple(range(shard, pp * tp, tp)) for shard in range(tp))
         return (
-            Collective("all-reduce", row_bytes, (), looped=True),
-            Collective("all-reduce", row_bytes, columns, looped=True),
-            Collective("all-gather", rows * model.config.vocab_size * LOGIT_BYTES, (), looped=True),
-            Collective("collective-permute", row_bytes, hops, looped=True),
+            Collective("all-reduce", row_bytes, (), depth=1),
+            Collective("all-reduce", row_bytes, columns, depth=1),
+            Collective("all-gather", rows * model.config.vocab_size * LOGIT_BYTES, (), depth=1),
+            Collective("collective-permute", row_bytes, hops, depth=1),
         )
 
     @property

@@ -28,16 +28,17 @@ MODEL = ModelConfig("llama", 1000, 64, 128, 5, 4, 2, 16, 512)
     ],
 )
 def test_bytes_go_over_the_links_that_lie_between(kind, groups, hosts, expected):
-    assert Collective(kind, 100, groups, looped=False).sent(hosts) == expected
+    assert Collective(kind, 100, groups, depth=0).sent(hosts) == expected
 
 
 def test_what_is_in_a_loop_counts_as_often_as_it_goes_round():
-    once, looped = Collective("all-gather", 64, (), False), Collective("all-gather", 64, (), True)
-    assert sent_by([once, looped], (0, 1), loops=9) == Sent(0.0, 32.0 * 10)
+    once, looped, within = (Collective("all-gather", 64, (), depth) for depth in range(3))
+    assert sent_by([once, looped], (0, 1), (9,)) == Sent(0.0, 32.0 * 10)
+    assert sent_by([once, looped, within], (0, 1), (4, 80)) == Sent(0.0, 32.0 * (1 + 4 + 4 * 80))
 
 
 def test_one_device_sends_nothing_and_kinds_are_counted():
-    alone = [Collective(kind, 100, ((0,),), looped=False) for kind in KINDS if kind != "collective-permute"]
+    alone = [Collective(kind, 100, ((0,),), depth=0) for kind in KINDS if kind != "collective-permute"]
     assert sent_by(alone, (0,)) == Sent()
     assert counted([*alone, alone[0]])[alone[0].kind] == 2
 

@@ -12,11 +12,11 @@ SECOND = Work(flops=1.0)
 
 
 def across(seconds: int) -> Collective:
-    return Collective("all-reduce", seconds, (), looped=False)
+    return Collective("all-reduce", seconds, (), depth=0)
 
 
-def seconds_of(events, turns: int = 1) -> Waited:
-    return waited(events, lambda work: work.flops, lambda one: float(one.size_bytes), turns)
+def seconds_of(events, *loops: int) -> Waited:
+    return waited(events, lambda work: work.flops, lambda one: float(one.size_bytes), loops)
 
 
 def test_a_collective_that_nothing_runs_beside_is_exposed():
@@ -35,7 +35,15 @@ def test_two_collectives_share_the_links():
 
 def test_a_loop_is_gone_round_and_what_starts_in_it_ends_in_it():
     turn = Turns((Start("a", across(2)), SECOND))
-    assert seconds_of([turn, SECOND, SECOND], turns=5) == Waited(10.0, 5.0)
+    assert seconds_of([turn, SECOND, SECOND], 5) == Waited(10.0, 5.0)
+
+
+def test_loops_within_a_loop_go_round_as_often_as_each_is_told_and_those_deeper_once():
+    """A dispatch of 4 turns over 80 layers, and a draw's bisections: not 320 times 320 times 320."""
+    bisected = Turns((SECOND,))
+    layers = Turns((Start("a", across(2)), bisected, End("a")))
+    found = seconds_of([Turns((layers, Start("b", across(1)), End("b")))], 4, 80)
+    assert found == Waited(4 * (80 * 2 + 1), 4 * (80 * 1 + 1))
 
 
 def test_where_nothing_is_sent_all_is_hidden():

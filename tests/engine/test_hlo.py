@@ -36,9 +36,16 @@ ENTRY %main.4_spmd (p0: f32[4,8]) -> f32[4,8] {
 
 def test_collectives_are_read_with_their_bytes_groups_and_loops():
     assert set(read_collectives(HLO)) == {
-        Collective("collective-permute", 32, ((0, 1), (1, 2), (2, 3), (3, 0)), True),
-        Collective("all-reduce", 128, ((0, 1), (2, 3)), True),
-        Collective("all-gather", 256, ((0, 2), (1, 3)), False),
-        Collective("reduce-scatter", 32, ((0, 1, 2, 3),), False),
+        Collective("collective-permute", 32, ((0, 1), (1, 2), (2, 3), (3, 0)), 1),
+        Collective("all-reduce", 128, ((0, 1), (2, 3)), 1),
+        Collective("all-gather", 256, ((0, 2), (1, 3)), 0),
+        Collective("reduce-scatter", 32, ((0, 1, 2, 3),), 0),
     }
+    within = HLO.replace(
+        "  %fusion.1 =", "  %while.1 = (s32[]) while(%y), condition=%condition.3, body=%body.2\n  %fusion.1 ="
+    )
+    within += (
+        "\n%body.2 (arg: (s32[])) -> (s32[]) {\n  %psum.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}\n}\n"
+    )
+    assert Collective("all-reduce", 32, ((0, 1), (2, 3)), 2) in read_collectives(within)
     assert counted(read_collectives(HLO)) == {kind.kind: 1 for kind in read_collectives(HLO)}

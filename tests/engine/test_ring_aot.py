@@ -39,7 +39,7 @@ def test_a_ring_compiles_in_place_and_what_it_sends_is_what_it_must(target: str,
     model, rows = table.model, SLOTS // PP
     hop, logits = rows * model.hidden_size * 2, rows * model.vocab_size * 4
     sent = turns.facts.sent(turns.declared, [chip.host_of(index) for index in range(PP * TP)])
-    assert turns.declared.loops == ticks(table.config) == TURNS * PP + PP - 1
+    assert turns.declared.loops == (ticks(table.config),) == (TURNS * PP + PP - 1,)
     # A tick: two sums a layer, that of what leaves and that of the embedding, the logits' gather, the hop.
     if hosts == 1:
         assert sent.between == 0 and sent.inside >= ticks(table.config) * (6 * hop + hop + 0.75 * logits) * 0.9

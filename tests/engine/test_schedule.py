@@ -42,8 +42,8 @@ def product(name: str) -> str:
     return f"  %{name} = bf16[1024,8192]{{1,0:T(8,128)(2,1)}} fusion(%w, %i, %a), kind=kOutput, calls=%product.1"
 
 
-def reduced(*, looped: bool = True) -> Collective:
-    return Collective("all-reduce", 1024 * 8192 * 2, EIGHT, looped)
+def reduced(*, depth: int = 1) -> Collective:
+    return Collective("all-reduce", 1024 * 8192 * 2, EIGHT, depth)
 
 
 def test_an_all_reduce_with_nothing_beside_it_starts_and_ends_at_once():

@@ -24,7 +24,7 @@ WEIGHTS = {"": ("bfloat16", 2), "fp8": ("fp8", 1), "fp8_block": ("fp8", 1)}
 def step(shard: Shard, work: Work, system: str, weights: str, rows: int) -> Expected:
     """Two all-reduces a layer, as the compiled programs have them."""
     chip, number = hardware(system), 2 * shard.model.num_layers if shard.tp > 1 else 0
-    one = Collective("all-reduce", rows * shard.model.hidden_size * 2, (), looped=False).sent([0] * shard.tp)
+    one = Collective("all-reduce", rows * shard.model.hidden_size * 2, (), depth=0).sent([0] * shard.tp)
     return expected(work, chip, weights, number * (start_s(chip) + sending(chip, one)))
 
 
