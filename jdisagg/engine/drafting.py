@@ -153,6 +153,7 @@ class Guesses:
         self.unnoted: list[Array] = []  # tokens i32[B] of the last steps of one token a row, which it has not yet
         self.nothing: Array = batch.put(np.full(batch.size, MASKED, np.int32))
         self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
+        self.judged: tuple[int, ...] = ()  # slots of that step with a grammar whose drafts are guessed here
 
     def tokens_of(self, admission: Admission) -> np.ndarray:
         """i32[S]: the tokens of one that takes a slot, by position."""
@@ -167,13 +168,14 @@ class Guesses:
             self.widths, self.sent = batch.put(widths), widths
 
     def given(self, batch: Microbatch, size: int) -> Array:
-        """i32[B, size]: the drafts of rows with a grammar; all others guess for themselves."""
+        """i32[B, size]: the drafts of rows with a grammar that the host makes; all others guess for themselves."""
         if not batch.masks.places:
             return self.free[size]
         given = np.full((batch.size, size), FREE, np.int32)
         for row, place in batch.masks.places.items():
-            given[row] = NO_GUESS
-            given[row, : len(place.draft)] = place.draft
+            if row not in self.judged:
+                given[row] = NO_GUESS
+                given[row, : len(place.draft)] = place.draft
         return batch.put(given)
 
 
@@ -213,7 +215,9 @@ class DraftingDecoder(Decoder):
             given = guesses.given(batch, bucket(longest, self.config.draft_sizes))
             if not plan.gates:  # else the pages it would be guessed from are on their way
                 given = self._guess(batch, guesses, given, plan.table_pages)
-            guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
+            wide = guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
+            if guesses.judged:
+                wide.copy_to_host_async()
         return batch
 
     def _admit(self, batch: Microbatch, guesses: Guesses, admission: Admission) -> None:
@@ -235,13 +239,19 @@ class DraftingDecoder(Decoder):
         return given
 
     def _longest(self, batch: Microbatch, plan: DecodeRows) -> int:
-        """Makes the drafts of rows with grammars, and says how many tokens the longest of all may have."""
-        if not batch.masks.places:
+        """Makes the drafts of rows with grammars as far as the host does, and says how many tokens the longest of all
+        may have. Where a model guesses, it does for those too of whom nothing is forced."""
+        guesses, held = self._guesses_of(batch), batch.masks.places
+        guesses.judged = ()
+        if not held:
             return max(plan.widths, default=1) - 1
         widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=False)}
-        batch.masks.make_drafts(widths, guesses=self.config.guesses)
-        held = batch.masks.places
-        return max((len(held[row].draft) if row in held else width - 1 for row, width in widths.items()), default=0)
+        by_model = self.drafts.guesser == DRAFT
+        batch.masks.make_drafts(widths, guesses=self.config.guesses, only_behind=by_model)
+        if by_model:
+            guesses.judged = tuple(row for row in held if widths.get(row, 1) > 1 and not held[row].draft)
+        by_host = held.keys() - set(guesses.judged)
+        return max((len(held[row].draft) if row in by_host else width - 1 for row, width in widths.items()), default=0)
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
         """Page table i32[B, width] and state i32[4, B], or i32[4, B * (1 + drafts)], where the group is."""
@@ -260,7 +270,8 @@ class DraftingDecoder(Decoder):
             logprobs = self.drafts.logprobs(logits, told)
         for array in (told, *(logprobs or ())):
             array.copy_to_host_async()
-        kinds = [GRAMMAR if sampling.grammar else self.drafts.guesser for sampling in asked]
+        forced = batch.masks.places.keys() - set(guesses.judged)
+        kinds = [GRAMMAR if slot - batch.first_slot in forced else self.drafts.guesser for slot in plan.active]
         return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
 
     def _draw(self, batch: Microbatch, logits: Array, asked: Asked) -> Array:
@@ -286,6 +297,7 @@ class DraftingDecoder(Decoder):
         asked = batch.asked(plan.active).each
         if any(sampling.grammar for sampling in asked):
             rows = [slot - batch.first_slot for slot in plan.active]
+            self._judge(batch, guesses.judged, wide)
             logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, wide.shape[1] // batch.size - 1))
         held = guesses.history, batch.state, wide, logits
         if all(is_plain(sampling) for sampling in asked):
@@ -295,6 +307,14 @@ class DraftingDecoder(Decoder):
         if any(sampling.penalised for sampling in asked):
             batch.counts = self.drafts.count(batch.counts, told)
         return told
+
+    def _judge(self, batch: Microbatch, judged: Sequence[int], wide: Array) -> None:
+        """What was guessed for these slots decides about their masks: it is there before the layers have run, and masks
+        are made while they do."""
+        if judged:
+            rows = np.asarray(wide).reshape(4, batch.size, -1)[:, :, 1:]
+            for row in judged:
+                batch.masks.take_draft(row, rows[TOKEN, row][rows[ENABLED, row] == 1].tolist())
 
     def _guesses_of(self, batch: Microbatch) -> Guesses:
         return self.guesses[batch.first_slot // batch.size]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,11 @@ def masked(logits: Array, allowed: Array) -> Array:
     """Logits f32[B, V] without the tokens whose bits are not in `allowed`, u32[B, words]."""
     bits = (allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None, :]) & 1
     return jnp.where(bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, NEVER)
+
+
+def before_stop(tokens: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
+    """The tokens in front of the first that ends the answer: one that does is drawn, never drafted."""
+    return tuple(takewhile(lambda token: token not in sampling.stop_token_ids, tokens))
 
 
 @dataclass(slots=True, eq=False)
@@ -77,22 +83,25 @@ class GrammarMasks:
 
     # ------------------------------------------------------------ drafts
 
-    def make_drafts(self, widths: Mapping[int, int], *, guesses: bool) -> None:
+    def make_drafts(self, widths: Mapping[int, int], *, guesses: bool, only_behind: bool = False) -> None:
         """Each row's draft, as long as its width has room: what its grammar leaves no choice about, and behind that,
-        where the row `guesses`, what stood there before and the grammar takes."""
+        where the row `guesses`, what stood there before and the grammar takes; `only_behind` what is forced."""
         for row, place in self.places.items():
-            place.draft = self._draft(place, widths.get(row, 1) - 1, guesses)
+            place.draft = self._draft(place, widths.get(row, 1) - 1, guesses, only_behind)
 
-    def _draft(self, place: Place, most: int, guesses: bool) -> tuple[int, ...]:
+    def _draft(self, place: Place, most: int, guesses: bool, only_behind: bool) -> tuple[int, ...]:
         matcher = self._matcher(place) if most > 0 else None
         if matcher is None:
             return ()
         draft = matcher.forced()[:most]
-        if guesses and len(draft) < most:
+        if guesses and len(draft) < most and (draft or not only_behind):
             draft += guess_after([*place.tokens, *draft], most - len(draft))
             draft = draft[: matcher.follows(draft)]
-        stops = [index for index, token in enumerate(draft) if token in place.sampling.stop_token_ids]
-        return tuple(draft[: stops[0]] if stops else draft)
+        return before_stop(draft, place.sampling)
+
+    def take_draft(self, row: int, tokens: Sequence[int]) -> None:
+        """The row is fed these, whoever guessed them: masks cut them off where the grammar does not take them."""
+        self.places[row].draft = before_stop(tokens, self.places[row].sampling)
 
     def allowed_behind(self, rows: Iterable[int], most: int) -> Array:
         """u32[B * (1 + most), words]: of each row, as `allowed`, and behind every token of its draft."""

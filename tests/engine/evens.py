@@ -89,3 +89,28 @@ class Fours(Evens):
 
     def start(self, grammar: str) -> Matcher:
         return FoursMatcher(self.words)
+
+
+class NoFifthsMatcher(FoursMatcher):
+    """Implements `Matcher`: any token may come but multiples of five."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        assert all(token % 5 for token in tokens)
+        self.taken += tokens
+
+    def forced(self) -> list[int]:
+        return []
+
+    def follows(self, tokens: Sequence[int]) -> int:
+        return len(list(takewhile(lambda token: token % 5, tokens)))
+
+    def fill(self, mask: np.ndarray) -> None:
+        bits = np.arange(32 * self.words) % 5 > 0
+        mask[:] = np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+class NoFifths(Evens):
+    """Implements `Grammars`."""
+
+    def start(self, grammar: str) -> Matcher:
+        return NoFifthsMatcher(self.words)

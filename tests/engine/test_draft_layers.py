@@ -20,6 +20,9 @@ from jdisagg.engine.draft_reading import DraftReading
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
 from jdisagg.model.sources import RandomSource
+from tests.engine.answers import answers as held_answers
+from tests.engine.answers import speaking
+from tests.engine.evens import NoFifths
 from tests.engine.stacks import (
     CONFIG,
     GREEDY,
@@ -97,6 +100,16 @@ def test_a_model_that_guesses_badly_changes_no_token(pp: int):
     plain, _ = answers(machine, SAMPLING, TOKENS)
     found, drawn = answers(machine, SAMPLING, 0)
     assert found == plain and sum(drawn) < 2 * len(drawn) and machine.recompiles() == 0
+
+
+def test_rows_with_a_grammar_are_guessed_for_as_well_and_what_it_refuses_is_cut_off():
+    machine, held = guessing_machine(True), replace(GREEDY, grammar="no fifths", synchronous=True)
+    sampling = [held, replace(held, temperature=0.9, seed=7, logprobs=2), GREEDY, replace(held, top_k=9, seed=3)]
+    with speaking(machine, NoFifths(CONFIG.vocab_size)):
+        (plain, many), (drafted, few) = (held_answers(machine, PROMPTS, sampling, most) for most in (1, 1 + DRAFTS))
+    assert tokens_of(drafted) == tokens_of(plain) and few < 0.6 * many
+    assert all(token % 5 for row in (0, 1, 3) for token in tokens_of(drafted)[row][1:])
+    assert machine.recompiles() == 0
 
 
 def test_a_machine_that_decodes_nothing_needs_no_guesses_unless_their_pages_are_kept():
