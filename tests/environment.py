@@ -8,8 +8,10 @@ user's process does, or what is compiled for chips that are not here, go without
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
-QUICK_XLA = "--xla_cpu_use_fusion_emitters=false"
+# Later compilers do not know the flag, and end a process that they are given it.
+QUICK_XLA = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
 
 
 def quick(**more: str) -> dict[str, str]:
