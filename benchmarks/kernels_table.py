@@ -21,6 +21,10 @@ GPU_TARGETS = (
     ("`paged_attention`", "from 64 slots x 4,096 tokens up, Llama-3-8B's heads", "85 %"),
     ("`paged_attention`", "1 slot x 32,768 tokens", "60 %"),
     ("`prefill_attention`", "4,096 tokens and more", "55 %"),
+    ("`paged_attention`", "latents, int8 and fp8 pages, drafts of 2 to 8 rows: 64 slots x 4,096 tokens", "85 %"),
+    ("`prefill_attention`", "latents, int8 and fp8 pages: 4,096 tokens and more", "55 %"),
+    ("`product`", "64 rows of bf16, int8, fp8", "70 %"),
+    ("`grouped_product`", "Qwen3-30B-A3B, Mixtral-8x7B", "70 % of few rows, 50 % of many"),
     ("`pack_kv_pages`, `unpack_kv_pages`", "raw, int8, fp8, int4", "80 %"),
 )
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.grouped_product import xla
-from pallas_kernels.paged_attention.gpu import MAX_OFFSET, precision_of
+from pallas_kernels.paged_attention.gpu import precision_of
 
 MIN_ROWS, MAX_ROWS = 16, 128  # the least a tensor core takes; two warp groups of 64 rows, Hopper's matrix instruction
 STEP_BYTES = 128  # of a row that one step takes: a line of the cache, or two in f32
@@ -39,9 +39,7 @@ class Blocks(NamedTuple):
 def grouped_product(
     x: Array, matrices: Array, sizes: Array, *, out_first: bool, blocks: Blocks | None = None, interpret: bool = False
 ) -> Array:
-    """As `pallas_kernels.grouped_product`; matrices of over 2**31 numbers go to XLA."""
-    if matrices.size > MAX_OFFSET:
-        return xla.ragged_product(x, matrices, sizes, out_first=out_first)
+    """As `pallas_kernels.grouped_product`."""
     outputs = matrices.shape[1 if out_first else 2]
     blocks = blocks or choose_blocks(x.shape[0], matrices, outputs)
     group, start, stop = list_blocks(sizes, x.shape[0], blocks.rows)

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.offsets import within_reach
 from pallas_kernels.pack_kv_pages import xla
 from pallas_kernels.wire_format import (
     STORED,
@@ -33,7 +34,6 @@ from pallas_kernels.wire_format import (
 
 LAYERS = 8  # of a call: each is a branch in the kernel
 TILE = 4096  # numbers in a program's registers, 32 for each thread of four warps
-MAX_OFFSET = 1 << 31  # Triton's offsets are signed 32 bits up to 4 GiB, which bytes pass at 2 GiB
 PARAMS = pltriton.CompilerParams(num_warps=4, num_stages=2)
 
 
@@ -47,7 +47,7 @@ def pack_kv_pages(
     layers_of_call: int = LAYERS,
     interpret: bool = False,
 ) -> PackedPages:
-    """As `pallas_kernels.pack_kv_pages`; for wire "raw" any pools of 8 bits too. Those over 2 GiB go to XLA."""
+    """As `pallas_kernels.pack_kv_pages`; for wire "raw" any pools of 8 bits too. Those of 2 to 4 GiB go to XLA."""
     _, kv_heads, parts, page_size, size = pools[0].shape
     dtype, width = pools[0].dtype if wire == "raw" else STORED[wire], packed_size(size, wire)
     numbers = len(pools) * page_ids.shape[0] * kv_heads * parts * page_size * width
@@ -83,11 +83,6 @@ def pack_kv_pages(
 def as_bytes(array: Array) -> Array:
     """Numbers of 8 bits as those bits: Triton has not all of their kinds on every chip."""
     return bits_of(array) if array.dtype.itemsize == 1 else array
-
-
-def within_reach(numbers: int, dtype: jnp.dtype) -> bool:
-    """Whether the kernels' offsets reach every number of an array."""
-    return jnp.dtype(dtype).itemsize > 1 or numbers <= MAX_OFFSET
 
 
 def weights_of(rows: int, size: int) -> tuple[Array, Array]:

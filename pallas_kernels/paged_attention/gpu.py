@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import offsets
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored, wider
 from pallas_kernels.tuning import tuned
@@ -36,7 +37,6 @@ MAX_PARTS, PROGRAMS = 256, 8192  # of a slot and KV head; of a call, 60 for each
 PART_NUMBERS = 1 << 23  # f32 numbers that wait to be joined: 32 MiB, whatever the lengths
 WIDE = 1 << 14  # sums of a program that four warps hold in registers
 MOSAIC = "mosaic"  # in a tuned choice: it is of the Mosaic code (`hopper.py`)
-MAX_OFFSET = 1 << 31  # Triton's offsets are signed 32 bits up to 4 GiB, which bytes pass at 2 GiB
 
 
 Runs = tuple[tuple[int, int], ...]  # of numbers of a row, taken apart: (the first, how many)
@@ -77,7 +77,7 @@ def paged_attention(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`; pools of bytes over 2 GiB go to XLA."""
+    """As `pallas_kernels.paged_attention`; pools of bytes of 2 to 4 GiB go to XLA."""
     if not within_reach(kv_pages):
         options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
         return xla.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
@@ -149,7 +149,7 @@ def padded_numbers(runs: Runs) -> int:
 def within_reach(kv_pages: Array | QuantizedPages) -> bool:
     """Whether the kernels' offsets reach every number of the pool."""
     values = stored(kv_pages)
-    return values.dtype.itemsize > 1 or values.size <= MAX_OFFSET
+    return offsets.within_reach(values.size, values.dtype)
 
 
 def rows_of_heads(groups: int) -> tuple[int, int]:

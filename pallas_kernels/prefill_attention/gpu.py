@@ -64,7 +64,7 @@ def prefill_attention(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`; pools of bytes over 2 GiB go to XLA."""
+    """As `pallas_kernels.prefill_attention`; pools of bytes of 2 to 4 GiB go to XLA."""
     if not within_reach(kv_pages):
         options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
         return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)

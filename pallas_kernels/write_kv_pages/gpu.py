@@ -27,7 +27,7 @@ def write_kv_pages(
     *,
     interpret: bool = False,
 ) -> Array | QuantizedPages:
-    """As `pallas_kernels.write_kv_pages`; page 0 stays as it is. Pools of bytes over 2 GiB go to XLA."""
+    """As `pallas_kernels.write_kv_pages`; page 0 stays as it is. Pools of bytes of 2 to 4 GiB go to XLA."""
     if not within_reach(kv_pages):
         return xla.write_kv_pages(kv_pages, k, v, page_ids, offsets)
     rows: Array | QuantizedPages
