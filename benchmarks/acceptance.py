@@ -78,7 +78,7 @@ class Row:
     disturbed: str
     answers: int
     times: int  # that they were disturbed, together
-    cached: int  # tokens of their prompts, and of what they had drawn, that were there already when they began again
+    cached: int  # tokens that prefill found there when they began again; what a decode worker kept is not in it
     undisturbed: list[float | None]
     tokens_a_row: list[float | None]
     ratio: float

@@ -72,17 +72,19 @@ def drafts_over_time() -> str:
 
 def acceptance() -> str:
     """Tokens that rows of the same answers drew, undisturbed and disturbed."""
-    report, rows = result("acceptance_embedded"), []
+    reports, rows = [result("acceptance_embedded"), result("acceptance_draft_embedded")], []
 
     def quarters(figures: list[float | None]) -> str:
         return ", ".join("-" if each is None else f"{each:.2f}" for each in figures)
 
-    for each in report["rows"]:
+    for each in (each for report in reports for each in report["rows"]):
         named = each["work"], f"`{each['speculative'].replace('/', ' --draft_kv=')}`", each["disturbed"]
         drawn = quarters(each["undisturbed"]), quarters(each["tokens_a_row"])
-        rows.append([*named, each["times"], *drawn, f"{each['ratio']:.3f}", each["differing"]])
-    head = ["answers", "`--speculative`", "disturbed", "times", "a row in each quarter", "disturbed", "ratio", "unlike"]
-    return f"{origin(report)}\n\n{rows_of(head, rows)}"
+        there = f"{each['cached']:,}"
+        rows.append([*named, each["times"], there, *drawn, f"{each['ratio']:.3f}", each["differing"]])
+    head = ["answers", "`--speculative`", "disturbed", "times", "tokens prefill found", "a row in each quarter",
+            "disturbed", "ratio", "unlike"]  # fmt: skip
+    return f"{' '.join(map(origin, reports))}\n\n{rows_of(head, rows)}"
 
 
 def peers_drafts() -> str:
