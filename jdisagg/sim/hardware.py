@@ -71,6 +71,9 @@ HARDWARE = {
         _chip("v5e", 50e9, 3.1e9, 1.2, **TORUS),
         _chip("v5p", 100e9, 6.2e9, 4.2, **TORUS),
         _chip("v6e", 100e9, 6.2e9, 2.7, **TORUS),
+        # 1,200 GB/s both ways over six ports, and 100 Gbit/s to other slices, of a chip (cloud.google.com/tpu/docs/
+        # tpu7x): half of each is a device's. What crosses between a chip's two devices is counted as if over a port.
+        _chip("v7x", 50e9, 6.25e9, **{**TORUS, "narrow": (("fp8", 2.0),)}),
         # One socket of 56 cores with AMX at 1.9 GHz and 8 channels of DDR5-4800; the shares are guesses, not measured.
         Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6),
     )

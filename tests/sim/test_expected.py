@@ -28,6 +28,11 @@ def step(shard: Shard, work: Work, system: str, weights: str, rows: int) -> Expe
     return expected(work, chip, weights, number * (start_s(chip) + sending(chip, one)))
 
 
+def test_every_chip_that_one_may_compile_for_says_what_its_links_send():
+    assert all(hardware(name).link_bytes_per_s > 0 and hardware(name).nic_bytes_per_s > 0 for name in CHIPS)
+    assert hardware("v7x").flops_of("fp8") == 2 * hardware("v7x").flops_of("int8") == 4_614e12 / 2
+
+
 @pytest.mark.parametrize("system", ["h100", "h200"])
 def test_vllms_measured_deployments_are_within_25_percent_in_the_mean(system: str):
     """A stream's token takes a step of all streams, and its share of the prompts that come between."""
