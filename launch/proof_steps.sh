@@ -84,7 +84,8 @@ usual=(--context=512 --chunk=1024 --streams=32)
 within_s=$((step_s < limit_s ? step_s : limit_s))
 within_s=$((within_s * 4 / 5)) # after which a step of many cases begins none, so that it ends by itself
 tuned=(--missing --limit_s="$within_s") measured=(--rounds="${ROUNDS:-10}" --only="${ONLY:-}" --limit_s="$within_s")
-alike=() latent_model=tests/fixtures/conformance/deepseek3 expert_model=tests/fixtures/conformance/qwen3_moe linked=(--links=1,25,200 --chunks=2,8 --rounds=3)
+alike=() latent_model=tests/fixtures/conformance/deepseek3 expert_model=tests/fixtures/conformance/qwen3_moe
+letters=tokenizer=tests/fixtures/conformance/llama3 # theirs have none of their own
 small_model=smollm2 large_model=$models/llama_3_8b
 if [[ $small ]]; then # tiny editions of the same commands
   usual_launch=platform=cpu
@@ -118,8 +119,8 @@ same tokens
 same tokens_verified --launch=speculative=ngram:3
 same tokens_int8_pages --launch=kv_dtype=int8
 same tokens_fp8_pages --launch=kv_dtype=fp8
-same tokens_latents --model="$latent_model"
-same tokens_experts --model="$expert_model"
+same tokens_latents --model="$latent_model" --launch="$letters"
+same tokens_experts --model="$expert_model" --launch="$letters"
 if wanted overlap; then
   run overlap "$python" -m benchmarks.transfer --mesh=$one_device "${linked[@]}" --output="$out/transfer_$name.json"
 fi
