@@ -173,7 +173,7 @@ async def opened(kind: str, mesh: str, **sizes: Any) -> AsyncGenerator[Stack]:
     speculative, _, draft_kv = kind.partition("/")
     asked: dict[str, Any] = {"model": FLAGS.model, "mesh": mesh, "speculative": speculative, **sizes}
     asked |= {"max_model_len": FLAGS.max_model_len, "max_num_seqs": max(2, len(FLAGS.works) * FLAGS.answers)}
-    asked |= dict.fromkeys(("stall_timeout_s", "prefill_timeout_s", "handoff_timeout_s"), PATIENCE_S)
+    asked |= dict.fromkeys(("queue_timeout_s", "stall_timeout_s", "prefill_timeout_s", "handoff_timeout_s"), PATIENCE_S)
     settings = located(Settings(**asked, draft_kv=draft_kv or "auto"), Console(stderr=True))
     settings.check()
     found = devices.prepare(settings.platform, mesh_of(settings).num_devices, settings.compile_cache_dir)

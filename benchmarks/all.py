@@ -146,7 +146,7 @@ ALL = (
     Benchmark(
         "acceptance_draft_embedded",
         "benchmarks.acceptance",
-        "--kinds=draft/rebuild --works=new:2000 --answers=2",
+        "--kinds=draft/rebuild,ngram:3 --works=new:2000 --answers=2",
     ),
     Benchmark("adapters_cpu", "benchmarks.adapters", "", "--adapters=2 --rank=2 --tokens=4 --rounds=1"),
     Benchmark("adapters_smollm2_cpu", "benchmarks.adapters", "--model=smollm2 --rounds=2 --tokens=32"),
