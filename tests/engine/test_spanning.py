@@ -17,7 +17,8 @@ def expected() -> list[list[int]]:
     return tp2()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+# One device each: also the groups of tests/serve/cluster/test_groups.py.
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.hostile), 2])
 def test_a_mesh_over_two_processes_gives_the_tokens_of_one_process(devices: int):
     assert told_by_world("tp2", devices=devices) == [expected()] * 2
 

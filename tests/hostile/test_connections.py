@@ -79,7 +79,11 @@ def test_a_header_without_end(server: Server) -> None:
     until(lambda: cuts(server, "long_header") >= 4, "the count of four cuts")
 
 
-@pytest.mark.parametrize("said", [b"", b"\r\n", HEADER], ids=["nothing", "a blank line", "half a header"])
+@pytest.mark.parametrize(
+    "said",
+    [b"", pytest.param(b"\r\n", marks=pytest.mark.hostile), HEADER],
+    ids=["nothing", "a blank line", "half a header"],
+)
 def test_150_who_ask_nothing(server: Server, said: bytes) -> None:
     with server.bystander(), many(150, place(server), said) as callers:
         until_hung_up(callers)
