@@ -134,8 +134,8 @@ small_served smollm2 ""
 small_served smollm2_int8_pages ,kv_dtype=int8
 small_served smollm2_fp8_pages ,kv_dtype=fp8
 small_served smollm2_verified ,speculative=ngram:3
-# A grammar that nearly always says what comes next: chunks of forced tokens, and drafts of them.
-small_served smollm2_forced ,speculative=grammar:3 --ask='{"guided_regex": "(one, two, three, four, five, six; ){9,99}"}'
+# A grammar that mostly says what comes next: chunks of forced tokens, drafts of them, and some that are drawn.
+small_served smollm2_forced ,speculative=grammar:3 --ask='{"guided_regex": "([a-z]{3} is one, two, three, four; ){9,99}"}'
 if wanted llama_8b; then
   served llama_8b llama_3_8b --model="$large_model" "${large[@]}" --launch="$random"
 fi
