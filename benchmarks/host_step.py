@@ -40,6 +40,7 @@ from benchmarks.machine import described
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.events import ROUTER, StepDone
 from jdisagg.engine.decode import PendingRows
+from jdisagg.engine.joint_turns import PendingJoint
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.turn_steps import TurnPrograms
@@ -54,7 +55,7 @@ from jdisagg.serve.driver import LiveDriver
 FLAGS = flags.FlagValues()
 flags.DEFINE_list("slots", ["8", "64", "256"], "of the decode worker, all taken", flag_values=FLAGS)
 flags.DEFINE_list("stages", ["2", "1"], "of the decode worker, the most first", flag_values=FLAGS)
-flags.DEFINE_list("turns", ["1", "8", "32"], "--decode_turns of one stage", flag_values=FLAGS)
+flags.DEFINE_list("turns", ["1", "8", "32"], "--decode_turns", flag_values=FLAGS)
 flags.DEFINE_list("forms", ["out", "stacked"], "of the layers: written out, or stacked and looped", flag_values=FLAGS)
 flags.DEFINE_integer("layers", 32, "of the model, whose weights are leaves of each program", 1, flag_values=FLAGS)
 flags.DEFINE_integer("steps", 200, "of each round; eight dispatches at least", 1, flag_values=FLAGS)
@@ -74,8 +75,10 @@ TIMED: tuple[tuple[type, str, str], ...] = (
     (Program, "__call__", JAX),
     (PendingRows, "read", READ),
     (PendingTurns, "read", READ),
+    (PendingJoint, "read", READ),
     (PendingRows, "_rows", CONVERT),
     (PendingTurns, "_rows", CONVERT),
+    (PendingJoint, "_rows", CONVERT),
 )
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
@@ -272,7 +275,8 @@ def _measured(llm: LLM, clocks: Clocks, slots: int, stages: int, turns: int, tok
     def watch(actor: str, item: Any, now_s: float) -> None:
         if actor != worker or not isinstance(item, StepDone) or len(item.decode) < slots // stages:
             return
-        clocks.steps += len(item.decode[0][1] or ())
+        microbatches = len(item.decode) // (slots // stages)
+        clocks.steps += microbatches * len(item.decode[0][1] or ())
         if clocks.steps >= (len(marks) + 1) * steps:
             spent = {**clocks.seconds, **{f"thread {k}": v for k, v in threads.seconds().items()}}
             marks.append({**spent, STEPS: float(clocks.steps)})
@@ -313,8 +317,8 @@ def main() -> int:
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": FLAGS.layers}), encoding="utf-8")
-        cases = [(int(n), int(turns)) for n in FLAGS.stages for turns in (FLAGS.turns if n == "1" else ["1"])]
-        for form, (stages, turns), slots in product(FLAGS.forms, cases, map(int, FLAGS.slots)):
+        cases = product(FLAGS.forms, map(int, FLAGS.stages), map(int, FLAGS.turns), map(int, FLAGS.slots))
+        for form, stages, turns, slots in cases:
             rows.append(measure(folder, slots, stages, turns, form))
     Console(width=200).print(table(rows))
     if FLAGS.output:

@@ -104,11 +104,11 @@ class Report:
     def _decode_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
         widest = config.table_buckets[-1]
         floors = self._floors(checked, "decode", widest)
-        context, slots = min(self.context_tokens, widest * config.page_size), config.slots_per_microbatch
-        gap_s = max(sum(floors), config.num_microbatches * max(floors))
+        context, slots = min(self.context_tokens, widest * config.page_size), config.stage_slots
+        gap_s = max(sum(floors), config.stage_batches * max(floors))
         return (
             f"{config.worker}: {config.num_slots} sequences of {context:,} tokens get a token each"
-            f" {gap_s * 1e3:.2f} ms at best ({config.num_microbatches} x {slots} through {len(floors)}"
+            f" {gap_s * 1e3:.2f} ms at best ({config.stage_batches} x {slots} through {len(floors)}"
             f" stage{'s' * (len(floors) > 1)}), so at most {config.num_slots / gap_s:,.0f} tokens/s"
         )
 

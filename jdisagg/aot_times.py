@@ -53,7 +53,7 @@ class StepTimes:
         shard = self.shard(place, self.deployment.layers_of(place)[each.declared.stage])
         if each.declared.kind == "decode":
             width = each.declared.size * config.page_size
-            return shard.decode(config.slots_per_microbatch, min(self.context_tokens, width))
+            return shard.decode(config.stage_slots, min(self.context_tokens, width))
         if each.declared.kind == "prefill":
             return shard.prefill(each.declared.size)
         return shard.head(config.max_chunk_seqs)

@@ -85,10 +85,12 @@ def _programs(config: WorkerConfig, deployment: Deployment) -> str:
         stages = f"{config.num_microbatches} stages"
         if config.ring_stages > 1:
             stages = f"a ring of {config.ring_stages}, {config.decode_turns} turns"
+        elif config.joint_stages > 1:
+            stages = f"{config.joint_stages} stages, {config.decode_turns} turns"
         elif config.takes_turns:
             stages = f"1 stage, {config.decode_turns} turns"
         forced = f" + {config.forced_tokens} rows of forced tokens" if config.forced_tokens else ""
-        parts.append(f"decode of {config.slots_per_microbatch} slots x {stages} x {widths} tokens{forced}")
+        parts.append(f"decode of {config.stage_slots} slots x {stages} x {widths} tokens{forced}")
     return ", ".join(parts)
 
 

@@ -105,9 +105,9 @@ class SchedulingSettings:
     reserve: str = setting("early", "scheduling", "when decode pages are taken: before prefill starts; as it ends,"
                            " where they are foreseen to be free; after it", ("early", "calendar", "late"))  # fmt: skip
     steps_in_flight: int = setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
-    decode_turns: int = setting(0, "scheduling", "most tokens of each row that a step of a ring, or of one stage,"
+    decode_turns: int = setting(0, "scheduling", "most tokens of each row that a step of a ring or of stages"
                                 " draws; fewer where somebody waits or pages are short; 0: 32 of one stage that"
-                                " only decodes, 1 on CPUs, else 8")  # fmt: skip
+                                " only decodes, 1 on CPUs and of several stages, else 8")  # fmt: skip
     speculative: str = everyday("off", "scheduling", "ngram[:N]: 3 or N tokens a step are guessed from earlier ones;"
                                 " draft[:MODEL][:N]: by a small model (MODEL/draft of --model where none is named);"
                                 " eagle[:FOLDER][:N]: by a head on its states; auto[:MODEL|:eagle[:FOLDER]][:N]: where"

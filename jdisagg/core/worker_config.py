@@ -52,7 +52,8 @@ MAY_BE_NONE = (
 )
 WHOLE = (
     *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
-    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages", "ring_stages", "decode_turns"),
+    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages", "ring_stages", "joint_stages"),
+    "decode_turns",
     *MAY_BE_NONE,
 )
 MIN_NGRAM = 2  # tokens at the end of a sequence that must have stood there before, for a guess of n-grams
@@ -93,6 +94,7 @@ class WorkerConfig:
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
     short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
     ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
+    joint_stages: int = 1  # stages, of programs of their own, that a step's microbatches go round; 1: a step holds one
     decode_turns: int = 1  # tokens of each row that a step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
@@ -176,6 +178,17 @@ class WorkerConfig:
         if self.ring_stages > 1 and (self.num_slots % self.ring_stages or self.num_microbatches > 1):
             what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
             raise ConfigError(f"{self.worker}: {what} for a ring of {self.ring_stages}: whole multiples, in one")
+        if self.joint_stages > 1:
+            self._check_joint()
+
+    def _check_joint(self) -> None:
+        stages = f"{self.joint_stages} stages that all slots go round in a step"
+        if self.role is not Role.DECODE or self.draft_tokens or self.mixed_steps or self.ring_stages > 1:
+            what = f"{self.draft_tokens} draft_tokens, mixed_steps {self.mixed_steps}, ring_stages {self.ring_stages}"
+            raise ConfigError(f"{self.worker}: {stages} decode and guess nothing; it is {self.role} with {what}")
+        if self.num_microbatches > 1 or self.num_slots % self.joint_stages:
+            what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
+            raise ConfigError(f"{self.worker}: {what} for {stages}: whole multiples, in one")
 
     @property
     def tokens_ahead(self) -> int:
@@ -197,8 +210,9 @@ class WorkerConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether it has programs of several turns beside those of single steps; a ring has no others."""
-        return self.decode_turns > 1 and self.ring_stages == 1
+        """Whether it has programs of several turns beside those of single steps; a ring has no others, and of several
+        stages a turn is a single step."""
+        return self.decode_turns > 1 and self.ring_stages == self.joint_stages == 1
 
     @property
     def computes_prompts(self) -> bool:
@@ -208,7 +222,22 @@ class WorkerConfig:
     @property
     def pipeline_stages(self) -> int:
         """Programs, each on its own devices, that a step goes through one after the other."""
-        return self.num_microbatches if self.role.decodes else self.prefill_stages
+        return self.stage_batches if self.role.decodes else self.prefill_stages
+
+    @property
+    def takes_all_slots(self) -> bool:
+        """Whether a step takes all slots through several stages: it waits for nothing that one of them lacks."""
+        return self.ring_stages > 1 or self.joint_stages > 1
+
+    @property
+    def stage_batches(self) -> int:
+        """Microbatches that go round its stages, whether a step holds one of them or all."""
+        return self.num_microbatches * self.joint_stages
+
+    @property
+    def stage_slots(self) -> int:
+        """Of each of those: the rows of a stage's programs."""
+        return self.num_slots // self.stage_batches
 
     @property
     def adapter_columns(self) -> int:

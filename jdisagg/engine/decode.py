@@ -237,10 +237,10 @@ class Decoder(DrawPrograms):
         super().__init__()
         self.layer_groups, self.config = layer_groups, config
         put = partial(jax.device_put, device=layer_groups[-1].submesh.reader)  # each process draws for itself
-        size, max_pages = config.slots_per_microbatch, config.table_buckets[-1]
+        size, max_pages = config.stage_slots, config.table_buckets[-1]
         self.microbatches = [
             Microbatch(index * size, size, max_pages, vocab_size, put, grammars)
-            for index in range(config.num_microbatches)
+            for index in range(config.stage_batches)
         ]
 
     def begin(self, plan: DecodeRows) -> Microbatch:

@@ -88,7 +88,7 @@ class ProgramTable:
             if self.draft is not None and self.draft.kept:
                 found += declared_reading(self.draft, len(self.layer_groups), self.config.prefill_buckets)
         if self.draws is not None:
-            slots = self.config.slots_per_microbatch
+            slots = self.config.stage_slots
             steps = [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]
             found += [*steps, *(each for step in steps if self.turns for each in declared_turns(self.turns, step))]
             found += declared_draws(self.draws, self._drawn(slots))
@@ -97,7 +97,7 @@ class ProgramTable:
             if self.forced is not None:
                 found += self._forced(self.forced)
         if self.config.mixed_steps and self.first_draws is not None and self.draws is not None:
-            slots, kinds = self.config.slots_per_microbatch, self._row_counts
+            slots, kinds = self.config.stage_slots, self._row_counts
             found += [each for rows in kinds for each in self._mixed("mixed", rows, slots, slots * rows)]
             if self.forced is not None:
                 wide = slots + self.config.forced_tokens
@@ -158,7 +158,7 @@ class ProgramTable:
 
     def _decodes(self, kind: str, width: int, rows: int, tables: int = 0) -> Iterator[DeclaredProgram]:
         """Of so many rows: one a slot, or more where drafts are verified; and page tables, of slots where not said."""
-        slots = tables or self.config.slots_per_microbatch
+        slots = tables or self.config.stage_slots
         for stage, group in enumerate(self.layer_groups):
             submesh = group.submesh
             batch = (
@@ -175,7 +175,7 @@ class ProgramTable:
         return [1, *(1 + size for size in (self.config.draft_sizes if self.drafts is not None else ()))]
 
     def _verified(self, drafts: DraftPrograms) -> Iterator[DeclaredProgram]:
-        slots, sizes = self.config.slots_per_microbatch, self._row_counts[1:]
+        slots, sizes = self.config.stage_slots, self._row_counts[1:]
         for rows in sizes:
             for width in self.config.table_buckets:
                 yield from self._decodes(f"verify {rows}", width, slots * rows)
@@ -184,7 +184,7 @@ class ProgramTable:
 
     def _forced(self, forced: ForcedPrograms) -> Iterator[DeclaredProgram]:
         """With the widest table."""
-        slots = self.config.slots_per_microbatch
+        slots = self.config.stage_slots
         rows = slots + self.config.forced_tokens
         yield from self._decodes("forced", self.config.table_buckets[-1], rows, rows)
         yield from declared_forced(forced, self._drawn(slots), self._drawn(rows))

@@ -25,6 +25,7 @@ from jdisagg.engine.forced import ForcingDecoder
 from jdisagg.engine.gates import Gates, Stages
 from jdisagg.engine.headed_decode import HeadedDecoder
 from jdisagg.engine.headed_group import HeadedGroup
+from jdisagg.engine.joint_turns import JointSteps, PendingJoint
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
 from jdisagg.engine.turn_steps import TurnSteps
@@ -91,6 +92,7 @@ class Runner:
         self.forced = forcing.forced if forcing else None
         self.decoder = drafting or forcing or (Decoder(*parts) if config.role.decodes else None)
         self.turns = TurnSteps(layer_groups[0], config) if config.takes_turns else None
+        self.joint = JointSteps(config.joint_stages, config.stage_slots) if config.joint_stages > 1 else None
         self.gates = Gates()
 
     @property
@@ -100,6 +102,8 @@ class Runner:
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """See `executor.Executor.run`."""
+        if plan.decode is not None and self.joint is not None:
+            return self._go_round(plan.step_id, plan.decode, self.joint)
         if plan.decode is not None and plan.decode.turns:
             return self._take_turns(plan)
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
@@ -112,6 +116,22 @@ class Runner:
         if isinstance(self.decoder, DraftingDecoder):
             self.decoder.took_turns(slots.batch, pending.drawn.tokens.addressable_data(0))
         return pending
+
+    def _go_round(self, step_id: int, rows: DecodeRows, joint: JointSteps) -> PendingJoint:
+        drawn = list[Drawing]()
+        for step in joint.of(rows):
+            slots, _ = self._begun(step, None)
+            assert slots is not None and self.decoder is not None, f"{self.config.worker} does not decode"
+            if step.active:  # else it only says who has left
+                drawn.append(self.decoder.finish(slots.batch, step, self._logits(slots)))
+        return PendingJoint(step_id, rows, drawn, self._counts())
+
+    def _logits(self, slots: Slots) -> Array:
+        """Of rows alone, on the device that draws."""
+        x: Any = None
+        for group in self.layer_groups:
+            x = self.through(group, slots, None, x)
+        return self.layer_groups[-1].submesh.first_copy(x)
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[Pending]:
         """The step, layer group by layer group; a decode worker's are its stages (see `gates.py`)."""

@@ -55,7 +55,7 @@ class TurnTimes:
 def one_by_one(sampling: SamplingParams, config: WorkerConfig) -> bool:
     """Whether each of its tokens takes a step of its own: one that depends on how the last one is read, or that a
     worker's programs of several turns do not draw."""
-    if config.ring_stages > 1:
+    if config.takes_all_slots:
         return sampling.synchronous
     return sampling.synchronous or sampling.penalised or sampling.logprobs is not None
 

@@ -134,7 +134,7 @@ def resolve_deployment(
     )
     shipped = [shipping_of(settings, own_layers(model, layers, place), kv, draft_pages) for place in mesh.workers()]
     workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
-    workers = tuple(replace(each, stage_admission=False) if each.ring_stages > 1 else each for each in workers)
+    workers = tuple(replace(each, stage_admission=False) if each.takes_all_slots else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
     kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_pages
     return Deployment(folder, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)

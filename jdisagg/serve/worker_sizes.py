@@ -32,11 +32,11 @@ def worker_config(
     slots = -(-sizes.max_num_seqs // stages) * stages
     ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
     speculation = read_speculation(settings.speculative)
+    turns = turns_of(settings, sizes, place, speculation)
+    joint = turns > 1 and stages > 1 and not ring  # steps then take all slots, round its stages
     guessed = 0 if ring else speculation.tokens
     short = short_tokens(settings, sizes, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
-    mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED)
-    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, sizes.buckets.smallest_width, 4)
-    pages = sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest})
+    mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED) and not joint
     return WorkerConfig(
         worker=place.worker,
         role=place.role,
@@ -44,18 +44,17 @@ def worker_config(
         page_size=page_size,
         max_model_len=longest,
         num_slots=slots,
-        num_microbatches=1 if ring else stages,
+        **stages_of_a_step(place, stages, joint=joint),
         prefill_stages=depth,
         chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
-        ring_stages=place.pp if ring else 1,
-        decode_turns=turns_of(sizes, place, speculation),
+        decode_turns=turns,
         prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
         draft_tokens=guessed,
         forced_tokens=0 if ring or guessed or why_no_grammars(settings) else settings.forced_tokens,
         guesses=speculation.guesses,
         draft_auto=speculation.auto and not ring,
         draft_ngrams=not speculation.draft,
-        table_buckets=tuple(pages),
+        table_buckets=table_widths(settings, sizes, longest, page_size),
         max_chunk_seqs=sizes.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
         reserve_tokens=settings.reserve_tokens,
@@ -76,12 +75,31 @@ def worker_config(
     )
 
 
-def turns_of(sizes: ChosenSizes, place: WorkerMesh, speculation: Speculation) -> int:
+def stages_of_a_step(place: WorkerMesh, stages: int, *, joint: bool) -> dict[str, int]:
+    """Its microbatches, each of which takes steps of its own, or the stages that a step of all slots goes through."""
+    ring = place.schedule is Schedule.RING
+    return {
+        "num_microbatches": 1 if ring or joint else stages,
+        "ring_stages": place.pp if ring else 1,
+        "joint_stages": stages if joint else 1,
+    }
+
+
+def table_widths(settings: Settings, sizes: ChosenSizes, longest: int, page_size: int) -> tuple[int, ...]:
+    """Of page tables, in pages, ascending; the widest holds the longest sequence."""
+    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, sizes.buckets.smallest_width, 4)
+    return tuple(sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest}))
+
+
+def turns_of(settings: Settings, sizes: ChosenSizes, place: WorkerMesh, speculation: Speculation) -> int:
     """Of a dispatch: of a ring, or of one stage whose rows guess nothing, or only where it pays, or for grammars. A
-    head's states are made by single steps alone."""
+    head's states are made by single steps alone. Several stages take more than one where they are asked to, and guess
+    nothing at all: a step then holds all slots, and nobody begins to decode before all its KV is in."""
     if place.schedule is Schedule.RING:
         return sizes.ring_turns
     guesses = always_guesses(speculation.tokens, guesses=speculation.guesses, auto=speculation.auto)
+    if place.role is Role.DECODE and place.pp > 1:
+        return 1 if speculation.tokens else settings.decode_turns or 1
     one_stage = place.role.decodes and place.pp == 1
     return sizes.decode_turns if one_stage and not guesses and not speculation.head else 1
 

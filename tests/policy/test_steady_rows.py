@@ -12,7 +12,7 @@ from jdisagg.core.request import FinishReason
 from jdisagg.policy import scheduler
 from jdisagg.policy.scheduler import Scheduler
 from jdisagg.policy.step_results import StepResults
-from tests.sim.cases import check_ended, check_outputs, colocated, definition, pair, request, ring, turning
+from tests.sim.cases import check_ended, check_outputs, colocated, definition, joint, pair, request, ring, turning
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
 
@@ -59,7 +59,7 @@ def test_drafts_are_chosen_anew_each_step():
     assert formed(world)[1] == 0
 
 
-@pytest.mark.parametrize("cluster", [pair, colocated, ring, turning])
+@pytest.mark.parametrize("cluster", [pair, colocated, ring, turning, joint])
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_what_is_said_and_done_is_the_same_as_if_every_step_were_looked_at(cluster, data: st.DataObject):

@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.messages import Preempted
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.turns import MOST_GAP_S, TurnTimes, most_turns, one_by_one
-from tests.sim.cases import choosing, colocated, pair, request, ring, run_all, turning, worker
+from tests.sim.cases import choosing, colocated, definition, joint, pair, request, ring, run_all, sent, turning, worker
 from tests.sim.world import World
 from tests.steps import runs_decode
 
 ONE_STAGE = worker("decode-0", Role.DECODE, decode_turns=8)
 RING = worker("decode-0", Role.DECODE, decode_turns=8, ring_stages=2)
+JOINT = worker("decode-0", Role.DECODE, decode_turns=8, joint_stages=2)
 
 
 class Seated:
@@ -123,6 +125,7 @@ def test_a_step_that_failed_tells_nothing():
 def test_tokens_come_one_by_one_where_programs_of_turns_cannot_draw_them(asked, of_a_ring, of_one_stage):
     sampling = SamplingParams(**asked)
     assert (one_by_one(sampling, RING), one_by_one(sampling, ONE_STAGE)) == (of_a_ring, of_one_stage)
+    assert one_by_one(sampling, JOINT) == of_a_ring, "turns of stages are single steps, which draw anything"
 
 
 def test_a_worker_of_one_stage_takes_turns_and_ends_where_single_steps_do():
@@ -133,6 +136,29 @@ def test_a_worker_of_one_stage_takes_turns_and_ends_where_single_steps_do():
     assert several.told == alone.told
     assert not widths_of(alone) and max(map(max, widths_of(several))) == 4
     assert len(several.effects) < len(alone.effects)
+
+
+def test_stages_take_turns_of_all_slots_and_end_where_single_steps_do():
+    asked = [request(f"r{n}", max_tokens=7 + 6 * n, presence_penalty=0.5 * (n % 2)) for n in range(4)]
+    alone, several = World(pair(num_microbatches=2)), World(joint())
+    run_all(alone, asked)
+    run_all(several, asked)
+    assert several.told == alone.told
+    assert max(map(max, widths_of(several))) == 4 and max(map(len, widths_of(several))) > 2, "more than a stage's slots"
+    assert len(several.effects) < len(alone.effects)
+
+
+@pytest.mark.parametrize("at_s", [0.02, 0.05, 0.08])
+def test_who_is_cancelled_or_sent_back_between_two_dispatches_of_stages_leaves_every_page(at_s: float):
+    world = World(joint(num_pages=12, reserve_tokens=1))
+    asked = [request(f"r{n}", max_tokens=24, priority=n % 2) for n in range(5)]
+    for each in asked:
+        world.submit(each)
+    world.cancel(asked[0].request_id, at_s)
+    world.run()
+    world.check_all_ended()
+    assert sent(world, Preempted), "no page was short"
+    assert all(world.output(each.request_id) == definition(each) for each in asked[1:])
 
 
 def test_a_row_with_penalties_holds_its_company_to_one_turn():
@@ -150,9 +176,24 @@ def test_a_prompt_that_comes_finds_single_steps_on_a_worker_that_computes_it():
     assert 4 in widths and 1 in widths[widths.index(4) :]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"num_slots": 5}, "5 slots in 1 microbatches for 2 stages"),
+        ({"num_microbatches": 2}, "decode_turns is 8, for a ring or for one stage|4 slots in 2 microbatches"),
+        ({"draft_tokens": 2, "draft_auto": True}, "decode and guess nothing; it is decode with 2 draft_tokens"),
+        ({"mixed_steps": True}, "mixed_steps True"),
+    ],
+)
+def test_stages_that_all_slots_go_round_have_whole_microbatches_and_guess_nothing(sizes: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        replace(JOINT, **sizes).check()
+
+
 def test_turns_of_several_stages_or_beside_drafts_are_refused():
     for sizes in ({"num_microbatches": 2}, {"draft_tokens": 2}, {"draft_tokens": 2, "num_microbatches": 2}):
         with pytest.raises(ConfigError, match="decode_turns is 8, for a ring or for one stage"):
             worker("decode-0", Role.DECODE, decode_turns=8, **sizes).check()
-    for each in (*turning(), *ring(), *pair(), *choosing(), *colocated(draft_tokens=2, guesses=False, decode_turns=2)):
+    at_times = colocated(draft_tokens=2, guesses=False, decode_turns=2)
+    for each in (*turning(), *ring(), *joint(), *pair(), *choosing(), *at_times):
         each.check()

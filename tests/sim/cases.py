@@ -43,6 +43,15 @@ def ring(**sizes: Any) -> list[WorkerConfig]:
     return [replace(one, decode_turns=1), other]
 
 
+def joint(**sizes: Any) -> list[WorkerConfig]:
+    """A pair whose decode worker's stages take all slots a step, and several turns of them."""
+    sizes = {**sizes, "num_microbatches": 1}
+    drawn = {"decode_turns": 4, **sizes, "joint_stages": 2, "draft_tokens": 0, "mixed_steps": False}
+    one, other = worker("prefill-0", Role.PREFILL, **sizes), worker("decode-0", Role.DECODE, **drawn)
+    other.check()
+    return [replace(one, decode_turns=1), replace(other, stage_admission=False)]
+
+
 def colocated(**sizes: Any) -> list[WorkerConfig]:
     return [worker("colocated-0", Role.COLOCATED, **sizes)]
 
