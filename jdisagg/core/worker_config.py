@@ -47,6 +47,7 @@ class Digests(StrEnum):
 MOST = 1 << 24  # of anything a worker counts: pages, slots, tokens
 MAY_BE_NONE = (
     *("reservations_ahead", "reserve_tokens", "decode_steps_per_chunk", "draft_tokens", "draft_layers"),
+    "draft_reads",
     *("forced_tokens",),
     *("short_prompt_tokens", "part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
 )
@@ -57,6 +58,8 @@ WHOLE = (
     *MAY_BE_NONE,
 )
 MIN_NGRAM = 2  # tokens at the end of a sequence that must have stood there before, for a guess of n-grams
+DRAFT_READS_LATELY = 8  # tokens of a slot that a draft model reads with one guess at most, besides those it guesses
+DRAFT_READS = 256  # tokens that it reads between two steps
 MAX_NGRAM = 4  # so, at most: of more that are alike nothing more is asked
 RAW = "raw"  # the wire of numbers as they are
 
@@ -100,6 +103,7 @@ class WorkerConfig:
     forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
     draft_ngrams: bool = True  # guessed from tokens that stood there before; else by a model
+    draft_reads: int = 0  # tokens that a draft model reads between two steps, where one guesses
     draft_layers: int = 0  # of a draft model, numbered behind the model's, whose KV goes where the model's does
     draft_auto: bool = False  # only where that is thought to be faster than a token a step
     ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack

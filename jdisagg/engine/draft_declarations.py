@@ -29,9 +29,10 @@ def declared_drafts(
     if layers is not None:
         yield from _guesses(layers, slots.stage + 1, number, length)
         yield from declared_reading(layers, slots.stage + 1, [layers.primed_tokens])
-        rows = slots.ints(layers.worker.max_chunk_seqs)
         yield slots.program("draw set fed", layers.set_fed, (slots.ints(number), slots.ints(), slots.ints()))
-        yield slots.program("draw set reached", layers.set_reached, (slots.ints(number), rows, rows))
+        unread = history, state, slots.ints(number), slots.ints(number, config.table_buckets[-1])
+        places = slots.ints(2, config.max_chunk_seqs), slots.ints(layers.primed_tokens), slots.ints()
+        yield slots.program("draw unread", layers.unread, (*unread, *places))
         if layers.kept:
             batch = whole(layers.submesh, (layers.worker.table_buckets[-1],)), whole(layers.submesh, ())
             found = _on_pages(layers, slots.stage + 1, "found", layers.found_program, batch, layers.kv_layers[:1])

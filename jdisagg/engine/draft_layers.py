@@ -4,9 +4,9 @@ Its KV lies in pages of its own with the numbers of the other's, so that a slot'
 kept, whoever computes a prompt's tokens has this model read them too, and its pages are shipped, put below HBM and
 found as prefixes with the other's: its layers are numbered behind those. A drawn token is read when the next guess is
 made, as many at once as were drawn since the last one, LATELY at most. What is in no page that came is made from the
-tokens (`draft_reading.py`): so a guess is as good after a handoff, a preemption, a migration, a prefix that was there,
-or steps that wanted no guess. Rows of a page that this model has not written for what is in it are zeros, so that
-pages say themselves what of them may be read, wherever they come from.
+tokens where a guess is wanted (`draft_reading.py`): so one is as good after a handoff, a preemption, a migration, a
+prefix that was there, or steps that wanted no guess. Rows of a page that this model has not written for what is in it
+are zeros, so that pages say themselves what of them may be read, wherever they come from.
 
 A guess is drawn as the token itself will be, with the same number for the same seed and position (`sampling.pick`): two
 distributions that are alike then draw alike, at any temperature.
@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.kv_layout import NULL_PAGE, DraftPages, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.steps import Admission, KVTransfer
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import DRAFT_READS, DRAFT_READS_LATELY, WorkerConfig
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.layer_group import Chunks, LayerGroup, running
 from jdisagg.engine.prefill import Packed
@@ -37,6 +37,7 @@ from jdisagg.engine.sampling import (
     pick,
     pick_greedy,
 )
+from jdisagg.engine.unread_chunks import unread_chunks
 from jdisagg.kv.packing import HeadSlices, insert_shard
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.model.draft_head import HeadModel
@@ -46,8 +47,7 @@ from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
-LATELY = 8  # tokens of a slot that one guess reads at most, besides those it guesses
-PRIMED = 256  # tokens of prompts that are read between two steps
+LATELY, PRIMED = DRAFT_READS_LATELY, DRAFT_READS
 WIPED = 16  # pages that one program wipes
 ROWS = 3  # of packed chunks without adapters
 FREE = -2  # where a guess is wanted
@@ -77,7 +77,7 @@ class DraftLayers(LayerGroup):
         super().__init__(params, config, range(config.num_layers), submesh, pages.layout, worker.num_pages)
         self.worker, self.kv.draft = worker, pages.name
         self.guess_program = self._program(self._guess, 7, 2)
-        self.set_fed, self.set_reached = Program(fed_set), Program(fed_reached)
+        self.set_fed, self.unread = Program(fed_set), Program(unread_chunks)
         own = (POOL_SPEC, WHOLE), (self.pool_format, None)
         self.wipe_program = submesh.program(wiped, (POOL_SPEC, WHOLE, WHOLE), own[0], (0,), own[1], as_stored=True)
         self.found_program = submesh.program(found_in, (POOL_SPEC, WHOLE, WHOLE), WHOLE)
@@ -88,7 +88,7 @@ class DraftLayers(LayerGroup):
 
     @property
     def programs(self) -> list[Program]:
-        own = [self.guess_program, self.set_fed, self.set_reached, self.wipe_program, self.found_program]
+        own = [self.guess_program, self.set_fed, self.unread, self.wipe_program, self.found_program]
         return [*super().programs, *own]
 
     # ------------------------------------------------------------ its pages
@@ -195,11 +195,6 @@ class DraftLayers(LayerGroup):
 def fed_set(fed: Array, row: Array, tokens: Array) -> Array:
     """fed i32[B], one slot's said anew."""
     return fed.at[row].set(tokens)
-
-
-def fed_reached(fed: Array, rows: Array, tokens: Array) -> Array:
-    """fed i32[B] of which some rows have read so far at least; rows that are none are left out."""
-    return fed.at[rows].max(tokens, mode="drop")
 
 
 def found_in(pools: list[Pool], table: Array, position: Array) -> Array:

@@ -1,8 +1,10 @@
-"""What a draft model has read of each slot, and what it is still to read: some of it between two steps.
+"""What a draft model has read of each slot, and what it is still to read: no more than a guess needs, and not before
+one is wanted.
 
 What it has read lies in its pages, which come with the model's from wherever the tokens were computed, and say
-themselves how far they go (`DraftLayers.found`). What is not there is read from the tokens, at most PRIMED of them a
-step, so that the rows beside it go on; n-grams guess meanwhile.
+themselves how far they go (`DraftLayers.found`). What is not there is read from the tokens, those that were drawn among
+them: at most PRIMED of them a step, so that the rows beside it go on; n-grams guess meanwhile. A slot that is asked for
+no guess is not read.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
-from jdisagg.core.steps import Admission, DecodeRows, PrefillChunk, PrefillChunks
+from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.engine.decode import Microbatch
 from jdisagg.engine.draft_layers import LATELY, DraftLayers
-from jdisagg.engine.prefill import pack
+from jdisagg.engine.layer_group import Chunks
+from jdisagg.engine.unread_chunks import UnreadChunks, picks
 
 KNOWN_AFTER = 2  # steps: what a step's programs found is then read by nobody who would wait for it
 
@@ -24,8 +27,8 @@ KNOWN_AFTER = 2  # steps: what a step's programs found is then read by nobody wh
 class Asked:
     """How many tokens of a slot the pages have, on its way to the host."""
 
-    admission: Admission
     step: int
+    position: int  # tokens that they would have, were all there
     found: Array  # i32[]
 
 
@@ -37,10 +40,14 @@ class DraftReading:
         self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens whose KV is there
         self.arriving: dict[int, Admission] = {}  # their pages may be on their way
         self.asked: dict[int, Asked] = {}
-        self.behind: dict[int, tuple[Admission, int]] = {}  # and the next token to read
+        self.unread: dict[int, int] = {}  # tokens before the next one whose KV is not there, at most
+        worker = layers.worker
+        self.places = batch.put((np.arange(layers.primed_tokens, dtype=np.int32), np.int32(worker.page_size)))
+
+    # ------------------------------------------------------------ what is there
 
     def begin(self, plan: DecodeRows) -> None:
-        """Before the rows of a step guess."""
+        """Before a step: who comes, and how far the pages of those go who have all of them now."""
         self.steps += 1
         for slot in plan.retire:
             self._forget(slot - self.batch.first_slot)
@@ -53,18 +60,16 @@ class DraftReading:
             self.layers.wipe([(grant.page, 0) for grant in plan.grants])
         if not plan.gates:
             self._look()
-            self._read_on()
 
     def _forget(self, row: int) -> None:
-        for each in (self.arriving, self.asked, self.behind):
+        for each in (self.arriving, self.asked, self.unread):
             each.pop(row, None)
 
     def _look(self) -> None:
-        """How far the pages of those go who have all of them now."""
         for row, admission in self.arriving.items():
             if not self.layers.kept:
-                self.behind[row] = admission, 0
-                self._restart(row, 0)
+                self._restart(row, np.asarray(0, np.int32))
+                self.unread[row] = admission.position
                 continue
             size = self.layers.worker.page_size
             written, page = admission.position % size, admission.position // size
@@ -72,36 +77,50 @@ class DraftReading:
             found = self.layers.found(admission)
             self._restart(row, found)
             found.copy_to_host_async()
-            self.asked[row] = Asked(admission, self.steps, found)
+            self.asked[row], self.unread[row] = Asked(self.steps, admission.position, found), 0
         self.arriving.clear()
         for row, asked in list(self.asked.items()):
             if self.steps >= asked.step + KNOWN_AFTER:
                 del self.asked[row]
-                found = int(np.asarray(asked.found))
-                if found + LATELY < asked.admission.position:
-                    self.behind[row] = asked.admission, found
+                self.unread[row] += asked.position - int(np.asarray(asked.found))
 
-    def _restart(self, row: int, found: int | Array) -> None:
-        count = np.asarray(found, np.int32) if isinstance(found, int) else found
-        self.fed = self.layers.set_fed(self.fed, *self.batch.put((np.asarray(row, np.int32), count)))
+    def _restart(self, row: int, found: np.ndarray | Array) -> None:
+        self.fed = self.layers.set_fed(self.fed, *self.batch.put((np.asarray(row, np.int32), found)))
 
-    def _read_on(self) -> None:
-        """Some tokens of those who are behind."""
-        layers, room, chunks, reached = self.layers, self.layers.primed_tokens, list[PrefillChunk](), dict[int, int]()
-        for row, (admission, start) in list(self.behind.items()):
-            if not room or len(chunks) == layers.worker.max_chunk_seqs:
-                break
-            tokens = admission.history.whole[start : min(admission.position, start + room)]
-            room, reached[row] = room - len(tokens), start + len(tokens)
-            pages = admission.pages[: layers.worker.pages_for(reached[row])]
-            chunks.append(PrefillChunk(admission.request_id, tokens, start, pages, False, admission.sampling))
-            self.behind[row] = admission, reached[row]
-            if reached[row] == admission.position:
-                del self.behind[row]
-        if not chunks:
-            return
-        plan = PrefillChunks(tuple(chunks), layers.primed_tokens, layers.worker.table_buckets[-1])
-        layers.read(pack(plan, layers.worker))
-        places = np.full((2, layers.worker.max_chunk_seqs), self.batch.size, np.int32)
-        places[:, : len(reached)] = list(reached), list(reached.values())
-        self.fed = layers.set_reached(self.fed, *self.batch.put((places[0], places[1])))
+    # ------------------------------------------------------------ what is read
+
+    def due(self, plan: DecodeRows) -> dict[int, int]:
+        """Tokens of each row that are read before the rows of this step guess: of those that are asked for a guess."""
+        if plan.gates:
+            return {}  # its pages may be on their way
+        wide = [slot for slot, width in zip(plan.active, plan.widths, strict=False) if width > 1 and not plan.turns]
+        room, found = self.layers.primed_tokens, dict[int, int]()
+        for row in (slot - self.batch.first_slot for slot in wide):
+            unread = self.unread.get(row, 0)
+            if unread >= LATELY and room and len(found) < self.layers.worker.max_chunk_seqs:
+                found[row] = min(unread, room)
+                room -= found[row]
+        return found
+
+    def read(self, due: dict[int, int], history: Array) -> None:
+        """history i32[B, S]: the tokens of all slots, by position."""
+        layers, batch = self.layers, self.batch
+        picked = picks(due, layers.worker.max_chunk_seqs, batch.size)
+        held = history, batch.state, self.fed, *batch.put((batch.table.copy(), picked)), *self.places
+        made: UnreadChunks = layers.unread(*held)
+        layers.prefill(Chunks(*map(layers.submesh.spread, (made.rows, made.spans, made.table))), None)
+        self.fed = made.fed
+        for row, number in due.items():
+            self.unread[row] -= number
+
+    def stepped(self, plan: DecodeRows, *, guessed: bool) -> None:
+        """What the rows of this step are going to draw is not read yet; `guessed`: but what was drawn before."""
+        for slot, width in zip(plan.active, plan.widths or (1,) * len(plan.active), strict=True):
+            row = slot - self.batch.first_slot
+            if row not in self.unread:
+                continue
+            if not guessed or width == 1:
+                self.unread[row] += width
+            else:
+                left = self.unread[row] - LATELY
+                self.unread[row] = 1 if left < 0 else left + width

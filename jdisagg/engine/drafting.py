@@ -202,13 +202,14 @@ class DraftingDecoder(Decoder):
         batch = super().begin(plan)
         for admission in plan.admit:
             self._admit(batch, guesses, admission)
-        if guesses.reading is not None:
-            guesses.reading.begin(plan)
         guesses.wide = None
+        if guesses.reading is not None:
+            self._read(batch, guesses, guesses.reading, plan)
+        longest = 0 if plan.turns else self._longest(batch, plan)
+        if guesses.reading is not None:
+            guesses.reading.stepped(plan, guessed=longest > 0 and not plan.gates)
         if plan.turns:
             self._note(batch, guesses)  # before they go on
-            return batch
-        longest = self._longest(batch, plan)
         if longest:
             self._note(batch, guesses)
             guesses.send_widths(batch, plan)
@@ -224,6 +225,14 @@ class DraftingDecoder(Decoder):
         row = admission.slot - batch.first_slot
         tokens = batch.put((np.asarray(row, np.int32), guesses.tokens_of(admission)))
         guesses.history = self.drafts.set_tokens(guesses.history, *tokens)
+
+    def _read(self, batch: Microbatch, guesses: Guesses, reading: DraftReading, plan: DecodeRows) -> None:
+        """What the model that guesses has not, as far as this step wants guesses."""
+        reading.begin(plan)
+        due = reading.due(plan)
+        if due:
+            self._note(batch, guesses)
+            reading.read(due, guesses.history)
 
     def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
         """The drafts of the host's, and for other rows those of the model that guesses; FREE is left to n-grams."""

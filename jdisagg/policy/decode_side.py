@@ -15,6 +15,7 @@ from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, promised
 from jdisagg.policy.draft_choice import DraftChoice
+from jdisagg.policy.draft_reading import UnreadTokens
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import Signal, State
 from jdisagg.policy.outbox import Outbox
@@ -199,4 +200,5 @@ def choice_of(config: WorkerConfig) -> DraftChoice | None:
     if not (config.draft_auto and config.draft_sizes):
         return None
     turns, late = config.decode_turns, (config.steps_in_flight - 1) * config.decode_turns
-    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=turns, late=late)
+    unread = UnreadTokens.of(config)
+    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=turns, late=late, unread=unread)

@@ -13,8 +13,10 @@ import math
 SHARE = 0.01  # of plain steps, that drafts may lose
 START = 3.0  # plain steps that may be lost before anything is known
 MOST = 6.0  # plain steps that may be in the account
+MOST_SAVED = 64.0  # so, where a trial takes more than that: what it guesses by has to read first
 OWED = 6.0  # that may be wanting in it where texts are seen: what a first time was longer may be the machine's doing
 SEEN = 0.25  # of plain steps that guesses would have gained, as texts were seen to go on, and that count as gained
+ROUND = 4  # steps of a trial that had to read first: so much is learnt for it
 FIRST_WAIT, MOST_WAIT = 8.0, 256.0  # plain steps for each that a trial may lose: one that finds nothing doubles them
 
 
@@ -23,7 +25,11 @@ class DraftAccount:
 
     def __init__(self, owed: float = math.inf) -> None:
         self.steps: float | None = None
-        self._owed = owed
+        self._owed, self._most = owed, MOST
+
+    def save_for(self, steps: float) -> None:
+        """So many are wanted of it one day."""
+        self._most = max(MOST, min(steps, MOST_SAVED))
 
     def affords(self, steps: float) -> bool:
         return self.steps is not None and self.steps >= steps
@@ -46,7 +52,7 @@ class DraftAccount:
         self._put(SEEN * min(steps, 1.0))
 
     def _put(self, steps: float) -> None:
-        self.steps = max(-self._owed, min((START if self.steps is None else self.steps) + steps, MOST))
+        self.steps = max(-self._owed, min((START if self.steps is None else self.steps) + steps, self._most))
 
 
 class Trials:
@@ -54,6 +60,7 @@ class Trials:
 
     def __init__(self) -> None:
         self._wait, self._left = FIRST_WAIT, 0.0
+        self._lost, self._more = 0.0, 0  # of a trial of several steps: plain ones that it may lose, and steps to come
 
     @property
     def due(self) -> bool:
@@ -63,11 +70,15 @@ class Trials:
         """One was dispatched, of so many tokens a row at least."""
         self._left -= tokens
 
-    def begun(self, steps: float) -> None:
-        """One, that may lose so many plain steps."""
-        self._left = self._wait * steps
+    def begun(self, steps: float, *, reads: bool = False) -> None:
+        """A step of one, that may lose so many plain steps."""
+        self._lost += steps
+        self._more = ROUND - 1 if reads else max(0, self._more - 1)
+        if self._more:
+            return
+        self._left, self._lost = self._wait * self._lost, 0.0
         self._wait = min(2 * self._wait, MOST_WAIT)
 
     def found(self) -> None:
         """Drafts pay: where they do no more, it is soon seen whether they do again."""
-        self._wait = FIRST_WAIT
+        self._wait, self._lost, self._more = FIRST_WAIT, 0.0, 0

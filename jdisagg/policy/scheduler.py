@@ -43,7 +43,10 @@ def draft_widths(sequences: Sequence[DecodeSequence], most: int, decode_side: De
     choice, config = decode_side.draft_choice, decode_side.config
     wanted = [choice.width(sequence, most) if choice else most for sequence in sequences]
     rows = zip(sequences, wanted, strict=True)
-    return tuple(min(width, left_of(sequence)) if drafted(sequence, config) else 1 for sequence, width in rows)
+    widths = tuple(min(width, left_of(sequence)) if drafted(sequence, config) else 1 for sequence, width in rows)
+    if choice is not None:
+        choice.formed(sequences, widths)
+    return widths
 
 
 class Scheduler:

@@ -10,6 +10,7 @@ from jdisagg.core.labels import Labels
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import (
+    DRAFT_READS,
     RAW,
     Compress,
     Digests,
@@ -51,9 +52,7 @@ def worker_config(
         prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
         draft_tokens=guessed,
         forced_tokens=0 if ring or guessed or why_no_grammars(settings) else settings.forced_tokens,
-        guesses=speculation.guesses,
-        draft_auto=speculation.auto and not ring,
-        draft_ngrams=not speculation.draft,
+        **drafts_of(speculation, longest, ring=ring),
         table_buckets=table_widths(settings, sizes, longest, page_size),
         max_chunk_seqs=sizes.max_chunk_seqs,
         steps_in_flight=settings.steps_in_flight,
@@ -120,6 +119,14 @@ def short_tokens(settings: Settings, sizes: ChosenSizes, rows: int, page_size: i
         return 0
     tokens = min(settings.short_prompt_tokens, sizes.max_num_batched_tokens - rows)
     return max(0, tokens - tokens % page_size)
+
+
+def drafts_of(speculation: Speculation, longest: int, *, ring: bool) -> dict[str, Any]:
+    """What guesses, when, and what it reads first: a model of its own alone reads tokens."""
+    reads = min(DRAFT_READS, longest) if speculation.draft and not speculation.head else 0
+    auto = speculation.auto and not ring
+    said = {"guesses": speculation.guesses, "draft_auto": auto, "draft_ngrams": not speculation.draft}
+    return said | {"draft_reads": reads}
 
 
 def shipping_of(

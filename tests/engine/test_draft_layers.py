@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +15,8 @@ from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.engine import draft_layers
 from jdisagg.engine.draft_layers import LATELY, DraftModel
-from jdisagg.engine.draft_reading import DraftReading
+from jdisagg.engine.drafting import DraftingDecoder
+from jdisagg.engine.layer_group import Chunks
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
 from jdisagg.model.sources import RandomSource
@@ -87,10 +87,19 @@ def test_a_model_that_guesses_what_it_would_draw_itself_is_always_right(plain_st
     assert machine.recompiles() == 0
 
 
-def test_what_is_more_than_one_guess_reads_is_read_by_several():
-    found, drawn = answers(guessing_machine(True), SAMPLING, 2 * LATELY)
-    assert found == answers(guessing_machine(True), SAMPLING, TOKENS)[0]
-    assert 1 in drawn and drawn[-2:] == [1 + DRAFTS] * 2
+def test_nothing_is_read_while_nothing_is_guessed_and_a_late_reader_is_as_right_as_an_early_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Prompts and what was drawn meanwhile are read before the first guess, once, as many as one step reads."""
+    machine = guessing_machine(True)
+    read = reads_of(machine, monkeypatch)
+    plain, _ = answers(machine, SAMPLING, TOKENS)
+    assert not read
+    found, drawn = answers(machine, SAMPLING, 2 * LATELY)
+    assert machine.draft is not None and machine.draft.primed_tokens == read[0]
+    assert found == plain and drawn[:3] == [1 + DRAFTS] * 3 and set(drawn[4:]) == {1 + DRAFTS}
+    assert len(read) == 2 and sum(read) <= sum(map(len, PROMPTS)) + 2 * LATELY * len(PROMPTS)
+    assert machine.recompiles() == 0
 
 
 @pytest.mark.slow
@@ -120,30 +129,30 @@ def test_a_machine_that_decodes_nothing_needs_no_guesses_unless_their_pages_are_
 
 def test_a_prompt_is_read_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch):
     devices = jax.devices()[7:]
-    machine = open_machine(Role.DECODE, [range(4)], devices, draft=DraftModel(SOURCE, CONFIG), draft_tokens=DRAFTS)
     tokens, pages = tuple(each * 5 % 97 for each in range(50)), tuple(range(1, 8))
     admission = Admission(0, RequestId("r"), tokens[-1], 49, pages, GREEDY, 1, History(tokens[:-1], tokens[-1:]))
     found = []
-    for size in (16, 64):
+    for size in (10, 64):
         monkeypatch.setattr(draft_layers, "PRIMED", size)
+        machine = open_machine(Role.DECODE, [range(4)], devices, draft=DraftModel(SOURCE, CONFIG), draft_tokens=DRAFTS)
         draft, decoder = machine.draft, machine.runner.decoder
-        assert draft is not None and draft.primed_tokens == size and decoder is not None
-        draft.kv.pools = [jnp.zeros_like(pool) for pool in draft.kv.pools]
-        reading = DraftReading(draft, decoder.microbatches[0])
-        reading.begin(rows(0, admission))
-        steps = 1
-        while reading.behind:
-            assert np.asarray(reading.fed)[0] == steps * size, "no more than that between two steps"
-            reading.begin(rows(steps))
+        assert draft is not None and draft.primed_tokens == size and isinstance(decoder, DraftingDecoder)
+        reading = decoder.guesses[0].reading
+        assert reading is not None
+        decoder.begin(rows(0, 1, admission))
+        steps = 0
+        while due := reading.due(rows(1 + steps, 1 + DRAFTS)):
+            reading.read(due, decoder.guesses[0].history)
             steps += 1
-        assert steps == -(-49 // size) and np.asarray(reading.fed)[0] == 49
+            assert np.asarray(reading.fed)[0] == min(steps * size, 49), "no more than that between two steps"
+        assert steps == -(-50 // size)
         found.append([np.asarray(pool[1:8]) for pool in draft.kv.pools])
     for parted, whole in zip(*found, strict=True):
         assert np.allclose(parted, whole, atol=1e-5) and np.abs(whole).max() > 0.1
 
 
-def rows(step: int, *admitted: Admission) -> DecodeRows:
-    plan = decode_plan(step, 0, (0,), 12, admitted).decode
+def rows(step: int, width: int, *admitted: Admission) -> DecodeRows:
+    plan = decode_plan(step, 0, (0,), 12, admitted, widths=(width,)).decode
     assert plan is not None
     return plan
 
@@ -166,10 +175,13 @@ def keeping(kind: str) -> MeshExecutor:
 def reads_of(machine: MeshExecutor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each chunk that the model that guesses is going to read there."""
     assert machine.draft is not None
-    found, read = list[int](), machine.draft.read
-    monkeypatch.setattr(
-        machine.draft, "read", lambda packed, *rest: (found.append(int(packed.spans[1, -1])), read(packed, *rest))
-    )
+    found, read = list[int](), machine.draft.prefill
+
+    def prefill(chunks: Chunks, x: jax.Array | None) -> jax.Array:
+        found.append(int(chunks.spans[1, -1]))
+        return read(chunks, x)
+
+    monkeypatch.setattr(machine.draft, "prefill", prefill)
     return found
 
 
@@ -204,7 +216,8 @@ def test_what_a_source_without_a_draft_does_not_bring_is_read_from_the_tokens(mo
     (first,) = first_tokens(run_prefill(source, prefill_plans([prompt], [GREEDY])))
     ship_all(source, machine, [len(prompt)])
     drawn = drawn_by(machine, Steps(machine).admissions([prompt], [first], [GREEDY]), 6)
-    assert sum(again) == len(prompt) and drawn[-3:] == [1 + DRAFTS] * 3
+    assert drawn[-3:] == [1 + DRAFTS] * 3
+    assert len(prompt) - 2 * LATELY <= sum(again) <= len(prompt), "some of it was read by the first guesses"
     assert not machine.recompiles()
 
 

@@ -34,11 +34,13 @@ class Seat:
     sampling: SamplingParams
     tail: tuple[int, ...] = ()
     output: list[int] | None = None
+    num_tokens: int = 0
+    dispatched: int = 1
     owner: Attempt = field(default_factory=lambda: Attempt(RequestId(f"r{next(NUMBERS)}"), 0))
 
 
-def seat(tail: tuple[int, ...] = (), **sampling: object) -> DecodeSequence:
-    made: object = Seat(SamplingParams(max_tokens=10_000, **sampling), tail, output=[])  # pyright: ignore[reportArgumentType]
+def seat(tail: tuple[int, ...] = (), num_tokens: int = 0, **sampling: object) -> DecodeSequence:
+    made: object = Seat(SamplingParams(**{"max_tokens": 10_000, **sampling}), tail, [], num_tokens)  # pyright: ignore[reportArgumentType]
     return made  # pyright: ignore[reportReturnType]
 
 
