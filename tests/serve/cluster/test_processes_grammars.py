@@ -35,8 +35,10 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def start(cluster: Cluster, role: str) -> Process:
-    return cluster.start(role, "--speculative=grammar", *(["--queue_timeout_s=200"] if role == "router" else []))
+def start(cluster: Cluster, role: str, *, drafts: bool = True) -> Process:
+    """drafts: forced tokens are those of each slot's own rows; else of a step's eight (`--forced_tokens`)."""
+    more = ["--speculative=grammar"] if drafts else []
+    return cluster.start(role, *more, *(["--queue_timeout_s=200"] if role == "router" else []))
 
 
 def busy(cluster: Cluster, processes: list[Process]) -> Process:
@@ -44,9 +46,16 @@ def busy(cluster: Cluster, processes: list[Process]) -> Process:
     return until(lambda: next((each for each in processes if cluster.used(each.worker)), None), "a busy one")
 
 
+def forced(cluster: Cluster, process: Process) -> float:
+    """Tokens that the worker drew behind others in one step."""
+    rows = cluster.samples("spec_decode_accepted_tokens_total")
+    return sum(value for labels, value in rows if labels["worker"] == process.worker)
+
+
 def test_answers_held_to_a_form_outlive_their_decode_and_prefill_processes(cluster: Cluster, pool):
     cluster.mesh = "prefill:tp1,decode:tp1"
-    processes = [start(cluster, role) for role in ("router", "decode", "decode", "prefill")]
+    processes = [start(cluster, role) for role in ("router", "decode", "prefill")]
+    processes.insert(2, start(cluster, "decode", drafts=False))
     until(lambda: status(f"{cluster.url}/ready") == 200, "a router that is ready")
     cluster.await_workers(*processes[1:])
     asked = [{"max_tokens": 440, "logprobs": 1, **body} for body in BODIES]
@@ -58,10 +67,11 @@ def test_answers_held_to_a_form_outlive_their_decode_and_prefill_processes(clust
         answers = [cluster.begin(pool, pieces=2 - number // 2, **body) for number, body in enumerate(asked)]
         dead = busy(cluster, victims)
         dead.kill()
-        processes[processes.index(dead)] = start(cluster, dead.role)
+        processes[processes.index(dead)] = start(cluster, dead.role, drafts=dead.role != "decode")
         for expected, answer in zip(undisturbed, answers, strict=True):
             told = answer.result()
             assert told.error is None and told.finish == expected.finish == "stop"
             assert told.tokens == expected.tokens and told.text == expected.text
         cluster.await_workers(*processes[1:])
         cluster.await_all_free()
+    assert any(forced(cluster, each) for each in processes[1:3]), "of drafts, or of chunks without"
