@@ -76,7 +76,7 @@ class Adoption:
     def waited(self, row: RequestState, now_s: float) -> None:
         """No worker has kept it."""
         deadline_s = now_s + (self.config.queue_timeout_s or math.inf)
-        row.first_deadline_s = max(row.first_deadline_s, deadline_s)
+        row.queue_deadline_s = max(row.queue_deadline_s, deadline_s)
         self.requests.add(row)
 
     def gave_up(self, sender: WorkerId, attempt: Attempt) -> None:

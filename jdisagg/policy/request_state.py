@@ -62,7 +62,7 @@ class RequestState:
     request: Request
     order: Order
     ledger: Ledger
-    first_deadline_s: float  # of its first wait in the queue
+    queue_deadline_s: float  # of its last wait in the queue, refusals and all
     deadline_s: float = 0.0  # of the present wait
     phase: Phase = Phase.QUEUED
     waiting: Waiting = Waiting.RESERVATION

@@ -49,7 +49,7 @@ class RequestTable:
     def add(self, row: RequestState) -> None:
         self.rows[row.request_id] = row
         insort(self.queue, row, key=lambda each: each.order)
-        self.wait(row, Waiting.RESERVATION, row.first_deadline_s)
+        self.wait(row, Waiting.RESERVATION, row.queue_deadline_s)
 
     def wait(self, row: RequestState, waiting: Waiting, deadline_s: float) -> None:
         deadlines.wait(self.out, row, waiting, deadline_s)
@@ -96,13 +96,12 @@ class RequestTable:
         self._release(row)
         self.promises.over(row)
         row.leave_workers()
-        deadline_s = row.first_deadline_s
         if row.phase is not Phase.QUEUED:
             row.enter(Phase.QUEUED)
             row.ledger.mark(Mark.REQUEUED, now_s)
-            deadline_s = now_s + (self.config.queue_timeout_s or math.inf)
+            row.queue_deadline_s = now_s + (self.config.queue_timeout_s or math.inf)
         insort(self.queue, row, key=lambda each: each.order)
-        self.wait(row, Waiting.RESERVATION, deadline_s)
+        self.wait(row, Waiting.RESERVATION, row.queue_deadline_s)
 
     def _release(self, row: RequestState) -> None:
         for worker in {row.prefill, row.decode}:

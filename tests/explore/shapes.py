@@ -44,7 +44,7 @@ LEFT_OUT = frozenset(
         "wait_told",  # whether they were
     }
 )
-TIMES = frozenset({"deadline_s", "recall_s", "first_deadline_s", "armed_s", "until_s"})
+TIMES = frozenset({"deadline_s", "recall_s", "queue_deadline_s", "armed_s", "until_s"})
 PAST_TIMES = frozenset({"moved_s", "_now_s", "began_s", "_last_done_s"})  # deadlines are reckoned from them later
 LONG_S = 1000.0  # over any wait: what is past is kept apart by how long ago it was
 SATURATING = {"steps_since_chunk": 1}  # only ever compared with at most this

@@ -397,6 +397,19 @@ def test_the_wait_for_a_reservation_ends_at_its_deadline(deadline_s):
     assert talk.now_s == (deadline_s or 7.0) and [finish.reason for finish in talk.finishes()] == [FinishReason.TIMEOUT]
 
 
+def test_an_answer_that_lost_its_pages_late_and_is_refused_new_ones_waits_as_long_as_any():
+    talk = Talk(queue_timeout_s=7.0)
+    talk.to_decode(max_tokens=8)
+    talk.now_s = 100.0  # long behind the deadline of its first wait
+    talk.says(D, Preempted(A1, (10,), "no pages"))
+    _, again = talk.sent(Reserve)[-1]
+    talk.now_s = 101.0
+    talk.says(D, Refused(again.attempt, "full"))
+    while not talk.finishes():
+        talk.fire("row/a")
+    assert talk.now_s == 107.0 and [finish.reason for finish in talk.finishes()] == [FinishReason.TIMEOUT]
+
+
 def test_an_id_that_is_running_cannot_be_submitted_again():
     talk = Talk()
     talk.submit(request("a"))
