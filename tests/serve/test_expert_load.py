@@ -34,7 +34,7 @@ def loads(found: dict[tuple[str, str], float], name: str) -> dict[tuple[str, int
     ("family", "more"),
     [
         ("qwen3_moe", {"mesh": "prefill:tp2,decode:pp2"}),
-        pytest.param("deepseek3", {"mesh": "prefill:tp1,decode:tp2"}, marks=pytest.mark.hostile),
+        ("deepseek3", {"mesh": "prefill:tp1,decode:tp2"}),
         ("mixtral", {"mesh": "colocated:tp1", "mixed_steps": "on"}),
     ],
 )
