@@ -48,9 +48,7 @@ def declare() -> flags.FlagValues:
     values = flags.own()
     absl_flags.DEFINE_integer("tokens", 8192, "prompt tokens", lower_bound=1, flag_values=values)
     kinds = {"kv_dtype": list(DTYPE_BYTES)}
-    flags.define(values, kinds, model="llama3-70b", kv_dtype="bfloat16", hardware="h100", devices=8)
-    speculative = "a draft model or head beside the model, as for jdisagg.launch: draft:MODEL, eagle:FOLDER"
-    absl_flags.DEFINE_string("speculative", "off", speculative, flag_values=values)
+    flags.define(values, kinds, model="llama3-70b", kv_dtype="bfloat16", hardware="h100", devices=8, speculative="off")
     return values
 
 

@@ -49,8 +49,8 @@ def test_a_router_that_prefills_works_with_a_decode_process_and_refuses_another_
     cluster.mesh = "prefill:tp1,decode:tp1"
     cluster.start("router,prefill")
     decode = cluster.start("decode", "--transport=tcp")
-    other = cluster.start("decode", f"--model={conformance.load('llama3').folder}", "--max_model_len=256")
     cluster.await_ready()
+    other = cluster.start("decode", f"--model={conformance.load('llama3').folder}", "--max_model_len=256")
     told = cluster.ask(prompt="def f(", max_tokens=20, temperature=0, logprobs=1)
     assert told.error is None and len(told.tokens) > 5
     assert len(cluster.pages()) == 2
