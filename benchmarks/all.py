@@ -95,6 +95,7 @@ ALL = (
     Benchmark("soak_cpu", "benchmarks.soak"),
     Benchmark("features_cpu", "benchmarks.features", "--requests=10000 --at_once=24 --speculative=auto"),
     Benchmark("forced_cpu", "benchmarks.forced"),
+    Benchmark("exploding_cpu", "benchmarks.exploding"),
     Benchmark("autoscale", "benchmarks.autoscale", "--data_dir={data_dir}"),
     Benchmark(
         "role_flip_cpu",

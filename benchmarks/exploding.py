@@ -3,7 +3,7 @@ their size, a new one each time, or an ambiguous grammar that is fine at first.
 
 Both in turns, on one stack within this process, so that streams and grammars share its interpreter as well.
 
-    python -m benchmarks.exploding
+    python -m benchmarks.exploding --output=benchmarks/results/exploding_cpu.json
 """
 
 from __future__ import annotations

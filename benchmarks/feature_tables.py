@@ -63,3 +63,19 @@ def forced() -> str:
     ]
     head = ["`--speculative`", "tokens a row draws in a step, JSON without white space", "with"]
     return f"{origin(report)}\n\n{rows_of(head, rows)}"
+
+
+def exploding() -> str:
+    """Gaps of plain streams beside a client whose grammars explode."""
+    report = result("exploding_cpu")
+    rows = [
+        [
+            each["beside"],
+            f"{each['gaps']:,}",
+            *(f"{each[key]:.1f}" for key in ("p50_ms", "p99_ms", "most_ms")),
+            *(f"{each[key]:,}" for key in ("ended", "differing")),
+        ]
+        for each in report["rows"]
+    ]
+    head = ["grammars are", "gaps", "p50, ms", "p99, ms", "longest, ms", "ended", "streams with other tokens"]
+    return f"{origin(report)}\n\n{rows_of(head, rows)}"

@@ -349,6 +349,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         feature_tables.schemas,
         feature_tables.features,
         feature_tables.forced,
+        feature_tables.exploding,
         takeover,
         simulated_tables.scale,
         simulated_tables.scale_failures,
