@@ -145,6 +145,16 @@ ALL = (
         "--kinds=eagle --works=new:2000 --answers=2",
     ),
     Benchmark(
+        "acceptance_parked_embedded",
+        "benchmarks.acceptance",
+        "--kinds=eagle --works=new:2000 --answers=2 --disturbances=parked",
+    ),
+    Benchmark(
+        "acceptance_smollm2",
+        "benchmarks.acceptance",
+        "--model=smollm2 --kinds=eagle,ngram:3 --works=new:2000 --answers=1 --disturbances=found,lost,preempted",
+    ),
+    Benchmark(
         "acceptance_draft_embedded",
         "benchmarks.acceptance",
         "--kinds=draft/rebuild,ngram:3 --works=new:2000 --answers=2",

@@ -72,18 +72,19 @@ def drafts_over_time() -> str:
 
 def acceptance() -> str:
     """Tokens that rows of the same answers drew, undisturbed and disturbed."""
-    reports, rows = [result("acceptance_embedded"), result("acceptance_draft_embedded")], []
+    kinds, rows = ("embedded", "parked_embedded", "draft_embedded", "smollm2"), []
+    reports = [result(f"acceptance_{kind}") for kind in kinds]
 
     def quarters(figures: list[float | None]) -> str:
         return ", ".join("-" if each is None else f"{each:.2f}" for each in figures)
 
-    for each in (each for report in reports for each in report["rows"]):
-        named = each["work"], f"`{each['speculative'].replace('/', ' --draft_kv=')}`", each["disturbed"]
+    for model, each in ((told["model"], each) for told in reports for each in told["rows"]):
+        kind, there = f"`{each['speculative'].replace('/', ' --draft_kv=')}`", f"{each['cached']:,}"
         drawn = quarters(each["undisturbed"]), quarters(each["tokens_a_row"])
-        there = f"{each['cached']:,}"
-        rows.append([*named, each["times"], there, *drawn, f"{each['ratio']:.3f}", each["differing"]])
-    head = ["answers", "`--speculative`", "disturbed", "times", "tokens prefill found", "a row in each quarter",
-            "disturbed", "ratio", "unlike"]  # fmt: skip
+        asked = model, each["work"], kind, each["disturbed"], each["times"]
+        rows.append([*asked, there, *drawn, f"{each['ratio']:.3f}", each["differing"]])
+    head = ["model", "answers", "`--speculative`", "disturbed", "times", "tokens prefill found",
+            "a row in each quarter", "disturbed", "ratio", "unlike"]  # fmt: skip
     return f"{' '.join(map(origin, reports))}\n\n{rows_of(head, rows)}"
 
 

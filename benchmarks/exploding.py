@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from jdisagg.core.errors import RequestError
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)
 flags.DEFINE_integer("streams", 4, "plain ones at once", 1, flag_values=FLAGS)
-flags.DEFINE_integer("tokens", 200, "of each", 2, flag_values=FLAGS)
+flags.DEFINE_integer("tokens", 400, "of each", 2, flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 4, "of each, after one that does not count", 1, flag_values=FLAGS)
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 
@@ -68,12 +68,12 @@ class Load:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.ended: dict[str, int] = dict.fromkeys((REFUSED, AMBIGUOUS), 0)
-        self.others: dict[str, Callable[[], Awaitable[None]]] = {REFUSED: self._refused, AMBIGUOUS: self._ambiguous}
+        self.asked: dict[str, Callable[[], SamplingParams]] = {REFUSED: refused, AMBIGUOUS: ambiguous}
 
     async def round(self, beside: str) -> tuple[list[float], list[list[int]]]:
         """Seconds between pieces of each stream, and their tokens."""
         gaps: list[float] = []
-        client = asyncio.create_task(self._again(self.others[beside])) if beside in self.others else None
+        client = asyncio.create_task(self._again(beside)) if beside in self.asked else None
         found = await asyncio.gather(*(self._stream(number, gaps) for number in range(FLAGS.streams)))
         if client is not None:
             client.cancel()
@@ -91,22 +91,23 @@ class Load:
                 tokens += [each.token for each in piece.delta.sampled]
         return tokens
 
-    async def _again(self, ask: Callable[[], Awaitable[None]]) -> None:
+    async def _again(self, beside: str) -> None:
+        asked = self.asked[beside]
         while True:
-            await ask()
+            try:
+                async for piece in self.llm.stream("x", asked()):
+                    self.ended[beside] += piece.finish_reason is not None
+            except RequestError:
+                self.ended[beside] += 1
 
-    async def _refused(self) -> None:
-        try:
-            async for _ in self.llm.stream("x", SamplingParams(structured_outputs=exploding(next(_numbers)))):
-                pass
-        except RequestError:
-            self.ended[REFUSED] += 1
 
-    async def _ambiguous(self) -> None:
-        held = {"grammar": AMBIGUITY}
-        asked = SamplingParams(structured_outputs=held, max_tokens=FLAGS.tokens, logit_bias={68: 50.0}, temperature=1.0)
-        async for piece in self.llm.stream("x", asked):
-            self.ended[AMBIGUOUS] += piece.finish_reason is not None
+def refused() -> SamplingParams:
+    return SamplingParams(structured_outputs=exploding(next(_numbers)))
+
+
+def ambiguous() -> SamplingParams:
+    held = {"grammar": AMBIGUITY}
+    return SamplingParams(structured_outputs=held, max_tokens=FLAGS.tokens, logit_bias={68: 50.0}, temperature=1.0)
 
 
 def measure() -> list[Row]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
+from threading import Lock
 
 from jdisagg.core.request import WorkerId
 from jdisagg.engine.compiled import Facts, compile_declared, complaints
@@ -11,6 +15,7 @@ from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable
 from jdisagg.engine.ring_declarations import RingTable
 
+MOST_AT_ONCE = 8  # each may take gigabytes of memory
 Progress = Callable[[DeclaredProgram, int, int], None]
 
 
@@ -55,6 +60,11 @@ def chosen(declared: Iterable[DeclaredProgram], every: bool) -> dict[tuple, Decl
     return picked
 
 
+def at_once(platforms: set[str]) -> int:
+    """Programs to compile side by side: one a core. libtpu 0.0.42 falls over where two are for sparse cores."""
+    return 1 if "tpu" in platforms else min(len(os.sched_getaffinity(0)), MOST_AT_ONCE)
+
+
 def check(
     declared: Sequence[tuple[WorkerId, DeclaredProgram]],
     every: bool,
@@ -62,10 +72,14 @@ def check(
 ) -> list[Checked]:
     """Compiles what has to be; see `chosen`. `progress` is called before each program."""
     picked = chosen((each for _, each in declared), every)
-    facts: dict[tuple, Facts] = {}
-    for done, (key, each) in enumerate(picked.items()):
-        progress(each, done, len(picked))
-        facts[key] = compile_declared(each)
+    python, begun = Lock(), count()
+
+    def facts_of(each: DeclaredProgram) -> Facts:
+        progress(each, next(begun), len(picked))
+        return compile_declared(each, python)
+
+    with ThreadPoolExecutor(at_once({each.submesh.devices[0].platform for each in picked.values()})) as threads:
+        facts = dict(zip(picked, threads.map(facts_of, picked.values()), strict=True))
     found = []
     for worker, each in declared:
         key = each.like if every else each.family

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -13,6 +15,7 @@ from jdisagg.core.collectives import Collective, Sent, counted, sent_by
 from jdisagg.core.schedule import Events
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.hlo import read_collectives
+from jdisagg.engine.hlo_text import parsed
 from jdisagg.engine.schedule import read_schedule
 
 MIB = 1 << 20
@@ -39,16 +42,26 @@ class Facts:
         return sent_by(self.across, hosts, declared.loops)
 
 
-def compile_declared(declared: DeclaredProgram) -> Facts:
-    """Compiles it to the end for the chip of its submesh; nothing runs. A refusal is a result, not an error."""
+def compile_declared(declared: DeclaredProgram, python: Lock) -> Facts:
+    """Compiles it to the end for the chip of its submesh; nothing runs. A refusal is a result, not an error. All but
+    the compiler, which lets other threads run, is done within `python`."""
     start_s = time.monotonic()
     try:
-        with jax.sharding.set_mesh(declared.submesh.mesh):
-            compiled = declared.program.lower(*declared.arguments).compile()
+        with python, jax.sharding.set_mesh(declared.submesh.mesh):
+            start_s = time.monotonic()
+            lowered = declared.program.lower(*declared.arguments)
+        compiled = lowered.compile()
     except Exception as error:  # tracing, Mosaic, Triton and XLA each raise their own kinds
         return Facts(time.monotonic() - start_s, why=_first_line(error))
-    seconds, memory = time.monotonic() - start_s, compiled.memory_analysis()
+    seconds = time.monotonic() - start_s
+    with python:
+        return _read(compiled, seconds)
+
+
+def _read(compiled: Any, seconds: float) -> Facts:
+    memory = compiled.memory_analysis()
     assert memory is not None, "this backend says nothing about memory"
+    module = parsed(compiled.as_text() or "")
     return Facts(
         seconds,
         memory.argument_size_in_bytes,
@@ -56,9 +69,9 @@ def compile_declared(declared: DeclaredProgram) -> Facts:
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
-        counted(across := read_collectives(text := compiled.as_text() or "")),
+        counted(across := read_collectives(module)),
         across=across,
-        schedule=read_schedule(text),
+        schedule=read_schedule(module),
     )
 
 

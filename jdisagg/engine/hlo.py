@@ -6,7 +6,7 @@ import re
 from math import prod
 
 from jdisagg.core.collectives import KINDS, Collective, Groups
-from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of, parsed
+from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _CHAIN = re.compile(r'chain_id="\w+"')
@@ -14,9 +14,8 @@ _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\
 STARTS = {kind + "-start": kind for kind in KINDS}
 
 
-def read_collectives(hlo: str) -> tuple[Collective, ...]:
-    """Of a compiled program's text."""
-    module = parsed(hlo)
+def read_collectives(module: Module) -> tuple[Collective, ...]:
+    """Of a compiled program."""
     depths = _depths(module)
     found, read = list[Collective](), set[str]()
     for name, body in module.computations.items():

@@ -21,25 +21,16 @@ _BODY = re.compile(r"\bbody=%?([\w.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """`shape`: of its result, perhaps of several arrays; `line` is all of it."""
+    """`shape`: of its result, perhaps of several arrays; `called`: computations that it runs, a loop's condition and a
+    sum's operator among them; `body`: a loop's; `line` is all of it."""
 
     name: str
     opcode: str
     shape: str
     operands: tuple[str, ...]
+    called: tuple[str, ...]
+    body: str | None
     line: str
-
-    @property
-    def called(self) -> list[str]:
-        """Computations that it runs, a loop's condition and a sum's operator among them."""
-        found = (name for group in _CALLED.findall(self.line) for name in group.split(","))
-        return [name.strip(" %") for name in found]
-
-    @property
-    def body(self) -> str | None:
-        """Of a loop."""
-        found = _BODY.search(self.line)
-        return None if found is None else found[1]
 
 
 @dataclass(frozen=True)
@@ -66,8 +57,14 @@ def parsed(hlo: str) -> Module:
 def _instructions(line: str) -> Iterator[Instruction]:
     match = _INSTRUCTION.match(line)
     if match is not None:
+        # What it calls stands before its backend's settings, which hold all of a kernel where it is one.
+        said = line[match.end() :].partition(", backend_config=")[0]
+        called = (name.strip(" %") for group in _CALLED.findall(said) for name in group.split(","))
+        body = _BODY.search(said)
         operands = tuple(_OPERAND.findall(match["operands"]))
-        yield Instruction(match["name"], match["opcode"], match["shape"], operands, line)
+        yield Instruction(
+            match["name"], match["opcode"], match["shape"], operands, tuple(called), body and body[1], line
+        )
 
 
 def arrays(shape: str) -> list[tuple[str, list[int]]]:

@@ -15,7 +15,7 @@ from jdisagg.core.collectives import KINDS, Collective
 from jdisagg.core.roofline import Work
 from jdisagg.core.schedule import End, Events, Start, Turns
 from jdisagg.engine.hlo import chains, collective_of
-from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of, parsed
+from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of
 
 PRODUCTS = ("dot", "convolution")
 NAMES_ONLY = frozenset(("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"))
@@ -23,9 +23,8 @@ FREE = NAMES_ONLY | {"custom-call", "iota", "partition-id"}
 Event = Work | Start | End | Turns
 
 
-def read_schedule(hlo: str) -> Events:
-    """Of a compiled program's text, which is scheduled."""
-    module = parsed(hlo)
+def read_schedule(module: Module) -> Events:
+    """Of a compiled program, whose text is scheduled."""
     return tuple(_events(module, module.entry, depth=0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jdisagg.core.collectives import Collective, counted
 from jdisagg.engine.hlo import read_collectives
+from jdisagg.engine.hlo_text import parsed
 
 HLO = """HloModule jit_own, is_scheduled=true
 
@@ -35,7 +36,7 @@ ENTRY %main.4_spmd (p0: f32[4,8]) -> f32[4,8] {
 
 
 def test_collectives_are_read_with_their_bytes_groups_and_loops():
-    assert set(read_collectives(HLO)) == {
+    assert set(read_collectives(parsed(HLO))) == {
         Collective("collective-permute", 32, ((0, 1), (1, 2), (2, 3), (3, 0)), 1),
         Collective("all-reduce", 128, ((0, 1), (2, 3)), 1),
         Collective("all-gather", 256, ((0, 2), (1, 3)), 0),
@@ -47,5 +48,5 @@ def test_collectives_are_read_with_their_bytes_groups_and_loops():
     within += (
         "\n%body.2 (arg: (s32[])) -> (s32[]) {\n  %psum.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}\n}\n"
     )
-    assert Collective("all-reduce", 32, ((0, 1), (2, 3)), 2) in read_collectives(within)
-    assert counted(read_collectives(HLO)) == {kind.kind: 1 for kind in read_collectives(HLO)}
+    assert Collective("all-reduce", 32, ((0, 1), (2, 3)), 2) in read_collectives(parsed(within))
+    assert counted(read_collectives(parsed(HLO))) == {kind.kind: 1 for kind in read_collectives(parsed(HLO))}

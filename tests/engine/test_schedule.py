@@ -6,6 +6,7 @@ from jdisagg.core.collectives import Collective
 from jdisagg.core.roofline import Work
 from jdisagg.core.schedule import End, Start, Turns
 from jdisagg.engine.hlo import read_collectives
+from jdisagg.engine.hlo_text import parsed
 from jdisagg.engine.schedule import read_schedule
 
 EIGHT = ((0, 1, 2, 3, 4, 5, 6, 7),)
@@ -48,7 +49,7 @@ def reduced(*, depth: int = 1) -> Collective:
 
 def test_an_all_reduce_with_nothing_beside_it_starts_and_ends_at_once():
     hlo = program(f"{product('f')}\n  %psum.3 = {SENT}")
-    assert read_schedule(hlo) == (Turns((PRODUCT, Start("psum.3", reduced()), End("psum.3"))),)
+    assert read_schedule(parsed(hlo)) == (Turns((PRODUCT, Start("psum.3", reduced()), End("psum.3"))),)
 
 
 def test_a_gpus_all_reduce_goes_on_until_it_is_done():
@@ -56,8 +57,8 @@ def test_a_gpus_all_reduce_goes_on_until_it_is_done():
     done = "bf16[1024,8192]{1,0} all-reduce-done(%all-reduce-start.1)"
     hlo = program(f"  %all-reduce-start.1 = {start}\n{product('f')}\n  %all-reduce-done.1 = {done}")
     between = Start("all-reduce-start.1", reduced()), PRODUCT, End("all-reduce-start.1")
-    assert read_schedule(hlo) == (Turns(between),)
-    assert read_collectives(hlo) == (reduced(),)
+    assert read_schedule(parsed(hlo)) == (Turns(between),)
+    assert read_collectives(parsed(hlo)) == (reduced(),)
 
 
 def test_a_tpus_all_reduce_on_its_sparse_cores_is_a_call_that_products_run_beside():
@@ -70,8 +71,8 @@ def test_a_tpus_all_reduce_on_its_sparse_cores_is_a_call_that_products_run_besid
     done = "  %ar.done = bf16[1024,8192]{1,0:T(8,128)(2,1)} call-done(%ar.start)"
     hlo = program("\n".join((product("f"), start, product("g"), product("h"), done)), called)
     between = Start("ar.start", reduced()), PRODUCT, PRODUCT, End("ar.start")
-    assert read_schedule(hlo) == (Turns((PRODUCT, *between)),)
-    assert read_collectives(hlo) == (reduced(),)
+    assert read_schedule(parsed(hlo)) == (Turns((PRODUCT, *between)),)
+    assert read_collectives(parsed(hlo)) == (reduced(),)
 
 
 def test_an_all_reduce_in_steps_that_are_fused_with_products_is_one_and_goes_on_from_the_first_to_the_last():
@@ -87,12 +88,12 @@ def test_an_all_reduce_in_steps_that_are_fused_with_products_is_one_and_goes_on_
         f"  %async-collective-done = {shape}%step.1",
     )
     hlo = program("\n".join(lines), alone, fused)
-    ((start, work, end),) = (turns.events for turns in read_schedule(hlo) if isinstance(turns, Turns))
+    ((start, work, end),) = (turns.events for turns in read_schedule(parsed(hlo)) if isinstance(turns, Turns))
     assert (start, end) == (Start('chain_id="0"', reduced()), End('chain_id="0"'))
     assert isinstance(work, Work) and work.flops == PRODUCT.flops
-    assert read_collectives(hlo) == (reduced(),)
+    assert read_collectives(parsed(hlo)) == (reduced(),)
 
 
 def test_of_a_kernel_nothing_is_known_so_nothing_hides_behind_it():
     kernel = '  %attention.1 = bf16[1024,8192]{1,0} custom-call(%q, %pool), custom_call_target="tpu_custom_call"'
-    assert read_schedule(program(kernel)) == (Turns(()),)
+    assert read_schedule(parsed(program(kernel))) == (Turns(()),)
