@@ -11,10 +11,9 @@ import jax
 from jax import Array
 
 from pallas_kernels import mosaic
-from pallas_kernels.paged_attention.gpu import MOSAIC
 from pallas_kernels.platforms import gpu_generation
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import MOSAIC, tuned, tuned_product
 from pallas_kernels.wire_format import STORED, PackedPages
 
 HOPPER = 9
@@ -94,3 +93,22 @@ def unpacks_by_generation(hopper: Callable[..., Any], triton: Callable[..., Any]
 def rows_of(pool: Array, page_ids: Array, dtype: Any) -> Any:
     """The shape of packed pages, as a choice is looked up by it."""
     return jax.ShapeDtypeStruct((page_ids.shape[0], pool.shape[1], pool.shape[4]), dtype)
+
+
+def multiplies_by_generation(hopper: Callable[..., Array], triton: Callable[..., Array]) -> Callable[..., Array]:
+    """The same for the grouped product."""
+
+    def multiply(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
+        return (hopper if multiplies_by_mosaic(x, matrices, out_first) else triton)(
+            x, matrices, sizes, out_first=out_first
+        )
+
+    return multiply
+
+
+def multiplies_by_mosaic(x: Array, matrices: Array, out_first: bool) -> bool:
+    """`takes_mosaic`, of the grouped product."""
+    if gpu_generation() != HOPPER or not mosaic.multiplies(x, matrices):
+        return False
+    found = tuned_product(matrices, out_first)
+    return bool(found.get(MOSAIC)) if found else True

@@ -65,6 +65,13 @@ def fits_latents(q: Array, kv_pages: Array | QuantizedPages, value_size: int) ->
     return halves and whole and 2 * size * (ROWS + 2 * TILE) <= BLOCK_BYTES
 
 
+def multiplies(x: Array, matrices: Array) -> bool:
+    """Whether rows are multiplied by their groups' matrices: bf16, matrices of whole tiles. Of rows no more than that
+    there are some: a row would have other bits where their number chose the code."""
+    whole = all(side % TILE == 0 for side in matrices.shape[1:])
+    return plgpu is not None and x.shape[0] > 0 and x.dtype == matrices.dtype == jnp.bfloat16 and whole
+
+
 def _tiled(q: Array, pool: Array) -> bool:
     if plgpu is None or q.dtype != jnp.bfloat16:
         return False
@@ -133,6 +140,27 @@ class Chip:
 
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(mixed))
 
+    @staticmethod
+    def sum_of_products(
+        shape: tuple[int, int], steps: int, pair: Callable[..., Any], done: Callable[..., None], *, turned: bool
+    ) -> Array:
+        """Of every step's pair(step) in shared memory, [rows, inputs] and [inputs, outputs], or [outputs, inputs] that
+        are `turned`. done(step) follows when both were read, while the next product goes on."""
+
+        def multiply(sums):
+            @pl.loop(0, steps)
+            def _(step):
+                left, right = pair(step)
+                plgpu.wgmma(sums, left, plgpu.transpose_ref(right, (1, 0)) if turned else right)
+                plgpu.wgmma_wait(1)
+                pl.when(step > 0)(lambda: done(step - 1))
+
+            found = sums[...]
+            done(steps - 1)
+            return found
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
 
 class Interpreted(Chip):
     """The same for the interpreter."""
@@ -160,6 +188,20 @@ class Interpreted(Chip):
     @staticmethod
     def mixture(mixed: Array, weights: Array, values: Any) -> Array:
         return mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+
+    @staticmethod
+    def sum_of_products(
+        shape: tuple[int, int], steps: int, pair: Callable[..., Any], done: Callable[..., None], *, turned: bool
+    ) -> Array:
+        def multiply(step, sums):
+            left, right = pair(step)
+            added = jnp.dot(left[...], right[...].T if turned else right[...], preferred_element_type=jnp.float32)
+            pl.when(step > 0)(lambda: done(step - 1))
+            return sums + added
+
+        sums = lax.fori_loop(0, steps, multiply, jnp.zeros(shape, jnp.float32))
+        done(steps - 1)
+        return sums
 
 
 def chip_of(interpret: Any) -> type[Chip]:

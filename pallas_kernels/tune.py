@@ -34,7 +34,7 @@ from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
 from pallas_kernels.tune_moves import MOVES, WRITE, arrays_of, choices, mover
 from pallas_kernels.tuned import TUNED
-from pallas_kernels.tuning import key_of
+from pallas_kernels.tuning import MOSAIC, key_of
 
 DATA = Path(__file__).with_name("tuned.py")
 HEADER = DATA.read_text(encoding="utf-8").split("\n\n")[0]
@@ -140,12 +140,12 @@ def kernel_of(platform: str, work: Work, blocks: Blocks, interpret: bool) -> Cal
         if not blocks:
             attend = decode_on_gpu if decode else prefill_on_gpu
             return lambda *arrays: attend(*arrays, **options)
-        if not decode and blocks.get(decode_gpu.MOSAIC):
+        if not decode and blocks.get(MOSAIC):
             cut = prefill_hopper.Blocks(blocks["tile"], blocks["stages"])
             return partial(prefill_hopper.prefill_attention, blocks=cut, **options)
         if not decode:
             return partial(prefill_gpu.prefill_attention, blocks=prefill_gpu.Blocks(**blocks), **options)
-        attend = decode_hopper.paged_attention if blocks.get(decode_gpu.MOSAIC) else decode_gpu.paged_attention
+        attend = decode_hopper.paged_attention if blocks.get(MOSAIC) else decode_gpu.paged_attention
         return partial(attend, blocks=decode_gpu.blocks_of(blocks), **options)
     attend = decode_tpu.paged_attention if decode else prefill_tpu.prefill_attention
     return lambda *arrays: attend(*arrays, **blocks, **options)

@@ -16,8 +16,8 @@ from pallas_kernels import mosaic
 from pallas_kernels.pack_kv_pages import gpu as pack_gpu
 from pallas_kernels.pack_kv_pages import hopper as pack_hopper
 from pallas_kernels.pack_kv_pages import on_gpu as pack_on_gpu
-from pallas_kernels.paged_attention.gpu import MOSAIC
 from pallas_kernels.quantized import LARGEST, QuantizedPages
+from pallas_kernels.tuning import MOSAIC
 from pallas_kernels.unpack_kv_pages import gpu as unpack_gpu
 from pallas_kernels.unpack_kv_pages import hopper as unpack_hopper
 from pallas_kernels.unpack_kv_pages import on_gpu as unpack_on_gpu

@@ -13,6 +13,8 @@ from jax import Array
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuned import TUNED
 
+MOSAIC = "mosaic"  # in a tuned choice: it is of the Mosaic code (`hopper.py`)
+
 
 class Key(NamedTuple):
     """What a choice was measured for. It holds no table width: a result's bits must not depend on one."""
@@ -41,3 +43,27 @@ def key_of(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> Key:
 def tuned(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> dict[str, int]:
     """The measured choice, by the names that the kernel gives its parts; empty where nothing was measured."""
     return TUNED.get(tuple(key_of(operation, q, kv_pages)), {})
+
+
+class ProductKey(NamedTuple):
+    """What a choice was measured for. It holds no number of rows: a row's bits must not depend on its company."""
+
+    operation: str
+    device: str
+    groups: int
+    inputs: int
+    outputs: int
+    out_first: int
+    dtype: str
+
+
+def product_key(matrices: Array, out_first: bool) -> ProductKey:
+    groups, *sides = matrices.shape
+    inputs, outputs = reversed(sides) if out_first else sides
+    device, dtype = jax.devices()[0].device_kind, jnp.dtype(matrices.dtype).name
+    return ProductKey("grouped_product", device, groups, inputs, outputs, int(out_first), dtype)
+
+
+def tuned_product(matrices: Array, out_first: bool) -> dict[str, int]:
+    """As `tuned`, of the grouped product."""
+    return TUNED.get(tuple(product_key(matrices, out_first)), {})

@@ -6,8 +6,11 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import FLOATS, check_ints, require
-from pallas_kernels.grouped_product import gpu, xla
+from pallas_kernels.generations import multiplies_by_generation
+from pallas_kernels.grouped_product import gpu, hopper, xla
 from pallas_kernels.platforms import on_platform
+
+on_gpu = multiplies_by_generation(hopper.grouped_product, gpu.grouped_product)
 
 
 def grouped_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
@@ -30,6 +33,6 @@ def grouped_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool)
 @partial(jax.jit, inline=True, static_argnums=3)
 def _on_its_platform(x: Array, matrices: Array, sizes: Array, out_first: bool) -> Array:
     """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    variants = xla.ragged_product, gpu.grouped_product, xla.product_by_blocks
-    on_tpu, on_gpu, blocks = (partial(each, out_first=out_first) for each in variants)
-    return on_platform(x, matrices, sizes, tpu=on_tpu, cuda=on_gpu, default=blocks)
+    variants = xla.ragged_product, on_gpu, xla.product_by_blocks
+    tpu, cuda, blocks = (partial(each, out_first=out_first) for each in variants)
+    return on_platform(x, matrices, sizes, tpu=tpu, cuda=cuda, default=blocks)

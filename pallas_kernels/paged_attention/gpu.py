@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import offsets
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored, wider
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import MOSAIC, tuned
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LOG2_E = log2(jnp.e)
@@ -36,7 +36,6 @@ JOINED = 16  # parts joined in one step
 MAX_PARTS, PROGRAMS = 256, 8192  # of a slot and KV head; of a call, 60 for each core of an H100
 PART_NUMBERS = 1 << 23  # f32 numbers that wait to be joined: 32 MiB, whatever the lengths
 WIDE = 1 << 14  # sums of a program that four warps hold in registers
-MOSAIC = "mosaic"  # in a tuned choice: it is of the Mosaic code (`hopper.py`)
 
 
 Runs = tuple[tuple[int, int], ...]  # of numbers of a row, taken apart: (the first, how many)

@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu, hopper_latents
-from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER, Blocks, Rule, blocks_of
+from pallas_kernels.paged_attention.gpu import LOG2_E, NEVER, Blocks, Rule, blocks_of
 from pallas_kernels.paged_attention.hopper_rows import Walk, rows_of, side_by_side, visible_rows
 from pallas_kernels.paged_attention.hopper_tiles import Held, Rooms
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import MOSAIC, tuned
 
 
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:

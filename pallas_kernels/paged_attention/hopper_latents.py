@@ -21,11 +21,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu
-from pallas_kernels.paged_attention.gpu import LOG2_E, MAX_PARTS, MOSAIC, NEVER, PART_NUMBERS, Blocks, Rule, blocks_of
+from pallas_kernels.paged_attention.gpu import LOG2_E, MAX_PARTS, NEVER, PART_NUMBERS, Blocks, Rule, blocks_of
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring
 from pallas_kernels.paged_attention.hopper_rows import Walk, rows_of, side_by_side, visible_rows
 from pallas_kernels.paged_attention.hopper_tiles import Held
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import MOSAIC, tuned
 
 HALVES = 2  # of V: warpgroups that multiply
 REGISTERS, FEW_REGISTERS = 232, 40  # a thread, of those that multiply and of those that bring pages

@@ -17,7 +17,6 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.paged_attention.gpu import (
     LOG2_E,
     MIN_ROWS,
-    MOSAIC,
     NEVER,
     Rule,
     Runs,
@@ -32,7 +31,7 @@ from pallas_kernels.paged_attention.gpu import (
 )
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import MOSAIC, tuned
 
 ROW_BYTES = 1 << 15  # of queries in a block, as the products take them: 128 rows of 128 numbers in bf16
 MAX_ROWS = 128  # two warp groups of 64 rows, Hopper's matrix instruction

@@ -22,12 +22,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import ROWS, TILE, Chip, per_row, places, plgpu
-from pallas_kernels.paged_attention.gpu import LOG2_E, MOSAIC, NEVER
+from pallas_kernels.paged_attention.gpu import LOG2_E, NEVER
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring, rooms_of, scratch_of_rooms
 from pallas_kernels.paged_attention.hopper_tiles import Held
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import MOSAIC, tuned
 
 WARPGROUPS = 2  # that multiply
 REGISTERS, FEW_REGISTERS = 232, 40  # a thread, of those that multiply and of those that bring pages

@@ -54,8 +54,9 @@ def compiled(
 def test_a_gpu_copies_no_matrix(shape: tuple[int, int, int], rows: int, more: dict[str, Any]):
     """XLA's own takes 524 MiB of temporaries for the first, 22 for the second and 3,200 for the third."""
     program = compiled(Submesh(gpu_devices(1)), *shape, rows, **more)
-    text = program.as_text()
-    assert text.count("__gpu$xla.gpu.triton") + text.count("triton_kernel_call") == 1
+    text, mosaic = program.as_text(), more.get("dtype") != "float32"
+    assert text.count("__gpu$xla.gpu.triton") + text.count("triton_kernel_call") == (not mosaic)
+    assert ("mosaic_gpu" in text) is mosaic
     activations = 3 * rows * max(shape[1:]) * (4 if more.get("dtype") == "float32" else 2)
     assert program.memory_analysis().temp_size_in_bytes < 2 * MIB + activations
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from pallas_kernels.grouped_product import hopper as product
 from pallas_kernels.pack_kv_pages import hopper as pack
 from pallas_kernels.paged_attention import hopper as decode
 from pallas_kernels.prefill_attention import hopper as prefill
@@ -69,6 +70,12 @@ KERNELS = {
     "decode of latents": (partial(decode.paged_attention, value_size=512, **RULE), WIDE, LATENTS, *DECODE),
     "prefill": (partial(prefill.prefill_attention, **RULE), Q, PAGES, *CHUNK),
     "prefill of codes": (partial(prefill.prefill_attention, **RULE), Q, QUANTISED, *CHUNK),
+    "grouped product": (
+        partial(product.grouped_product, out_first=False),
+        shape((200, 128), "bfloat16"),
+        shape((2, 128, 128), "bfloat16"),
+        ints(2),
+    ),
     "pack": (partial(pack.pack_kv_pages, wire="raw"), [PAGES], ints(3)),
     "unpack": (partial(unpack.unpack_kv_pages, wire="raw"), [PAGES], PACKED, ints(3)),
 }

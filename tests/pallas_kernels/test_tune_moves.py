@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import generations, tune, tuning
-from pallas_kernels.paged_attention.gpu import MOSAIC
 from pallas_kernels.tune_moves import MOVES, PACK, UNPACK, WRITE, arrays_of, choices, mover
+from pallas_kernels.tuning import MOSAIC
 
 
 @pytest.mark.parametrize("operation", MOVES)
