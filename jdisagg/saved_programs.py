@@ -37,7 +37,7 @@ def made_here(platform: str) -> dict[str, str]:
     return {
         **{name: _version(name) for name in packages},
         **{name: os.environ.get(name, "") for name in FLAGS},
-        "compiler_flags": " ".join(f"{each.name}={each.value}" for each in COMPILER_FLAGS if platform == "tpu"),
+        "compiler_flags": " ".join(f"{each.name}={each.value}" for each in COMPILER_FLAGS if platform != "cpu"),
         **machine,
     }
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 # whole pool, and back. A step over a bf16 pool of 32 MiB takes 48 ms of CPU so, and 0.9 without these passes.
 AS_STORED: dict[str, Option] = {"xla_disable_hlo_passes": "float-normalization-bf16,float-normalization-f8e4m3fn"}
 TPUS = ("TPU v5", "TPU v6", "TPU7x")
+GPUS = ("NVIDIA",)
 WITHOUT_SPARSE_CORES = "TPU v5 lite"
 SENT_BESIDE_BYTES = 64 << 10  # of a block of columns (`model/columns.py`), at the least
 
@@ -32,11 +33,12 @@ class CompilerFlag:
     """For devices whose kind begins so."""
 
     name: str
-    value: bool | int
+    value: Option
     kinds: tuple[str, ...]
     reason: str
     but: tuple[str, ...] = ()  # nor for these of them
     beside: int | None = None  # its value in programs whose small sums have products beside them, where another
+    alone: bool = False  # programs of one device have it too
 
     def concerns(self, kind: str) -> bool:
         return kind.startswith(self.kinds) and not kind.startswith(self.but or ("none",))
@@ -83,18 +85,24 @@ COMPILER_FLAGS = (
         (WITHOUT_SPARSE_CORES,),
         "its steps are fused with the product that stands between its start and its end",
     ),
+    CompilerFlag(
+        "xla_disable_hlo_passes",
+        "rematerialization",
+        GPUS,
+        "a pool that kernels write in place is taken for two, and where memory seems short for both, steps compute again"
+        " what is there",
+        alone=True,
+    ),
 )
 
 
 def options_for(device: Any, *, as_stored: bool, spread: bool, beside: bool = False) -> dict[str, Option] | None:
-    """Of programs for devices like this one, which is of this process or of a topology. as_stored: for those that move
-    pages, as they are; spread: over several devices; beside: see `CompilerFlag`."""
+    """Of programs for devices like this one, which is of this process or of a topology; None: nothing. as_stored: for
+    those that move pages, as they are; spread: over several devices; beside: see `CompilerFlag`."""
     if device.platform == "cpu":
         return AS_STORED if as_stored else None
-    if not spread:
-        return None
-    known = _known(device.device_kind, device.client.platform_version, device)
-    return {each.name: each.value if each.beside is None or not beside else each.beside for each in known}
+    told = [each for each in _known(device.device_kind, device.client.platform_version, device) if spread or each.alone]
+    return {each.name: each.value if each.beside is None or not beside else each.beside for each in told} or None
 
 
 @cache
@@ -109,7 +117,7 @@ def _known(kind: str, version: str, device: Any) -> tuple[CompilerFlag, ...]:
     return tuple(known)
 
 
-def _accepted(name: str, value: bool | int, device: Any) -> bool:
+def _accepted(name: str, value: Option, device: Any) -> bool:
     """Whether a program that does nothing compiles with it."""
     nothing = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:

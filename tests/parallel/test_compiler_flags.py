@@ -26,8 +26,16 @@ def test_a_cpus_programs_are_told_nothing_but_to_move_pages_as_they_are_stored()
     assert options_for(cpu, as_stored=True, spread=False) == AS_STORED
 
 
-def test_programs_of_one_device_are_told_nothing():
+def test_programs_of_one_tpu_are_told_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_flags, "_accepted", lambda name, value, device: True)
     assert options_for(Chip("TPU v5", Version()), as_stored=False, spread=False) is None
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_no_program_of_a_gpu_computes_twice_what_fits(spread: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_flags, "_accepted", lambda name, value, device: True)
+    told = options_for(Chip("NVIDIA H100 80GB HBM3", Version(), "gpu"), as_stored=False, spread=spread)
+    assert told == {"xla_disable_hlo_passes": "rematerialization"}
 
 
 @pytest.mark.parametrize("kind", ["TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x"])
