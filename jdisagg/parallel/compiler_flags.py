@@ -89,8 +89,8 @@ COMPILER_FLAGS = (
         "xla_disable_hlo_passes",
         "rematerialization",
         GPUS,
-        "a pool that kernels write in place is taken for two, and where memory seems short for both, steps compute again"
-        " what is there",
+        "a pool that kernels write in place is taken for two, and where memory seems short for both, steps compute"
+        " again what is there",
         alone=True,
     ),
 )
