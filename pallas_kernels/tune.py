@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels import tune_products
 from pallas_kernels.mosaic import SHARED_BYTES
 from pallas_kernels.paged_attention import gpu as decode_gpu
 from pallas_kernels.paged_attention import hopper as decode_hopper
@@ -33,6 +34,7 @@ from pallas_kernels.prefill_attention import on_gpu as prefill_on_gpu
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
 from pallas_kernels.tune_moves import MOVES, WRITE, arrays_of, choices, mover
+from pallas_kernels.tune_products import Product
 from pallas_kernels.tuned import TUNED
 from pallas_kernels.tuning import MOSAIC, key_of
 
@@ -65,8 +67,11 @@ class Work(NamedTuple):
     value_size: int | None = None  # of latents: numbers of a row that are V as well
 
 
-def candidates(platform: str, work: Work) -> Iterator[Blocks]:
+def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
     """What is worth a try; {} is the kernel's own rule."""
+    if isinstance(work, Product):
+        yield from tune_products.choices(work)
+        return
     if work.operation in MOVES:
         yield from choices(work.operation, *arguments_of(work)[:2])
         return
@@ -94,8 +99,10 @@ def candidates(platform: str, work: Work) -> Iterator[Blocks]:
         )
 
 
-def arguments_of(work: Work) -> tuple[Any, ...]:
+def arguments_of(work: Work | Product) -> tuple[Any, ...]:
     """Arrays of the operation in order, without sinks: slots hold the whole context, a chunk is its last rows."""
+    if isinstance(work, Product):
+        return tune_products.arrays_of(work)
     if work.operation in MOVES:
         return arrays_of(work.operation, work.rows, work.kv_heads, work.page_size, work.head_dim, work.pool_dtype)
     rng = np.random.default_rng(0)
@@ -129,8 +136,10 @@ def shapes_of(work: Work) -> tuple[Any, Any]:
     return jax.ShapeDtypeStruct((work.rows, heads, work.head_dim), jnp.dtype(dtype)), pool
 
 
-def kernel_of(platform: str, work: Work, blocks: Blocks, interpret: bool) -> Callable[..., Array]:
+def kernel_of(platform: str, work: Work | Product, blocks: Blocks, interpret: bool) -> Callable[..., Any]:
     """The platform's own kernel, cut as told."""
+    if isinstance(work, Product):
+        return tune_products.multiplier(blocks, interpret)
     if work.operation in MOVES:
         return mover(work.operation, blocks, interpret)
     options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
@@ -151,7 +160,7 @@ def kernel_of(platform: str, work: Work, blocks: Blocks, interpret: bool) -> Cal
     return lambda *arrays: attend(*arrays, **blocks, **options)
 
 
-def seconds(call: Callable[..., Array], arrays: tuple[Any, ...], repeats: int) -> float | None:
+def seconds(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> float | None:
     """The median call, after the one that compiles; None where it does not compile."""
     try:
         jax.block_until_ready(call(*arrays))
@@ -166,7 +175,7 @@ def seconds(call: Callable[..., Array], arrays: tuple[Any, ...], repeats: int) -
     return statistics.median(times)
 
 
-def tune(platform: str, work: Work, repeats: int, interpret: bool, until: float = math.inf) -> Blocks | None:
+def tune(platform: str, work: Work | Product, repeats: int, interpret: bool, until: float = math.inf) -> Blocks | None:
     """The fastest candidate; {} where the rule's own is; None where none ran, or not all by `until`."""
     arrays = arguments_of(work)
     measured = []
@@ -213,6 +222,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=SHAPES, help=f"of {', '.join(MODELS)} or {SHAPE}")
     parser.add_argument("--rows", default="1,64,1024", help="slots of a decode step and tokens of a chunk")
     parser.add_argument("--dtypes", default="bfloat16/bfloat16,bfloat16/int8", help="of queries / of the pool")
+    parser.add_argument("--experts", default=tune_products.EXPERTS, help=f"or {tune_products.SHAPE}; of GPUs")
     parser.add_argument("--context", type=int, default=4096, help="tokens held by each slot")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="cpu: TPU kernels interpreted, tiny")
@@ -230,7 +240,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows: str = "4" if tiny else flags.rows
     dtypes, context = flags.dtypes.split(",")[: 1 if tiny else None], 40 if tiny else flags.context
     moves = (flags.platform or ("tpu" if flags.dry_run else jax.default_backend())) == "gpu"
-    works = works_of(shapes.split(","), [int(count) for count in rows.split(",")], context, dtypes, moves=moves)
+    counts = [int(count) for count in rows.split(",")]
+    works: list[Work | Product] = [*works_of(shapes.split(","), counts, context, dtypes, moves=moves)]
+    if moves:
+        works += tune_products.products_of(flags.experts.split(","), counts, dtypes)
     if flags.dry_run:
         for work in works:
             print(*work, sum(1 for _ in candidates(flags.platform or "tpu", work)), "candidates")
@@ -248,17 +261,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 def tune_all(
     platform: str,
-    works: list[Work],
+    works: list[Work | Product],
     table: dict[tuple[str | int, ...], Blocks],
     flags: argparse.Namespace,
     *,
     tiny: bool,
     keep: bool,
-) -> list[Work]:
+) -> list[Work | Product]:
     """Measures into `table`, written after each; what could not be, or not in time."""
     left, until = [], time.perf_counter() + flags.limit_s
     for work in works:
-        key = tuple(key_of(work.operation, *shapes_of(work)))
+        key = tuple(work.key() if isinstance(work, Product) else key_of(work.operation, *shapes_of(work)))
         if flags.missing and key in table:
             continue
         best = None
