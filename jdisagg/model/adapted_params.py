@@ -40,7 +40,7 @@ class FactorLeaf:
     @property
     def slot_axis(self) -> int:
         """Of the array: the dimension of slots."""
-        return 2 if self.ring else 1
+        return self.factor.slot_axis + self.ring
 
     def spec(self, *, new: bool = False) -> PartitionSpec:
         """`new`: of one adapter's numbers, which have no dimension of slots."""
@@ -78,7 +78,7 @@ class FactorLeaf:
 
     def _cut_axis(self, new: bool) -> int | None:
         axis = self.factor.cut_axis
-        return None if axis is None else axis + self.ring - (new and axis > 1)
+        return None if axis is None else axis + self.ring - new
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Adapters in a batch: each row of a step adds its own one's two small products to those of the model's matrices.
 
 A matrix has room for so many adapters of so large a rank, side by side in one pair of arrays. All rows are multiplied
-with all of them, and what is not a row's own is set to zero in between, so that the two products are of fixed shapes,
-written as the model's own are (`products.py`), and a row has the same bits whatever the others ask for. It costs
-`slots * rank` channels a matrix, of which each row needs `rank`: for the few adapters that one step holds, that is less
-than to gather each row's own would read.
+with all first halves, so that the product is of a fixed shape, written as the model's own are (`products.py`), and a
+row has the same bits whatever the others ask for. Of its `slots * rank` channels each row needs `rank`. Accelerators
+set the others to zero and multiply with all second halves too. A CPU's products cost more than they compute: there a
+row's own channels weigh the rows of its own second half, one sum a number, which is a loop that XLA joins with what
+comes after it. Eight rows of 1,280 outputs, eight slots of rank 8: 30 us as a product, and 9 beside it; 20 so.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from jdisagg.model.names import Part
 from jdisagg.model.products import MatrixForm, product
 
 VECTOR, VECTOR_PART = 16, 4  # numbers that the CPU's products add up side by side
+TERMS = 32  # of a sum that one loop has: beyond, compilers take seconds and its rows are out of the cache
 NONE, MISSING = -1, -2  # in the place of a row's slot: the model alone; one that could not be read
 
 
 class LowRank(nnx.Module):
     """The adapters of one matrix, which is `parts` of the checkpoint's side by side.
 
-    a [parts, slots, rank, in]; b of each part [out, slots, rank]. rows i32[rows]: each row's slot, which the program
+    a [parts, slots, rank, in]; b of each part [slots, rank, out]. rows i32[rows]: each row's slot, which the program
     that runs it sets.
     """
 
@@ -45,25 +47,54 @@ class LowRank(nnx.Module):
     def __call__(self, x: Array, *, as_products: bool) -> Array:
         """What is added to the product of x [..., in] with the matrix; `as_products`: written as those of the CPU."""
         assert self.rows is not None, "the program sets each row's slot first"
-        a, rows = self.a[...], self.rows
-        parts, slots, rank, _ = a.shape
-        multiply = _as_product if as_products else _plainly
-        inner = multiply(x.reshape(-1, x.shape[-1]), a.reshape(-1, a.shape[-1])).reshape(-1, parts, slots, rank)
+        rows, made = x.reshape(-1, x.shape[-1]), self._own if as_products else self._masked
+        parts = made(rows, self.rows)
+        y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def _masked(self, x: Array, rows: Array) -> list[Array]:
+        """By products of all slots, what is not a row's own set to zero between them."""
+        parts, slots, rank, inputs = self.a.shape
+        inner = _contract(x, self.a[...].reshape(-1, inputs), 1).reshape(-1, parts, slots, rank)
         own = jnp.arange(slots, dtype=jnp.int32)[None, :] == rows[:, None]
         inner = jnp.where(own[:, None, :, None], inner, jnp.zeros_like(inner))
         inner = jnp.where((rows == MISSING)[:, None, None, None], jnp.full_like(inner, jnp.nan), inner)
         flat = [inner[:, part].reshape(-1, slots * rank) for part in range(parts)]
-        made = [multiply(each, b[...].reshape(b.shape[0], -1)) for each, b in zip(flat, self.b, strict=True)]
-        y = made[0] if parts == 1 else jnp.concatenate(made, axis=-1)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return [_contract(each, b[...].reshape(slots * rank, -1), 0) for each, b in zip(flat, self.b, strict=True)]
+
+    def _own(self, x: Array, rows: Array) -> list[Array]:
+        """By a product of all slots, of which each row takes its own channels, and the rows of b that they weigh."""
+        parts, slots, rank, inputs = self.a.shape
+        inner = product(x, self.a[...].reshape(-1, inputs), None, MatrixForm(out_first=True))
+        slot = jnp.maximum(rows, 0)
+        own = inner.reshape(-1, parts, slots, rank).at[jnp.arange(len(rows)), :, slot].get(mode="promise_in_bounds")
+        own = jnp.where((rows == NONE)[:, None, None], jnp.zeros_like(own), own)
+        own = jnp.where((rows == MISSING)[:, None, None], jnp.full_like(own, jnp.nan), own)
+        return [_weighed(own[:, part], b[...], slot * rank) for part, b in enumerate(self.b)]
 
 
-def _as_product(rows: Array, matrix: Array) -> Array:
-    return product(rows, matrix, None, MatrixForm(out_first=True))
+def _contract(rows: Array, matrix: Array, dimension: int) -> Array:
+    return jax.lax.dot_general(rows, matrix, (((1,), (dimension,)), ((), ()))).astype(rows.dtype)
 
 
-def _plainly(rows: Array, matrix: Array) -> Array:
-    return jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ()))).astype(rows.dtype)
+def _weighed(weights: Array, b: Array, first: Array) -> Array:
+    """[rows, rank] of b [slots, rank, out], each row's from row `first` of them all on -> [rows, out].
+
+    Each number is one sum in one order. A loop's terms are written out, more than TERMS loop by loop.
+    """
+    rank, flat, weights = b.shape[1], b.reshape(-1, b.shape[2]), jax.lax.optimization_barrier(weights)
+    size = rank if rank <= TERMS else gcd(rank, TERMS)
+
+    def add(turn: int | Array, y: Array) -> Array:
+        few = jax.lax.dynamic_slice_in_dim(weights, turn * size, size, 1).astype(jnp.float32)
+        for term in range(size):
+            row = flat.at[first + (turn * size + term)].get(mode="promise_in_bounds")
+            y = y + few[:, term, None] * row.astype(jnp.float32)
+        return y
+
+    y = jnp.zeros((weights.shape[0], flat.shape[1]), jnp.float32)
+    y = add(0, y) if size == rank else jax.lax.fori_loop(0, rank // size, add, y)
+    return y.astype(weights.dtype)
 
 
 def give_rows(module: nnx.Module, rows: Array | None) -> None:
@@ -104,13 +135,17 @@ class Factor:
     room: AdapterCapacity
 
     @property
+    def slot_axis(self) -> int:
+        return 1 if self.is_a else 0
+
+    @property
     def cut_axis(self) -> int | None:
         """The dimension that shards divide; None where each has all."""
         if self.parts[0].cut is None:
             return None
         if self.is_a:
             return 3 if self.parts[0].axis == 1 else None
-        return 0 if self.parts[0].axis == 0 else None
+        return 2 if self.parts[0].axis == 0 else None
 
     def shape(self, tp: int) -> tuple[int, ...]:
         """Of one shard."""
@@ -119,12 +154,12 @@ class Factor:
         if self.cut_axis is not None:
             assert part.cut is not None
             size = part.cut.width(tp)
-        return (len(self.parts), room.slots, room.rank, size) if self.is_a else (size, room.slots, room.rank)
+        return (len(self.parts), room.slots, room.rank, size) if self.is_a else (room.slots, room.rank, size)
 
     def new_shape(self, tp: int) -> tuple[int, ...]:
         """Of one adapter of it."""
         shape = self.shape(tp)
-        return shape[:1] + shape[2:]
+        return shape[: self.slot_axis] + shape[self.slot_axis + 1 :]
 
     def of(self, weights: AdapterWeights | None, layer: int | None, shard: int, tp: int) -> np.ndarray:
         """One adapter's numbers of this shard, f32 `new_shape`; zeros of none, or where it adds nothing."""
@@ -141,7 +176,7 @@ class Factor:
     def _cut(self, side: np.ndarray, part: Part, shard: int, tp: int) -> np.ndarray:
         """The part's rows of [out, rank], or its columns of [rank, in]: those that the shard has of the matrix."""
         rows, columns = part.index(shard, tp)
-        return side[:, columns] if self.is_a else side[rows]
+        return side[:, columns] if self.is_a else side[rows].T
 
 
 def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity) -> list[Factor]:
