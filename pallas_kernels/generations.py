@@ -17,14 +17,16 @@ from pallas_kernels.tuning import MOSAIC, tuned, tuned_product
 from pallas_kernels.wire_format import STORED, PackedPages
 
 HOPPER = 9
-DECODE = "paged_attention"
+DECODE, PREFILL = "paged_attention", "prefill_attention"
 ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows and pages
     DECODE: mosaic.fits_widened,
-    "prefill_attention": mosaic.fits_widened,
+    PREFILL: mosaic.fits_widened,
     "write_kv_pages": mosaic.copies,
     "pack_kv_pages": mosaic.carries,
     "unpack_kv_pages": mosaic.carries,
 }
+
+LATENTS: dict[str, Callable[..., bool]] = {DECODE: mosaic.fits_latents, PREFILL: mosaic.fits_latent_chunks}
 
 
 def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages, value_size: int | None = None) -> bool:
@@ -32,11 +34,7 @@ def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages, 
     written, or of what is packed. value_size: of attention to latents."""
     if gpu_generation() != HOPPER:
         return False
-    if value_size is None:
-        able = ABLE[operation](rows, kv_pages)
-    else:
-        able = operation == DECODE and mosaic.fits_latents(rows, kv_pages, value_size)
-    if not able:
+    if not (ABLE if value_size is None else LATENTS)[operation](rows, kv_pages, *([value_size] if value_size else [])):
         return False
     found = tuned(operation, rows, kv_pages)
     return bool(found.get(MOSAIC)) if found else True

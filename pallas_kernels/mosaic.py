@@ -65,6 +65,12 @@ def fits_latents(q: Array, kv_pages: Array | QuantizedPages, value_size: int) ->
     return halves and whole and 2 * size * (ROWS + 2 * TILE) <= BLOCK_BYTES
 
 
+def fits_latent_chunks(q: Array, kv_pages: Array | QuantizedPages, value_size: int) -> bool:
+    """Whether prefill attention can as well: a token's query heads are whole boxes of rows, side by side."""
+    one = not isinstance(kv_pages, QuantizedPages) and kv_pages.shape[1] == 1
+    return one and q.shape[1] % BOX == 0 and fits_latents(q, kv_pages, value_size)
+
+
 def multiplies(x: Array, matrices: Array) -> bool:
     """Whether rows are multiplied by their groups' matrices: bf16, matrices of whole tiles. Of rows no more than that
     there are some: a row would have other bits where their number chose the code."""

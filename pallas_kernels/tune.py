@@ -80,7 +80,7 @@ def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
     if platform == "gpu":
         latents = work.value_size is not None
         codes = work.pool_dtype in LARGEST and 4 * work.page_size % SHARED_BYTES == 0 and not latents
-        mosaic = work.q_dtype == "bfloat16" and (work.pool_dtype == "bfloat16" or codes) and (decode or not latents)
+        mosaic = work.q_dtype == "bfloat16" and (work.pool_dtype == "bfloat16" or codes)
         if decode:
             for parts, tile, warps in product((4, 16, 64, 256), (32, 64, 128), (4, 8)):
                 yield {"parts": parts, "tiles": 2, "tile": tile, "warps": warps, "stages": 3}
@@ -89,7 +89,8 @@ def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
         else:
             for rows, tile, warps in product((64, 128), (32, 64, 128), (4, 8)):
                 yield {"rows": rows, "tile": tile, "warps": warps, "stages": 3}
-            for tile, stages in product((64, 128), (2, 3)) if mosaic else ():
+            tiles, stages_of = ((64,), (2,)) if latents else ((64, 128), (2, 3))
+            for tile, stages in product(tiles, stages_of) if mosaic else ():
                 yield {"mosaic": 1, "tile": tile, "stages": stages}
         return
     tokens = (128, 256, 512, 1024) if decode else (128, 256, 512)

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic import ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, NEVER
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring, rooms_of, scratch_of_rooms
 from pallas_kernels.paged_attention.hopper_tiles import Held
-from pallas_kernels.prefill_attention import xla
+from pallas_kernels.prefill_attention import hopper_latents, xla
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import MOSAIC, tuned
 
@@ -80,8 +80,12 @@ def prefill_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_widened`. interpret: the interpreter's parameters."""
-    assert value_size is None, value_size
+    """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_widened` or `mosaic.fits_latent_chunks`. interpret:
+    parameters of the interpreter."""
+    if value_size is not None:  # cut in one way, whatever `blocks` are
+        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
+        arrays: Any = q, kv_pages, page_table, kv_lens, cu_q_lens, sinks
+        return hopper_latents.prefill_attention(*arrays, value_size=value_size, **options)
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None

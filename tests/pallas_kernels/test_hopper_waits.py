@@ -76,6 +76,7 @@ KERNELS = {
         shape((2, 128, 128), "bfloat16"),
         ints(2),
     ),
+    "prefill of latents": (partial(prefill.prefill_attention, value_size=512, **RULE), WIDE, LATENTS, *CHUNK),
     "pack": (partial(pack.pack_kv_pages, wire="raw"), [PAGES], ints(3)),
     "unpack": (partial(unpack.unpack_kv_pages, wire="raw"), [PAGES], PACKED, ints(3)),
 }

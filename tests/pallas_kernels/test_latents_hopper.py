@@ -10,6 +10,7 @@ import pytest
 from jdisagg.parallel.submesh import Submesh
 from pallas_kernels import paged_attention
 from pallas_kernels.generations import takes_mosaic
+from pallas_kernels.mosaic import BOX
 from pallas_kernels.paged_attention import hopper_latents
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.latents import LatentShape, pool_of_one_part, queries
@@ -89,6 +90,7 @@ def test_an_h100_gets_it_with_no_register_spilled(shape, times, options, monkeyp
     ("shape", "dtype", "mine"),
     [
         (LatentShape(512, 576, 128, 64), "bfloat16", True),
+        (LatentShape(512, 576, 20, 64), "bfloat16", True),
         (LatentShape(512, 576, 128, 64), "float32", False),
         (LatentShape(448, 512, 128, 64), "bfloat16", False),  # no two halves of whole swizzles
         (LatentShape(512, 576, 128, 24), "bfloat16", False),
@@ -97,11 +99,11 @@ def test_an_h100_gets_it_with_no_register_spilled(shape, times, options, monkeyp
     ids=str,
 )
 @pytest.mark.parametrize("operation", ["paged_attention", "prefill_attention"])
-def test_rows_that_do_not_fit_and_chunks_are_triton_s(shape, dtype, mine, operation):
+def test_rows_that_do_not_fit_and_chunks_of_heads_that_fill_no_box_are_triton_s(shape, dtype, mine, operation):
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
     axes = (jax.sharding.AxisType.Auto,)
     q = jax.ShapeDtypeStruct((4, shape.heads, shape.size), jnp.dtype(dtype))
     pool = jax.ShapeDtypeStruct((9, 1, 1, shape.page_size, shape.size), jnp.dtype(dtype))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), axes, abstract_device=device)):
         found = takes_mosaic(operation, q, pool, shape.value_size)  # type: ignore[arg-type]
-    assert found is (mine and operation == "paged_attention")
+    assert found is (mine and (operation == "paged_attention" or shape.heads % BOX == 0))
