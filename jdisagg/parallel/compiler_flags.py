@@ -39,9 +39,11 @@ class CompilerFlag:
     but: tuple[str, ...] = ()  # nor for these of them
     beside: int | None = None  # its value in programs whose small sums have products beside them, where another
     alone: bool = False  # programs of one device have it too
+    in_part: tuple[str, ...] = ()  # and for these in programs that span some devices of a slice, not all
 
-    def concerns(self, kind: str) -> bool:
-        return kind.startswith(self.kinds) and not kind.startswith(self.but or ("none",))
+    def concerns(self, kind: str, *, part: bool = False) -> bool:
+        asked = kind.startswith(self.kinds + (self.in_part if part else ()))
+        return asked and not kind.startswith(self.but or ("none",))
 
 
 COMPILER_FLAGS = (
@@ -76,14 +78,20 @@ COMPILER_FLAGS = (
         )
         for shape in ("", "2d_", "3d_")  # all, and those whose devices are a plane or a cube
     ),
+    # Sparse cores send nothing for a program that does not span its whole slice: there it is as on chips without.
     CompilerFlag(
-        "xla_enable_async_all_reduce", True, (WITHOUT_SPARSE_CORES,), "an all-reduce has a start and an end of its own"
+        "xla_enable_async_all_reduce",
+        True,
+        (WITHOUT_SPARSE_CORES,),
+        "an all-reduce has a start and an end of its own",
+        in_part=TPUS,
     ),
     CompilerFlag(
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
         True,
         (WITHOUT_SPARSE_CORES,),
         "its steps are fused with the product that stands between its start and its end",
+        in_part=TPUS,
     ),
     CompilerFlag(
         "xla_disable_hlo_passes",
@@ -96,18 +104,20 @@ COMPILER_FLAGS = (
 )
 
 
-def options_for(device: Any, *, as_stored: bool, spread: bool, beside: bool = False) -> dict[str, Option] | None:
-    """Of programs for devices like this one, which is of this process or of a topology; None: nothing. as_stored: for
-    those that move pages, as they are; spread: over several devices; beside: see `CompilerFlag`."""
+def options_for(device: Any, *, as_stored: bool, devices: int, beside: bool = False) -> dict[str, Option] | None:
+    """Of programs for so many devices like this one, which is of this process or of a topology; None: nothing.
+    as_stored: for those that move pages, as they are; beside: see `CompilerFlag`."""
     if device.platform == "cpu":
         return AS_STORED if as_stored else None
-    told = [each for each in _known(device.device_kind, device.client.platform_version, device) if spread or each.alone]
+    part = devices < device.client.device_count()
+    known = _known(device.device_kind, device.client.platform_version, part, device)
+    told = [each for each in known if devices > 1 or each.alone]
     return {each.name: each.value if each.beside is None or not beside else each.beside for each in told} or None
 
 
 @cache
-def _known(kind: str, version: str, device: Any) -> tuple[CompilerFlag, ...]:
-    asked = [each for each in COMPILER_FLAGS if each.concerns(kind)]
+def _known(kind: str, version: str, part: bool, device: Any) -> tuple[CompilerFlag, ...]:
+    asked = [each for each in COMPILER_FLAGS if each.concerns(kind, part=part)]
     known = [each for each in asked if _accepted(each.name, each.value, device)]
     for each in asked:
         if each not in known:

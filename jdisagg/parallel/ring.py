@@ -74,7 +74,7 @@ class RingMesh:
     ) -> Program:
         """`function` of one device as a program of all. as_stored: as of `Submesh.program`."""
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        options = options_for(self.reader, as_stored=as_stored, spread=True)
+        options = options_for(self.reader, as_stored=as_stored, devices=len(self.devices))
         return Program(mapped, donate, out_formats, self.devices[0].platform, paced=True, options=options)
 
     # ------------------------------------------------------------ a stage's view of the ring's arrays, and back

@@ -136,7 +136,7 @@ class Submesh:
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         platform = self.devices[0].platform
-        options = options_for(self.reader, as_stored=as_stored, spread=self.tp > 1, beside=beside)
+        options = options_for(self.reader, as_stored=as_stored, devices=self.tp, beside=beside)
         return Program(function, donate, out_formats, platform, paced=self.tp > 1, options=options)
 
 

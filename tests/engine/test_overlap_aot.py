@@ -50,6 +50,12 @@ def test_more_than_half_of_a_prefill_chunks_sums_are_hidden_and_a_stated_share_o
     assert exposed_s < 0.5 * total_s and exposed_s < share * worked_s
 
 
+def test_of_a_worker_on_half_a_slice_a_fifth_of_a_chunks_sums_is_hidden_at_the_least():
+    """The sparse cores send nothing for it, and the rest is one sum of four, fused with the product beside it."""
+    _, total_s, exposed_s = seconds("v5p:2x2x4", compiled("v5p:2x2x4", Role.PREFILL), CUBE)
+    assert 0.6 * total_s < exposed_s < 0.8 * total_s
+
+
 def test_most_of_a_decode_steps_sums_are_hidden_on_tpus_behind_the_other_blocks_products():
     """The logits' gather, in blocks beside the next block's product, is a third of these."""
     worked_s, total_s, exposed_s = seconds("v5p:2x2x2", compiled("v5p:2x2x2", Role.DECODE), CUBE)
