@@ -10,7 +10,7 @@ comes after it. Eight rows of 1,280 outputs, eight slots of rank 8: 30 us as a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
@@ -30,6 +30,9 @@ from jdisagg.model.products import MatrixForm, product
 
 VECTOR, VECTOR_PART = 16, 4  # numbers that the CPU's products add up side by side
 TERMS = 32  # of a sum that one loop has: beyond, compilers take seconds and its rows are out of the cache
+SKIPPING_ROWS = (
+    64  # the most that skip what none of them asks for: wider steps' loops lose more by a branch than it saves
+)
 NONE, MISSING = -1, -2  # in the place of a row's slot: the model alone; one that could not be read
 
 
@@ -47,12 +50,22 @@ class LowRank(nnx.Module):
     def __call__(self, x: Array, *, as_products: bool) -> Array:
         """What is added to the product of x [..., in] with the matrix; `as_products`: written as those of the CPU."""
         assert self.rows is not None, "the program sets each row's slot first"
-        rows, made = x.reshape(-1, x.shape[-1]), self._own if as_products else self._masked
-        parts = made(rows, self.rows)
-        y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        x, shape, made = x.reshape(-1, x.shape[-1]), x.shape[:-1], self._masked
+        if as_products:
+            made = self._where_asked if len(x) <= SKIPPING_ROWS else self._own
+        y = made(x, self.rows)
+        return y.reshape(*shape, y.shape[-1])
 
-    def _masked(self, x: Array, rows: Array) -> list[Array]:
+    def _where_asked(self, x: Array, rows: Array) -> Array:
+        """As `_own`, or nothing at all where no row asks for any: a step then takes what it takes without room."""
+        nothing = jax.eval_shape(self._own, x, rows)
+        return jax.lax.cond(
+            jnp.any(rows != NONE),
+            lambda: self._own(x, rows),
+            lambda: jnp.zeros(nothing.shape, nothing.dtype),
+        )
+
+    def _masked(self, x: Array, rows: Array) -> Array:
         """By products of all slots, what is not a row's own set to zero between them."""
         parts, slots, rank, inputs = self.a.shape
         inner = _contract(x, self.a[...].reshape(-1, inputs), 1).reshape(-1, parts, slots, rank)
@@ -60,9 +73,11 @@ class LowRank(nnx.Module):
         inner = jnp.where(own[:, None, :, None], inner, jnp.zeros_like(inner))
         inner = jnp.where((rows == MISSING)[:, None, None, None], jnp.full_like(inner, jnp.nan), inner)
         flat = [inner[:, part].reshape(-1, slots * rank) for part in range(parts)]
-        return [_contract(each, b[...].reshape(slots * rank, -1), 0) for each, b in zip(flat, self.b, strict=True)]
+        return _joined(
+            _contract(each, b[...].reshape(slots * rank, -1), 0) for each, b in zip(flat, self.b, strict=True)
+        )
 
-    def _own(self, x: Array, rows: Array) -> list[Array]:
+    def _own(self, x: Array, rows: Array) -> Array:
         """By a product of all slots, of which each row takes its own channels, and the rows of b that they weigh."""
         parts, slots, rank, inputs = self.a.shape
         inner = product(x, self.a[...].reshape(-1, inputs), None, MatrixForm(out_first=True))
@@ -70,7 +85,12 @@ class LowRank(nnx.Module):
         own = inner.reshape(-1, parts, slots, rank).at[jnp.arange(len(rows)), :, slot].get(mode="promise_in_bounds")
         own = jnp.where((rows == NONE)[:, None, None], jnp.zeros_like(own), own)
         own = jnp.where((rows == MISSING)[:, None, None], jnp.full_like(own, jnp.nan), own)
-        return [_weighed(own[:, part], b[...], slot * rank) for part, b in enumerate(self.b)]
+        return _joined(_weighed(own[:, part], b[...], slot * rank) for part, b in enumerate(self.b))
+
+
+def _joined(made: Iterable[Array]) -> Array:
+    parts = list(made)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _contract(rows: Array, matrix: Array, dimension: int) -> Array:

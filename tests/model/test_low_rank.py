@@ -77,4 +77,5 @@ def test_both_ways_add_the_same_and_nothing_to_rows_without_an_adapter(slots: in
     one, other = (np.asarray(added(a, b, x, own, way)) for way in (True, False))
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
     assert not one[0].any()
+    assert not added(a, b, x, np.full(ROWS, NONE, np.int32), True).any()
     assert np.isnan(one[1]).all()
