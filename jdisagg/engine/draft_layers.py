@@ -78,7 +78,7 @@ class DraftLayers(LayerGroup):
         self.worker, self.kv.draft = worker, pages.name
         self.guess_program = self._program(self._guess, 7, 2)
         self.set_fed, self.unread = Program(fed_set), Program(unread_chunks)
-        own = (POOL_SPEC, WHOLE), (self.pool_format, None)
+        own = (POOL_SPEC, WHOLE), (self.form.format, None)
         self.wipe_program = submesh.program(wiped, (POOL_SPEC, WHOLE, WHOLE), own[0], (0,), own[1], as_stored=True)
         self.found_program = submesh.program(found_in, (POOL_SPEC, WHOLE, WHOLE), WHOLE)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from jdisagg.engine.looped_layers import LoopedLayers
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.pooling import pooled
 from jdisagg.engine.sampling import token_logprobs
-from jdisagg.kv.pools import POOL_SPEC, StagePages, pool_format
+from jdisagg.kv.pools import POOL_SPEC, PoolForm, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.low_rank import AdapterCapacity
@@ -70,12 +70,12 @@ class LayerGroupPrograms:
         params: StageParams,
         room: AdapterCapacity | None = None,
         *,
-        scaled: bool = False,
+        form: PoolForm | None = None,
     ) -> None:
-        """room: for adapters of rows; None where rows have none. scaled: whether pages are quantised."""
+        """room: for adapters of rows; None where rows have none. form: of pages; None: of those that are no codes."""
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
         self.adapters: SlotPrograms | None = None
-        self.pool_format = pool_format(submesh, scaled=scaled)
+        self.form = form or PoolForm(pool_format(submesh))
         if room is not None:
             self.params = adapted = with_room(self.params, config, layers, room, submesh)
             self.adapters = SlotPrograms(adapted, submesh)
@@ -119,7 +119,7 @@ class LayerGroupPrograms:
     def _program(self, function: Callable[..., Any], arguments: int, results: int) -> Program:
         """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
         specs = (self.params.specs, POOL_SPEC, *[WHOLE] * arguments)
-        formats = (self.pool_format, *[None] * results)
+        formats = (self.form.format, *[None] * results)
         written = POOL_SPEC, *[WHOLE] * results
         return self.submesh.program(function, specs, written, (1,), formats, **self.compiled)
 
@@ -157,9 +157,10 @@ class LayerGroupPrograms:
     @property
     def joined(self) -> bool:
         """Whether all layers' pages lie in one pool: each array that a program is given, and each that it hands back,
-        costs the host's call of it, and a pool is both. What a CPU converts of a pool at every layer is to be small."""
+        costs the host's call of it, and a pool is both. What a CPU converts of a pool at every layer is to be small,
+        and a GPU's kernels are to reach all of it."""
         converts = self.submesh.devices[0].platform == "cpu" and not self.params.in_f32
-        return self.turns > 1 or (len(self.kv_layers) > 1 and not converts)
+        return self.turns > 1 or (len(self.kv_layers) > 1 and not converts and not self.form.apart)
 
     def _run_layers(
         self,
@@ -282,7 +283,9 @@ class LayerGroup(LayerGroupPrograms):
         num_pages: int,
         room: AdapterCapacity | None = None,
     ) -> None:
-        super().__init__(config, layers, submesh, params, room, scaled=layout.scaled)
+        form = partial(PoolForm.of, layout, num_pages=num_pages, submesh=submesh)
+        super().__init__(config, layers, submesh, params, room, form=form(len(layers)))
+        self.form = form(len(self.kv_layers))
         self.kv = StagePages(layout, self.kv_layers, num_pages, submesh, joined=self.joined)
         self.load = ExpertLoad(self.sparse, config.experts)
 

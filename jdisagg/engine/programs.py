@@ -35,6 +35,7 @@ from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.transfer_declarations import Kept, TransferTable, pools_for, transfer_programs_of
 from jdisagg.engine.turn_declarations import declared_turns
 from jdisagg.engine.turn_steps import TurnPrograms
+from jdisagg.kv.pools import PoolForm
 from jdisagg.kv.shipping import TransferPrograms
 from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.low_rank import AdapterCapacity, room_for
@@ -225,7 +226,12 @@ def abstract_table(
     outline = abstract_for_platform if room is None else abstract_stage_params  # rows' adapters go layer by layer
     groups = [
         LayerGroupPrograms(
-            model, run, at, outline(StageSpec(model, run, at.mesh, dtype, weights)), room, scaled=layout.scaled
+            model,
+            run,
+            at,
+            outline(StageSpec(model, run, at.mesh, dtype, weights)),
+            room,
+            form=PoolForm.of(layout, len(run), config.num_pages, at),
         )
         for run, at in zip(layers, submeshes, strict=True)
     ]

@@ -51,7 +51,7 @@ class TurnPrograms:
         submesh = self.group.submesh
         specs = (self.group.params.specs, POOL_SPEC, WHOLE)
         results = [WHOLE] * (2 if self.group.sparse else 1)
-        formats = (self.group.pool_format, *[None] * len(results))
+        formats = (self.group.form.format, *[None] * len(results))
         turns = partial(self._turns, kind)
         return submesh.program(turns, specs, (POOL_SPEC, *results), (1,), formats, **self.group.compiled)
 

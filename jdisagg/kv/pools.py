@@ -6,9 +6,10 @@ A ring's layers and a draft model's have a pool each. Quantised, a pool is `Quan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from jdisagg.core.kv_layout import KVLayout
 from jdisagg.parallel.submesh import AXIS, Submesh
+from pallas_kernels.offsets import within_reach
 from pallas_kernels.quantized import QuantizedPages, stored
 
 POOL_SPEC = PartitionSpec(None, AXIS)
@@ -29,6 +31,20 @@ def pool_format(submesh: Submesh, *, scaled: bool = False) -> Format | Sharding:
     Scaled pages, numbers and scales, are only taken of sizes that every platform lays out so by itself.
     """
     return submesh.sharding(POOL_SPEC) if scaled else submesh.row_major(POOL_SPEC, 5)
+
+
+class PoolForm(NamedTuple):
+    """How a layer group's pages are kept."""
+
+    format: Format | Sharding
+    apart: bool = False  # each layer's in a pool of its own
+
+    @staticmethod
+    def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh) -> PoolForm:
+        """Apart where a GPU's kernels would not reach all of one pool: see `pallas_kernels.offsets`."""
+        numbers = num_layers * (num_pages + 1) * math.prod(layout.page_shape(submesh.tp))
+        apart = submesh.devices[0].platform == "gpu" and not within_reach(numbers, layout.dtype)
+        return PoolForm(pool_format(submesh, scaled=layout.scaled), apart)
 
 
 class PagesOfStage(Protocol):

@@ -5,6 +5,7 @@ pages that are quantised. `checked_kinds` holds that pools are written in place 
 import pytest
 
 from jdisagg.core.worker_config import Role
+from jdisagg.engine.programs import ProgramTable
 from tests.engine.chips import checked_kinds, few_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_kept_programs")]
@@ -30,3 +31,19 @@ def test_a_decode_step_writes_quantised_pages_in_place_and_makes_no_wide_copy_of
     table = few_layers("8B", Role.DECODE, target, 1, stages=1, layers=2, num_pages=4096, kv_dtype=dtype)
     (checked,) = checked_kinds(table, table.steps(), "decode")
     assert checked.facts.temp_bytes < table.pool_bytes(0, 1) // 4
+
+
+@pytest.mark.parametrize(("num_pages", "pools"), [(8190, 1), (12_287, 2), (20_000, 1)])  # 2, 3 and 4.9 GiB
+def test_layers_that_fill_2_to_4_gib_of_bytes_together_have_a_pool_each(num_pages: int, pools: int):
+    """Kernels reach all of those."""
+    table = few_layers("8B", Role.DECODE, "h100:1", 1, stages=1, layers=2, num_pages=num_pages, kv_dtype="int8")
+    assert held(table) == {pools}
+    if pools == 2:
+        (checked,) = checked_kinds(table, table.steps(), "decode")
+        assert checked.facts.temp_bytes < table.pool_bytes(0, 1) // 4
+    assert held(few_layers("8B", Role.DECODE, "h100:1", 1, stages=1, layers=2, num_pages=num_pages // 2)) == {1}
+
+
+def held(table: ProgramTable) -> set[int]:
+    """How many pools the table's decode steps are given."""
+    return {len(each.pools or ()) for each in table.steps() if each.kind == "decode"}
