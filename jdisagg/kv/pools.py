@@ -1,7 +1,8 @@
 """KV pages on the devices: pools of pages, head-major, sharded on heads; page 0 is the null page.
 
 All layers of a stage lie in one pool, one behind the other: page p of its i-th layer is page i * (num_pages + 1) + p.
-A ring's layers and a draft model's have a pool each. Quantised, a pool is `QuantizedPages`.
+A ring's layers and a draft model's have a pool each, and so have those that are kept apart (`PoolForm`). Quantised, a
+pool is `QuantizedPages`.
 """
 
 from __future__ import annotations
