@@ -105,8 +105,7 @@ def run(settings: Settings) -> int:
     if settings.mesh != AUTO:
         MeshSpec.parse(settings.mesh)
     once = bool(settings.prompt or settings.prompts or settings.chat)
-    sockets = servers.Sockets() if once else servers.bind(settings)
-    with _batch(settings) as batch:
+    with servers.Sockets() if once else servers.bind(settings) as sockets, _batch(settings) as batch:
         return run_alone(settings, console, sockets, batch)
 
 
@@ -147,7 +146,14 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
     read_secret(settings)
     if settings.prompt or settings.prompts or settings.chat:
         raise ConfigError(f"--role={settings.role} serves; give prompts to the whole stack, or to the router's server")
-    sockets = servers.bind(settings) if roles & {ROUTER_ROLE, FRONT_ROLE} else None
+    if not roles & {ROUTER_ROLE, FRONT_ROLE}:
+        return run_roles(settings, roles, console, None)
+    with servers.bind(settings) as sockets:
+        return run_roles(settings, roles, console, sockets)
+
+
+def run_roles(settings: Settings, roles: frozenset[str], console: Console, sockets: servers.Sockets | None) -> int:
+    """sockets: of a router or a front."""
     servers.check_cluster_ports(settings, ROUTER_ROLE in roles, bool(roles - {ROUTER_ROLE, FRONT_ROLE}))
     settings = located(settings, console)
     if sockets is not None and FRONT_ROLE in roles:

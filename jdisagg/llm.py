@@ -107,8 +107,12 @@ class LLM:
 
     def close(self) -> None:
         self.service.stop()
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,8 @@
 
 Either way the draft reads each prompt once. What goes with the model's pages is found again with prefixes, and those
 tokens are read no more; its bytes cross each time. That is the question of how fast a link must be for reuse to pay
-(Mooncake: Qin et al., FAST 2025, equation 2), asked of the draft.
+(Mooncake: Qin et al., FAST 2025, equation 2), asked of the draft. Where guesses may never be taken the answer is
+another: made where tokens are drawn it is made for guesses that are wanted, sent with the pages for every prompt.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class DraftPrice:
         return self.send_s < self.reread_s
 
 
-def price_of(draft: ModelConfig, pages: KVLayout, chip: Chip | None, *, prefixes: bool) -> DraftPrice:
-    """chip: the devices' sheet, None of CPUs; prefixes: whether they are found again."""
+def price_of(draft: ModelConfig, pages: KVLayout, chip: Chip | None, *, prefixes: bool, always: bool) -> DraftPrice:
+    """chip: the devices' sheet, None of CPUs; prefixes: whether they are found again; always: whether the draft guesses
+    for whoever asks, not only where that is faster (`auto`), which may be nowhere."""
     flops_per_s, link = (REACHED * chip.flops_per_s, LINK_BYTES_PER_S) if chip else (CPU_FLOPS_PER_S, CPU_BYTES_PER_S)
     read_s = draft.prefill_flops(1.0) / flops_per_s
-    return DraftPrice(pages.bytes_per_token / link, REPEATED * read_s if prefixes else 0.0)
+    return DraftPrice(pages.bytes_per_token / link, REPEATED * read_s if prefixes and always else 0.0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import grpc.aio
 import uvicorn
@@ -45,14 +46,25 @@ class Sockets:
     http: socket.socket | None = None
     grpc_port: int | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.http is not None:
+            self.http.close()
+
 
 def bind(settings: Settings) -> Sockets:
     """Raises ConfigError naming the flag, the address and the system's reason."""
     http = _bound(settings.host, settings.http_port, "http_port") if settings.http_port >= 0 else None
     if settings.grpc_port < 0:
         return Sockets(http, None)
-    with _bound(settings.host, settings.grpc_port, "grpc_port") as probe:  # grpc binds for itself: only look
-        return Sockets(http, probe.getsockname()[1])
+    try:
+        with _bound(settings.host, settings.grpc_port, "grpc_port") as probe:  # grpc binds for itself: only look
+            return Sockets(http, probe.getsockname()[1])
+    except ConfigError:
+        Sockets(http).__exit__()
+        raise
 
 
 def check_cluster_ports(settings: Settings, has_router: bool, has_workers: bool) -> None:
@@ -66,12 +78,15 @@ def check_cluster_ports(settings: Settings, has_router: bool, has_workers: bool)
 
 
 def _bound(host: str, port: int, flag: str) -> socket.socket:
+    bound = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError as error:
+        if bound is not None:
+            bound.close()
         why = f"cannot bind {host}:{port} ({error.strerror or error})"
         raise ConfigError(f"--{flag}={port}: {why}; give this process another --{flag}") from error
     return bound

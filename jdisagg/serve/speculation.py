@@ -101,7 +101,8 @@ def kept_draft(
 
 def _price(draft: ModelConfig, pages: KVLayout, settings: Settings, devices: Devices) -> DraftPrice:
     chip = None if devices.platform == "cpu" else sheet_of(devices.platform, devices.chip)
-    return price_of(draft, pages, chip, prefixes=settings.prefix_caching == "on")
+    always = not read_speculation(settings.speculative).auto
+    return price_of(draft, pages, chip, prefixes=settings.prefix_caching == "on", always=always)
 
 
 def draft_layout(draft: ModelConfig, kv: KVLayout) -> KVLayout:

@@ -10,6 +10,10 @@ import pytest
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 from pydantic import BaseModel
 
+from jdisagg.core.events import Finish
+from jdisagg.core.ledger import Ledger
+from jdisagg.core.request import FinishReason
+from jdisagg.serve.generation import GrammarEnded
 from tests.serve.live_http import Front
 from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 from tests.serve.scripted import tokens
@@ -135,7 +139,20 @@ def test_a_stream_that_breaks_ends_as_failed_with_what_had_come(client: openai.O
     with_tools.service.script = breaks
     last = list(client.responses.create(model="tiny", input="x", stream=True))[-1]
     assert last.type == "response.failed" and last.response.error is not None
-    assert last.response.output_text.startswith("Let")
+    assert last.response.output_text.startswith("Let") and last.response.error.code == "server_error"
+
+
+def test_a_stream_whose_grammar_ends_half_way_says_what_http_would(client: openai.OpenAI, with_tools: Front):
+    ids = with_tools.service.tokenizer.encode("</think>Let me", False)
+
+    def ends(request: Any) -> Any:
+        yield from [*tokens(request, ids)][:-1]
+        raise GrammarEnded(Finish(request.request_id, FinishReason.ERROR, Ledger(), detail="it went over its limits"))
+
+    with_tools.service.script = ends
+    last = list(client.responses.create(model="tiny", input="x", stream=True))[-1]
+    assert last.type == "response.failed" and last.response.error is not None
+    assert str(last.response.error.code) == "grammar_limit"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

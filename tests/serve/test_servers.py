@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import warnings
 
 import pytest
 
@@ -58,3 +60,21 @@ def test_of_two_that_start_at_once_on_a_port_the_second_says_so(flag: str) -> No
                 await first.http_task
 
     asyncio.run(run())
+
+
+def test_a_port_in_use_leaves_no_other_bound() -> None:
+    with socket.socket() as taken, socket.socket() as free:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        free.bind(("127.0.0.1", 0))
+        http_port, grpc_port = free.getsockname()[1], taken.getsockname()[1]
+        free.close()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ResourceWarning)
+            with pytest.raises(ConfigError, match=f"--grpc_port={grpc_port}"):
+                servers.bind(Settings(http_port=http_port, grpc_port=grpc_port))
+            gc.collect()
+        assert not [each for each in told if "unclosed" in str(each.message)]
+        with servers.bind(Settings(http_port=http_port, grpc_port=-1)) as sockets:
+            assert sockets.http is not None and sockets.http.fileno() >= 0
+        assert sockets.http.fileno() < 0, "who bound it and did not serve has closed it"

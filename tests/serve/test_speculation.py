@@ -165,8 +165,10 @@ def test_a_drafts_pages_lie_behind_the_models_and_go_with_the_last_layers():
     assert kept_draft(None, settings, mesh, (kv, kv), "small", CPUS) is None
     auto = replace(settings, draft_kv="auto")
     assert kept_draft(draft, auto, mesh, (kv, kv), "small", CPUS) == found, "it is cheaper to send than to read again"
-    for other in (replace(auto, prefix_caching="off"), for_several(auto)):
+    seldom = replace(auto, speculative="auto:draft")
+    for other in (replace(auto, prefix_caching="off"), for_several(auto), seldom):
         assert kept_draft(draft, other, mesh, (kv, kv), "small", CPUS) is None
+    assert kept_draft(draft, replace(seldom, draft_kv="ship"), mesh, (kv, kv), "small", CPUS) == found
     assert for_several(settings) == settings, "what somebody said stands"
 
 

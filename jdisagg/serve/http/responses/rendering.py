@@ -159,7 +159,8 @@ class ResponseRenderer:
         """A `response.failed`, of what had come."""
         ends = self._output.end("incomplete")
         told = describe(error)[1]["error"]
-        failed = {**self._response("failed"), "error": {"code": "server_error", "message": told["message"]}}
+        code = told["code"] if told["type"] == "invalid_request_error" else "server_error"
+        failed = {**self._response("failed"), "error": {"code": code, "message": told["message"]}}
         return b"".join(map(self._event, [*ends, {"type": "response.failed", "response": failed}]))
 
     def _event(self, event: Event) -> bytes:
