@@ -159,6 +159,11 @@ ALL = (
         "benchmarks.acceptance",
         "--kinds=draft/rebuild,ngram:3 --works=new:2000 --answers=2",
     ),
+    Benchmark(
+        "acceptance_ship_embedded",
+        "benchmarks.acceptance",
+        "--kinds=draft/ship --works=new:2000 --answers=1 --disturbances=found,lost",
+    ),
     Benchmark("adapters_cpu", "benchmarks.adapters", "", "--adapters=2 --rank=2 --tokens=4 --rounds=1"),
     Benchmark("adapters_smollm2_cpu", "benchmarks.adapters", "--model=smollm2 --rounds=2 --tokens=32"),
     Benchmark("schemas", "benchmarks.schemas", "--suite={json_schema_suite}", "--every=60"),

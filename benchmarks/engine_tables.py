@@ -72,7 +72,7 @@ def drafts_over_time() -> str:
 
 def acceptance() -> str:
     """Tokens that rows of the same answers drew, undisturbed and disturbed."""
-    kinds, rows = ("embedded", "parked_embedded", "draft_embedded", "smollm2"), []
+    kinds, rows = ("embedded", "parked_embedded", "draft_embedded", "ship_embedded", "smollm2"), []
     reports = [result(f"acceptance_{kind}") for kind in kinds]
 
     def quarters(figures: list[float | None]) -> str:
