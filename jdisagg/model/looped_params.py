@@ -29,6 +29,7 @@ from jdisagg.model.params import (
 )
 from jdisagg.model.reshard import HeldWeights
 from jdisagg.model.sources import Source
+from jdisagg.parallel.submesh import Device
 
 # Compiled here for 80 layers of Llama 3 70B on 8 devices, seconds of processor time for decode + a prefill of 2,048
 # tokens, and MiB of temporaries of the decode step (what it copies of weights among them):
@@ -38,11 +39,14 @@ from jdisagg.model.sources import Source
 # A CPU takes a loop's pools as scanned inputs 17 times as long, and its small models compile at once. Kernels take the
 # matrices of experts whole: a loop copies each turn's out of the stacks (512 MiB a layer of gpt-oss, tp2, on v6e).
 LOOPED = frozenset({("tpu", False)})  # (platform, whether the model has experts)
+# v7x's products want tiles of 16 rows where arguments have 8 (libtpu 0.0.42): a loop copies its stacks at every step,
+# 1,766 MiB of four layers on four devices. Written out each matrix is read as it lies.
+COPIES_STACKS = "TPU7x"
 
 
-def loops_on(platform: str, config: ModelConfig) -> bool:
-    """Whether programs of "cpu", "gpu" or "tpu" go round the model's layers."""
-    return (platform, config.experts is not None) in LOOPED
+def loops_on(device: Device, config: ModelConfig) -> bool:
+    """Whether programs of devices like this one go round the model's layers."""
+    return (device.platform, config.experts is not None) in LOOPED and device.device_kind != COPIES_STACKS
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class LoopedParams(StageParams):
 def load_for_platform(source: Source, spec: StageSpec) -> StageParams:
     """As `load_stage`, in the form that programs of the mesh's platform take."""
     outline, _, leaves = load_leaves(source, spec)
-    if loops_on(spec.platform, spec.config):
+    if loops_on(spec.device, spec.config):
         return looped(outline, leaves, spec)
     return replace(outline, leaves=list(leaves))
 
@@ -64,7 +68,7 @@ def load_for_platform(source: Source, spec: StageSpec) -> StageParams:
 def abstract_for_platform(spec: StageSpec) -> StageParams:
     """As `abstract_stage_params`, likewise."""
     outline = outline_of(spec)[0]
-    return looped_outline(outline, spec) if loops_on(spec.platform, spec.config) else outline
+    return looped_outline(outline, spec) if loops_on(spec.device, spec.config) else outline
 
 
 def looped(outline: StageParams, leaves: Iterable[Array], spec: StageSpec) -> StageParams:
@@ -104,7 +108,7 @@ def whole_stage(params: StageParams, spec: StageSpec) -> StageParams:
 def load_held(held: HeldWeights, source: Source, spec: StageSpec) -> StageParams:
     """As `HeldWeights.load`, in the form that programs of the mesh's platform take."""
     params = held.load(source, spec)
-    if not loops_on(spec.platform, spec.config):
+    if not loops_on(spec.device, spec.config):
         return params
     given = (params.leaves.pop(0) for _ in range(len(params.leaves)))
     return looped(params, given, spec)

@@ -28,6 +28,7 @@ from jdisagg.model.network import Stage, Weight
 from jdisagg.model.products import MatrixForm, layout_of
 from jdisagg.model.shards import channel_scales, scaled_shard, shard_of_leaf
 from jdisagg.model.sources import FLOATS, Source
+from jdisagg.parallel.submesh import Device
 
 SUMMED = ("out.kernel", "mlp.down.kernel", "mlp.down")  # what all experts and a shared MLP make is summed at once
 AXIS = "tp"  # the one axis of a stage's mesh
@@ -49,8 +50,13 @@ class StageSpec:
         return self.mesh.size
 
     @property
+    def device(self) -> Device:
+        """One of those, which are all of a kind."""
+        return self.mesh.devices.flat[0]
+
+    @property
     def platform(self) -> str:
-        return self.mesh.devices.flat[0].platform
+        return self.device.platform
 
     def abstract(self, repeat: Repeat | None = None) -> AbstractStage:
         """The tree of its layers, written out or as a loop."""

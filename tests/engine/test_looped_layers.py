@@ -5,7 +5,7 @@ On the CPU layers are written out: here machines are made as on a platform where
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,6 +68,20 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MeshExecutor]:
         return machine
 
     return make
+
+
+class Chip(NamedTuple):
+    platform: str
+    device_kind: str
+
+
+@pytest.mark.parametrize(
+    ("chip", "looped"),
+    [(Chip("tpu", "TPU v5"), True), (Chip("tpu", "TPU7x"), False), (Chip("gpu", "NVIDIA H100 80GB HBM3"), False)],
+)
+def test_layers_are_a_loop_where_no_stack_is_copied_for_it(chip: Chip, looped: bool):
+    assert looped_params.loops_on(chip, CONFIG) is looped
+    assert not looped_params.loops_on(chip, UNLIKE["first_layer_without_experts"])
 
 
 def made(role: Role, config: ModelConfig = CONFIG, tp: int = 1, **sizes: Any) -> MeshExecutor:
