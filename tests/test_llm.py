@@ -116,6 +116,7 @@ def test_the_next_turn_of_a_conversation_is_finished_where_its_answer_lies_and_i
     assert decision["candidates"]["decode_alone"][0]["parts"]["prefill"] == 2.0 * (83 - 64)
     with jdisagg.LLM(model=llm.settings.model, mesh="colocated:tp1", max_model_len=128, prefix_caching="off") as other:
         assert other.generate(again, last).token_ids == here.token_ids
+    assert other._loop.is_closed(), "closing leaves no loop open"
 
 
 def test_nothing_is_compiled_after_the_stack_is_ready(llm):
