@@ -278,9 +278,10 @@ class Phase(StrEnum):
 
 TERMINAL = frozenset({Phase.FINISHED, Phase.CANCELLED, Phase.FAILED})
 
-# From each phase, the phases that may follow. Back to QUEUED means: prefill again with the tokens so far.
+# From each phase, the phases that may follow. Back to QUEUED means: prefill again with the tokens so far, among which
+# a text that ends the answer may be found meanwhile.
 PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.QUEUED: frozenset({Phase.PREFILLING, Phase.CANCELLED, Phase.FAILED}),
+    Phase.QUEUED: frozenset({Phase.PREFILLING, Phase.FINISHED, Phase.CANCELLED, Phase.FAILED}),
     Phase.PREFILLING: frozenset({Phase.SHIPPING, Phase.QUEUED, Phase.FINISHED, Phase.CANCELLED, Phase.FAILED}),
     Phase.SHIPPING: frozenset({Phase.DECODING, Phase.QUEUED, Phase.FINISHED, Phase.CANCELLED, Phase.FAILED}),
     Phase.DECODING: frozenset({Phase.QUEUED, Phase.FINISHED, Phase.CANCELLED, Phase.FAILED}),

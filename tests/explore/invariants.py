@@ -16,8 +16,10 @@ from tests.explore.device import Violation, need
 from tests.explore.world import GONE, RUNNING, UNSENT, State, World
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
-TOLD = ("cancel", "flip", "burst", "fail", "change")  # faults that somebody is told of at once: they need no deadline
-LASTING = ("lose", "leave", "reboot", "cancel", "fail")  # faults that no second attempt mends, or that release twice
+# Faults that somebody is told of at once: they need no deadline.
+TOLD = ("cancel", "stop", "flip", "burst", "fail", "change")
+# Faults that no second attempt mends, or that release twice.
+LASTING = ("lose", "leave", "reboot", "cancel", "stop", "fail")
 
 
 def check_state(world: World, state: State) -> bool:

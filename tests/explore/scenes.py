@@ -29,6 +29,7 @@ class Budget(NamedTuple):
     leave: int = 0  # the router starts anew, every stream to it breaks, and its workers join again once they notice
     reboot: int = 0  # the router starts anew; its clients see their connections cut
     cancel: int = 0  # a client goes away
+    stop: int = 0  # what a client was told ends its answer, as it finds at some time
     again: int = 0  # a client whose connection was cut asks again, under the same id
     change: int = 0  # a worker is to become what `Scene.changes` says
 

@@ -68,6 +68,9 @@ class Draft:
     def _cancel(self, action: Action) -> None:
         self._deliver_item(self.world.item(0, ev.Cancel(self.world.ids[action.which])))
 
+    def _stop(self, action: Action) -> None:
+        self._deliver_item(self.world.item(0, ev.Cancel(self.world.ids[action.which], FinishReason.STOP)))
+
     def _deliver(self, action: Action) -> None:
         self._deliver_item(self._pop(action))
 
@@ -300,7 +303,7 @@ class Draft:
             need(
                 told == sampling.max_tokens, f"{request_id} ends as length with {told} of {sampling.max_tokens} tokens"
             )
-        elif reason is FinishReason.STOP:
+        elif reason is FinishReason.STOP and self.budget.stop == self.world.scene.budget.stop:
             last = self.world.scene.outputs[request_id][told - 1]
             need(told > 0 and last in sampling.stop_token_ids, f"{request_id} ends as stop after token {last}")
         elif reason is FinishReason.ABORT:

@@ -34,8 +34,14 @@ def tell(world: World, found: Found) -> str:
 
 def _opening(world: World, state: State, action: Action) -> str:
     match action.kind:
-        case "submit" | "cancel" | "again":
-            word = {"submit": "asks", "cancel": "goes away", "again": "asks again, under the same id"}[action.kind]
+        case "submit" | "cancel" | "stop" | "again":
+            words = {
+                "submit": "asks",
+                "cancel": "goes away",
+                "stop": "has what ends its answer",
+                "again": "asks again, under the same id",
+            }
+            word = words[action.kind]
             return f"the client of {world.ids[action.which]} {word}"
         case "timer" | "early":
             timer = state.timers[action.which]

@@ -56,6 +56,11 @@ def test_a_cancel_at_any_moment_gives_everything_back():
     assert endings(whole(ONE.but(cancel=1))) == {"length", "abort"}
 
 
+@pytest.mark.parametrize("beside", [{}, {"restart": 1}], ids=["alone", "beside a restart"])
+def test_a_text_that_ends_an_answer_does_so_at_any_moment_in_the_routers_queue_too(beside: dict[str, int]):
+    assert endings(whole(ONE.but(stop=1, **beside))) == {"length", "stop"}
+
+
 def test_a_worker_lost_for_good_ends_its_request_with_a_word():
     assert endings(whole(ONE.but(lose=1))) == {"length", "error", "rejected"}
 

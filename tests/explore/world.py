@@ -276,6 +276,8 @@ class World:
         for number, client in enumerate(state.clients):
             if left.cancel and client.status == RUNNING:
                 yield Action("cancel", number)
+            if left.stop and client.status == RUNNING and client.told:
+                yield Action("stop", number)
             if left.again and client.status == CUT:
                 yield Action("again", number)
 

@@ -34,7 +34,7 @@ from jdisagg.core.messages import (
     TokenDelta,
     View,
 )
-from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
+from jdisagg.core.request import Attempt, FinishReason, Phase, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.router import Router
@@ -235,6 +235,19 @@ def test_a_cancel_for_a_stop_string_ends_as_stop():
     talk.to_decode()
     talk.take(Cancel(A, FinishReason.STOP))
     assert [finish.reason for finish in talk.finishes()] == [FinishReason.STOP] and len(talk.sent(Abort)) == 1
+
+
+def test_a_stop_string_found_once_its_answer_was_given_back_ends_it_as_stop():
+    """Texts are searched beside the router: the row may be in its queue again by then, with the tokens so far."""
+    talk = Talk()
+    talk.to_decode(max_tokens=8)
+    talk.drawn(D, 1, 1, 11)
+    talk.says(D, Preempted(A1, (10, 11), "no pages"))
+    talk.says(D, Refused(Attempt(A, 2), "full"))
+    assert talk.router.rows[A].phase is Phase.QUEUED
+    talk.take(Cancel(A, FinishReason.STOP))
+    assert [finish.reason for finish in talk.finishes()] == [FinishReason.STOP]
+    assert not talk.router.rows and not talk.router.requests.queue
 
 
 @pytest.mark.parametrize(
