@@ -30,9 +30,7 @@ from jdisagg.model.products import MatrixForm, product
 
 VECTOR, VECTOR_PART = 16, 4  # numbers that the CPU's products add up side by side
 TERMS = 32  # of a sum that one loop has: beyond, compilers take seconds and its rows are out of the cache
-SKIPPING_ROWS = (
-    64  # the most that skip what none of them asks for: wider steps' loops lose more by a branch than it saves
-)
+SKIPPING_ROWS = 64  # the most that skip what none of them asks for: a wider step's loops lose more by the branch
 NONE, MISSING = -1, -2  # in the place of a row's slot: the model alone; one that could not be read
 
 
