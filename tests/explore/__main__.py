@@ -1,8 +1,8 @@
 """`python -m tests.explore loss=1 dup=1`: every state of a small world, with more going wrong than the tests allow.
 
 Words are key=value: fields of the budget (loss, dup, late, early, restart, lose, reboot, again, cancel, stop, flip,
-burst, fail), requests, both (1: workers that do both), transfer (whole, chunk, layer), pages, limit (states), any_order (1),
-and walks (random walks in a larger world instead; seed is the first walk's).
+burst, fail), requests, both (1: workers that do both), transfer (whole, chunk, layer), pages, limit (states),
+any_order (1), and walks (random walks in a larger world instead; seed is the first walk's).
 """
 
 from __future__ import annotations
