@@ -13,7 +13,7 @@ from typing import Any
 
 from jdisagg import flags
 from jdisagg.core.errors import ConfigError, FlagError
-from jdisagg.core.settings import Settings
+from jdisagg.core.settings import REMOVED, Settings
 
 
 def resolve(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[Settings, flags.FlagValues]:
@@ -38,6 +38,9 @@ def fill(values: flags.FlagValues, environment: Mapping[str, str] = os.environ) 
         text = environment.get(f"JDISAGG_{name.upper()}")
         if text is not None and name not in flags.NO_SETTINGS:
             flags.give(values, name, text, f"JDISAGG_{name.upper()}")
+    for name, why in REMOVED.items():
+        if f"JDISAGG_{name.upper()}" in environment:
+            raise FlagError(f"JDISAGG_{name.upper()} {why}")
     if values["config"].value:
         for key, value in read_toml(values["config"].value, values).items():
             flags.give(values, key, value, f"--config={values['config'].value}: {key}")
@@ -53,6 +56,8 @@ def read_toml(path: str, values: flags.FlagValues) -> dict[str, Any]:
     for key, value in _flattened(parse_toml(path)):
         if key in known:
             found[key] = _checked(flags.kind_of(values, key), value, f"--config={path}: {key}")
+        elif key in REMOVED:
+            raise FlagError(f"--config={path}: {key!r} {REMOVED[key]}")
         elif key not in flags.WORDS:
             nearest = difflib.get_close_matches(key, known, n=1)
             raise FlagError(

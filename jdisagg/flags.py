@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from jdisagg.core.errors import FlagError
-from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, Settings
+from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, REMOVED, Settings
 
 FlagValues = flags.FlagValues
 GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "tiers", "cluster", "server", "one-shot", "running")
@@ -177,6 +177,9 @@ def underscored(argument: str) -> str:
 
 
 def _unknown(name: str, known: list[str]) -> str:
+    """Returns the error for a flag that this command does not have: its replacement, or the nearest known name."""
+    if name in REMOVED:
+        return f"--{name} {REMOVED[name]}"
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
     return f"unknown flag --{name}{hint}"

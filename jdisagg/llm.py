@@ -12,8 +12,8 @@ from rich.console import Console
 
 from jdisagg import devices
 from jdisagg.core.adapters import Adapter
-from jdisagg.core.errors import RequestError
-from jdisagg.core.settings import Settings
+from jdisagg.core.errors import FlagError, RequestError
+from jdisagg.core.settings import REMOVED, Settings
 from jdisagg.named_models import located
 from jdisagg.serve import build, offline
 from jdisagg.serve.adapters import adapters_of
@@ -39,6 +39,8 @@ class LLM:
 
     def __init__(self, **settings: Any) -> None:
         """Loads, compiles and warms. Raises ConfigError, MeshError or CheckpointError."""
+        for name in settings.keys() & REMOVED.keys():
+            raise FlagError(f"{name} {REMOVED[name]}")
         self.settings = Settings(**settings)
         self.settings.check()
         self.settings = located(self.settings, Console(stderr=True))

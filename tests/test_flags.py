@@ -11,6 +11,8 @@ import pytest
 
 from jdisagg import aot, calc, command, config, convert, flags, launch, plan, profile, replay, train
 from jdisagg.core.errors import FlagError
+from jdisagg.core.settings import REMOVED
+from jdisagg.llm import LLM
 from jdisagg.sim import __main__ as sim
 
 COMMANDS = {
@@ -126,3 +128,18 @@ def test_ctrl_c_ends_any_command_with_a_line_and_130(capsys: pytest.CaptureFixtu
 
     assert command.run("jdisagg.calc", "", declared("calc"), ["calc"], stopped) == 130
     assert capsys.readouterr().err == "jdisagg.calc: interrupted\n"
+
+
+def test_a_removed_flag_names_its_replacement_wherever_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(REMOVED, "old_name", "was removed; use --new_name")
+    values, file = declared("launch"), tmp_path / "c.toml"
+    file.write_text("old_name = 3")
+    with pytest.raises(FlagError, match=r"^--old_name was removed; use --new_name$"):
+        flags.read(values, ["launch", "--old_name=3"])
+    with pytest.raises(FlagError, match=r"^JDISAGG_OLD_NAME was removed; use --new_name$"):
+        config.fill(values, {"JDISAGG_OLD_NAME": "3"})
+    flags.read(values, ["launch", f"--config={file}"])
+    with pytest.raises(FlagError, match=r"'old_name' was removed; use --new_name$"):
+        config.fill(values, {})
+    with pytest.raises(FlagError, match=r"^old_name was removed; use --new_name$"):
+        LLM(old_name=3)

@@ -52,6 +52,8 @@ NOT_NEGATIVE = (
     "router_grace_s",
 )
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# Settings that earlier versions had, each with the rest of the error line: "was removed; NAME THE REPLACEMENT".
+REMOVED: dict[str, str] = {}
 LEAST_S = {
     "lease_s": 0.1,  # it is renewed three times in this
     "peer_silence_s": 0.5,  # it is broken five times in this
